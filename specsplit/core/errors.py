@@ -1,0 +1,112 @@
+"""The one error tree. Each boundary translates once into it and never leaks a foreign exception.
+
+SpecSplitError
+├── UsageError                  the user's request or settings are wrong (exit code 2)
+│   ├── InvalidRequest          a parameter of a request: sampling values, prompt, tree, budget
+│   │   └── ContextExceeded     the prompt does not fit the context
+│   └── InvalidSettings         unknown or malformed settings
+├── ModelError                  a model cannot be used (exit code 1)
+│   ├── ModelNotFound           missing folder, unknown hub id, gated or unreachable repository
+│   ├── ModelDamaged            truncated, pickled or inconsistent files
+│   ├── ModelUnsupported        an architecture or feature that cannot run here
+│   └── VocabularyMismatch      draft and target do not share a vocabulary
+├── ResourceError               this machine cannot do it (exit code 1)
+│   ├── DeviceUnavailable       no such device
+│   ├── OutOfMemory             weights or KV slots do not fit
+│   ├── NoFreeSlot              every KV slot is in use
+│   └── MissingExtra            an optional dependency is not installed
+└── SessionError                the session contract between orchestrator and worker
+    ├── SlotBehind              the slot holds fewer tokens than base_length, or other ones
+    ├── StaleRound              a round lower than the last one of this epoch
+    └── StaleEpoch              an epoch lower than the session's
+"""
+
+from __future__ import annotations
+
+
+class SpecSplitError(Exception):
+    """The base of every error that SpecSplit raises on purpose; its text is one sentence for the user."""
+
+    exit_code = 1
+
+
+class UsageError(SpecSplitError):
+    """What was asked for is wrong; asking differently helps."""
+
+    exit_code = 2
+
+
+class InvalidRequest(UsageError):
+    """A request parameter is out of range; `param` names it where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt leaves no room for a token within the context."""
+
+
+class InvalidSettings(UsageError):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class ModelError(SpecSplitError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """There is no such model, or it cannot be reached."""
+
+
+class ModelDamaged(ModelError):
+    """The model's files are incomplete, contradictory or of a refused format."""
+
+
+class ModelUnsupported(ModelError):
+    """The model works, but not inside this engine."""
+
+
+class VocabularyMismatch(ModelError):
+    """Draft and target have different vocabularies."""
+
+
+class ResourceError(SpecSplitError):
+    """This machine lacks something."""
+
+
+class DeviceUnavailable(ResourceError):
+    """The device asked for does not exist here."""
+
+
+class OutOfMemory(ResourceError):
+    """Weights or KV slots do not fit the memory."""
+
+
+class NoFreeSlot(ResourceError):
+    """Every KV slot is in use."""
+
+
+class MissingExtra(ResourceError):
+    """An optional dependency is not installed."""
+
+
+class SessionError(SpecSplitError):
+    """A request broke, or lost, the session contract."""
+
+
+class SlotBehind(SessionError):
+    """The slot holds only `have` of the tokens that `base_length` claims."""
+
+    def __init__(self, have: int) -> None:
+        super().__init__(f"the slot holds {have} tokens of this session")
+        self.have = have
+
+
+class StaleRound(SessionError):
+    """The session has already seen a later round of this epoch."""
+
+
+class StaleEpoch(SessionError):
+    """The session has already seen a later epoch."""

@@ -1,0 +1,79 @@
+"""The seams. Engines implement them in process, RPC clients remotely, tests/fakes for tests; one contract suite covers all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specsplit.core.types import Budget, Identity, Proposal, Turn, Verdict
+
+
+class Drafter(Protocol):
+    """Proposes token trees; an accelerator, never a dependency."""
+
+    async def ping(self) -> Identity: ...
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        """Grow the session's tree and return the nodes numbered above `known_nodes`.
+
+        Raises:
+            SlotBehind: the slot holds fewer or other tokens than `turn` claims.
+            StaleEpoch, StaleRound: a later epoch or round was seen.
+        """
+        ...
+
+    async def close(self, session: str) -> None:
+        """Free the session's slot; unknown sessions are ignored."""
+        ...
+
+
+class Verifier(Protocol):
+    """Owns the truth: its picks are the text."""
+
+    async def ping(self) -> Identity: ...
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        """Score the tree in one forward, keep the accepted path, answer it and the bonus token.
+
+        Raises:
+            InvalidRequest: the tree is malformed or reaches beyond the context.
+            SlotBehind: the slot holds fewer or other tokens than `turn` claims.
+            StaleEpoch, StaleRound: a later epoch or round was seen.
+        """
+        ...
+
+    async def close(self, session: str) -> None:
+        """Free the session's slot; unknown sessions are ignored."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_hash(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, special tokens included."""
+        ...
+
+    def encode_chat(self, user_message: str) -> list[int]:
+        """Return the ids of the chat template around one user message.
+
+        Raises:
+            InvalidRequest: the model has no chat template.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+        ...
+
+
+class Clock(Protocol):
+    """Monotonic seconds."""
+
+    def now(self) -> float: ...

@@ -1,0 +1,190 @@
+"""What travels between orchestrator, draft and target: plain records, no tensors.
+
+Legend: V vocabulary. Token ids are ints below V; positions count tokens from the start of the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specsplit.core.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length"]
+ROOT = 0
+"""The parent of a root's children in every message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's logits become a token; `temperature` 0 is greedy.
+
+    Applied in this order: penalties, `logit_bias`, temperature, `top_k` (0 = off), `top_p`, `min_p`.
+
+    Raises:
+        InvalidRequest: a value is out of range or not finite.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 and 100")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive number of tokens")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
+        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "above 0 and at most 100")
+        for token_id, bias in self.logit_bias:
+            _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
+            _require(math.isfinite(bias), "logit_bias", bias, "finite")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _require(holds: bool, name: str, value: float, allowed: str) -> None:
+    if not holds:                                      # NaN fails every comparison, so it ends up here too
+        raise InvalidRequest(f"{name} must be {allowed}, not {value}.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParams:
+    """What both workers must know of a session before its first round: sent as `Turn.opening`."""
+
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    choice: int = 0
+    prompt_length: int = 0
+    """Presence and frequency penalties count only the tokens after it."""
+    eos_ids: tuple[int, ...] = ()
+    """The draft never grows below one of these."""
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where one session stands on one link: what the worker should hold before it answers.
+
+    The committed tokens are the slot's first `base_length` ids followed by `tail`; `base_hash` is
+    `prefix_hash` of those first ids. `opening` is set on the first turn of an epoch and after SlotBehind.
+    `verified` lists the drafter's own node numbers that the target scored in the last round.
+    """
+
+    session: str
+    epoch: int
+    round: int
+    base_length: int
+    base_hash: int
+    tail: tuple[int, ...]
+    opening: SessionParams | None = None
+    verified: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How far one propose may go; `max_new_nodes` counts the nodes returned, the bonus token excluded."""
+
+    max_new_nodes: int
+    max_depth: int
+    max_branching: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_nodes", "max_depth", "max_branching"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a worker's time went. `device_ms` is measured around the forwards, not copied from `wall_ms`."""
+
+    wall_ms: float = 0.0
+    queue_ms: float = 0.0
+    device_ms: float = 0.0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    """Tokens fed to the model."""
+    batch_size: int = 1
+    """Sessions in the largest step that served this call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A token tree as parallel arrays; entry i is node number `first_node + i`.
+
+    `parents[i]` is a node number lower than `first_node + i`, or ROOT, the token at `root_position`.
+    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is.
+    """
+
+    first_node: int
+    root_position: int
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    timings: Timings = field(default=Timings(), compare=False)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's answer: the accepted path and always exactly one bonus token after it."""
+
+    accepted: tuple[int, ...]
+    """Node numbers, root side first."""
+    token_ids: tuple[int, ...]
+    """The tokens of `accepted`, then the bonus token."""
+    length: int
+    """Committed tokens in the target's slot; the bonus token is not in it yet."""
+    verified: tuple[int, ...] = ()
+    """Node numbers that were scored (a target may trim)."""
+    timings: Timings = field(default=Timings(), compare=False)
+
+    @property
+    def bonus_token(self) -> int:
+        return self.token_ids[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is; two workers of one pipeline must agree on `vocab_hash`."""
+
+    role: Literal["draft", "target"]
+    model: str
+    vocab_size: int
+    vocab_hash: str
+    context: int
+    """Tokens that one session may hold."""
+    dtype: str = "fp32"
+    device: str = "cpu"
+
+
+def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
+    """Return the 4-byte hash of a token prefix; `before` is the hash of what precedes `token_ids`."""
+    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in token_ids), before)
+
+
+def prefix_hashes(token_ids: Sequence[int], before: int = 0) -> list[int]:
+    """Return the prefix hash after each token."""
+    hashes: list[int] = []
+    for token in token_ids:
+        before = zlib.crc32(token.to_bytes(4, "little"), before)
+        hashes.append(before)
+    return hashes

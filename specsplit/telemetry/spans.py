@@ -1,0 +1,44 @@
+"""Spans of the token's route (round -> propose, verify -> forward). Free of cost until `telemetry.setup` switches them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+Attribute = str | int | float | bool
+_tracer: trace.Tracer | None = None
+
+
+def use_tracer(tracer: trace.Tracer | None) -> None:
+    """Record spans with `tracer`, or none at all; called by telemetry.setup only."""
+    global _tracer
+    _tracer = tracer
+
+
+def is_enabled() -> bool:
+    return _tracer is not None
+
+
+def current() -> Context | None:
+    """Return the caller's span context, to be handed to another thread; None while spans are off."""
+    return otel_context.get_current() if _tracer is not None else None
+
+
+@contextmanager
+def span(name: str, **attributes: Attribute) -> Iterator[None]:
+    """Record the block as a child of the current span."""
+    if _tracer is None:
+        yield
+        return
+    with _tracer.start_as_current_span(name, attributes=attributes):
+        yield
+
+
+def record(name: str, parent: Context | None, start_ns: int, end_ns: int, **attributes: Attribute) -> None:
+    """Record a finished span (time.time_ns clock) under `parent`."""
+    if _tracer is not None:
+        _tracer.start_span(name, context=parent, start_time=start_ns, attributes=attributes).end(end_ns)
