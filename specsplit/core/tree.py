@@ -34,11 +34,12 @@ def parent_indices(proposal: Proposal) -> list[int]:
     Raises:
         InvalidRequest: a parent is neither the root nor an earlier node of this proposal.
     """
-    first = proposal.first_node
-    indices = [-1 if parent == ROOT else parent - first for parent in proposal.parents]
-    for index, parent in enumerate(indices):
-        if not -1 <= parent < index or proposal.parents[index] < ROOT:
+    indices: list[int] = []
+    for index, parent in enumerate(proposal.parents):
+        parent_index = -1 if parent == ROOT else parent - proposal.first_node
+        if parent != ROOT and not 0 <= parent_index < index:
             raise InvalidRequest("A node of the token tree has a parent that does not precede it.", param="proposal")
+        indices.append(parent_index)
     return indices
 
 

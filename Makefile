@@ -1,0 +1,59 @@
+# Each target runs one tool; `.venv` is built, and rebuilt when pyproject.toml changes, by the targets that need it.
+
+PYTHON ?= python3
+PROMPT ?= def fibonacci(n):
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+RUNS   := $(VENV)/.runs
+TOOLS  := $(VENV)/.tools
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check checks lint imports format format-check type bench-smoke clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
+
+demo: $(RUNS)  ## Write text with the embedded pair (make demo PROMPT="class Stack:")
+	$(BIN)/specsplit orchestrate --prompt '$(subst ','\'',$(PROMPT))'
+
+test: $(TOOLS)  ## Run the tests, slow ones left out (a few minutes on two cores)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling
+	SPECSPLIT_TEST_ALL=1 $(BIN)/python -m pytest -q
+
+check: checks test  ## Run what CI runs: format, lint, imports, types, tests
+
+checks: format-check lint type  ## Run every check but the tests
+
+lint: $(TOOLS) imports  ## Look for mistakes (ruff) and imports across floors (import-linter)
+	$(BIN)/ruff check
+
+imports: $(TOOLS)  ## Check that each file imports only from floors below
+	$(BIN)/lint-imports
+
+format: $(TOOLS)  ## Format the code
+	$(BIN)/ruff format
+
+format-check: $(TOOLS)  ## Check that the code is formatted
+	$(BIN)/ruff format --check
+
+type: $(TOOLS)  ## Check the types of the package
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
+	$(BIN)/python -m benchmarks smoke
+
+clean:  ## Remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find specsplit tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNS): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[all]'
+	touch $@
+
+$(TOOLS): $(RUNS)
+	$(PIP) --editable '.[all,dev]'
+	touch $@

@@ -1,0 +1,194 @@
+"""The draft: grows token trees with the small model over its own KV slots. Implements the Drafter port.
+
+Its picks only decide what is offered; the text is the target's whatever happens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn
+from specsplit.draft.tree import NO_ROW, ROOT_INDEX, DraftTree
+from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.sessions import SessionTable
+from specsplit.engine.worker import Worker
+from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+from specsplit.sampling.pick import top_candidates
+
+
+class DraftEngine:
+    """Proposes the nodes most likely to be the target's picks; the draft ranks them with the target's own noise."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._sessions = SessionTable(model)
+        self._trees: dict[str, _Grower] = {}
+        self._worker = Worker(model.runner, name="draft", threads=model.threads)
+
+    async def ping(self) -> Identity:
+        return self._model.identity
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        """Grow the session's tree and return the nodes numbered above `known_nodes`."""
+        self._check(turn, budget)
+        proposal, timings = await self._worker.run(turn.session, lambda: self._propose(turn, known_nodes, budget))
+        return replace(proposal, timings=timings)
+
+    async def close(self, session: str) -> None:
+        """Free the session's slot; unknown sessions are ignored."""
+
+        def work() -> Generator[Entry, Tensor, None]:
+            self._trees.pop(session, None)
+            return self._sessions.close(session)
+
+        await self._worker.run(session, work)
+
+    async def aclose(self) -> None:
+        """End the worker's thread."""
+        await self._worker.close()
+
+    def _check(self, turn: Turn, budget: Budget) -> None:
+        length = turn.base_length + len(turn.tail)
+        if length > self._model.context:
+            raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
+        if turn.tail and not (0 <= min(turn.tail) and max(turn.tail) < self._model.vocab_size):
+            raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
+        if budget.max_new_nodes > self._model.node_limit:
+            raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
+
+    def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
+        session, is_new_epoch = self._sessions.begin(turn)
+        grower = self._trees.get(turn.session)
+        if grower is None or is_new_epoch:
+            grower = self._trees[turn.session] = _Grower(self._model, session)
+        pending = grower.align(turn, known_nodes)
+        return grower.grow(pending, known_nodes, budget)
+
+
+class _Grower:
+    """The tree of one session in one epoch, and the rows it occupies behind the slot's committed tokens."""
+
+    def __init__(self, model: LoadedModel, session: WorkerSession) -> None:
+        self._model, self._session = model, session
+        self._tree = DraftTree()
+        self._last_number = 0
+
+    def align(self, turn: Turn, known_nodes: int) -> Sequence[int]:
+        """Bring slot and tree to the turn's committed tokens; return the tokens that still need a forward.
+
+        If the tail lies in the tree, the tree re-roots and its rows stay; else it is dropped.
+        """
+        session, tree = self._session, self._tree
+        self._last_number = max(self._last_number, known_nodes)
+        keep, held = session.common_length(turn), len(session.ids)
+        tail = turn.tail[keep - turn.base_length :]
+        path = tree.walk(tail) if keep == held else None
+        if path:
+            return self._reroot(path, tail)
+        if keep < held or tail:
+            self._tree = DraftTree()
+            if not tail:                                     # nothing new: the last token is forwarded again for its logits
+                tail, keep = session.ids[keep - 1 : keep], keep - 1
+            session.truncate(keep)
+        elif not tree.is_root_expanded:
+            tail = session.ids[-1:]
+            session.truncate(held - 1)
+        return tail
+
+    def _reroot(self, path: list[int], tail: Sequence[int]) -> Sequence[int]:
+        session = self._session
+        self._tree, path_rows, kept_rows = self._tree.reroot(path)
+        base = len(session.ids)
+        rows = [base + row for row in path_rows + kept_rows]
+        self._model.runner.cache.move_rows(session.slot.index, rows, base)
+        session.extend(tail[: len(path_rows)])
+        return tail[len(path_rows) :]
+
+    def grow(self, pending: Sequence[int], known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
+        """Forward level by level until the best `max_new_nodes` nodes are known; return those not sent before."""
+        pending = yield from prefill(self._session, pending)
+        max_depth = min(budget.max_depth, self._model.context - len(self._session.ids) - len(pending))
+        while max_depth > 0:
+            frontier = self._frontier(budget.max_new_nodes, max_depth)
+            if not frontier:
+                break
+            logits = yield self._entry(pending, frontier)
+            if pending:
+                self._session.extend(pending)
+                pending = ()
+            self._expand(frontier, logits, budget.max_branching)
+        return self._proposal(known_nodes, budget.max_new_nodes)
+
+    def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
+        """Return the nodes to expand in the next level: those among the best `max_nodes` that have no children yet.
+
+        A node outside the best cannot come back into them, nor can its descendants, so the final choice is the true best.
+        """
+        tree = self._tree
+        if not tree.is_root_expanded:
+            return [ROOT_INDEX]
+        sampler = self._session.sampler
+        assert sampler is not None
+        room = self._model.node_limit - len(tree.row_nodes)
+        return [
+            node
+            for node in tree.best(max_nodes)
+            if tree.rows[node] == NO_ROW
+            and tree.depths[node] < max_depth
+            and tree.token_ids[node] not in sampler.params.eos_ids
+        ][:room]
+
+    def _entry(self, pending: Sequence[int], frontier: list[int]) -> Entry:
+        tree, slot = self._tree, self._session.slot
+        if frontier == [ROOT_INDEX]:
+            return Entry(slot.index, slot.length, pending)
+        for node in frontier:
+            tree.place(node)
+        token_ids = [tree.token_ids[node] for node in frontier]
+        return Entry(slot.index, slot.length, token_ids, tree.row_parents(), num_logits=len(frontier))
+
+    def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
+        """Add the best children of every frontier node."""
+        tree, session = self._tree, self._session
+        sampler = session.sampler
+        assert sampler is not None
+        is_root = frontier == [ROOT_INDEX]
+        row_depths = [0] if is_root else [tree.depths[node] for node in frontier]
+        paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
+        with torch.inference_mode():
+            scored = sampler.scores(logits, session.ids, row_depths, paths)
+            token_ids, best = top_candidates(scored, branching)
+            log_probs = best - scored.logsumexp(-1, keepdim=True)
+            rows = torch.cat([token_ids.to(log_probs.dtype), log_probs], 1).tolist()     # one transfer; ids are exact
+        tree.is_root_expanded = True
+        for node, row in zip(frontier, rows, strict=True):
+            width = len(row) // 2
+            for token_id, log_prob in zip(row[:width], row[width:], strict=True):
+                if log_prob != float("-inf"):
+                    tree.add(node, int(token_id), log_prob)
+
+    def _proposal(self, known_nodes: int, max_nodes: int) -> Proposal:
+        tree = self._tree
+        chosen = tree.best(max_nodes)
+        for node in chosen:
+            if not tree.numbers[node]:
+                self._last_number += 1
+                tree.numbers[node] = self._last_number
+        new = [node for node in chosen if tree.numbers[node] > known_nodes]
+        return Proposal(
+            first_node=tree.numbers[new[0]] if new else self._last_number + 1,
+            root_position=len(self._session.ids) - 1,
+            token_ids=tuple(tree.token_ids[node] for node in new),
+            parents=tuple(ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new),
+            log_probs=tuple(tree.log_probs[node] for node in new),
+        )

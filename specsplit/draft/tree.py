@@ -1,0 +1,103 @@
+"""The draft's own token tree: best-first growth by estimated acceptance, and re-rooting that keeps what was computed.
+
+Parallel arrays, plain Python; the engine moves the KV rows that `reroot` names. Rows count from behind the committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specsplit.core.tree import path_to
+
+ROOT_INDEX = -1
+NO_ROW = -1
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """Nodes in the order they were added; a parent (an index, ROOT_INDEX for the root) precedes its children."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    parents: list[int] = field(default_factory=list[int])
+    depths: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    """Estimated log-probability of acceptance, given the parent's."""
+    path_log_probs: list[float] = field(default_factory=list[float])
+    """The same from the root: non-increasing along a path, so the best n nodes always form a tree."""
+    rows: list[int] = field(default_factory=list[int])
+    """KV row of a node that was forwarded, else NO_ROW."""
+    numbers: list[int] = field(default_factory=list[int])
+    """Node number once sent, else 0."""
+    row_nodes: list[int] = field(default_factory=list[int])
+    """Which node lies in which row: the inverse of `rows`."""
+    is_root_expanded: bool = False
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def add(self, parent: int, token_id: int, log_prob: float) -> int:
+        """Add a child and return its index."""
+        is_top = parent == ROOT_INDEX
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(1 if is_top else self.depths[parent] + 1)
+        self.log_probs.append(log_prob)
+        self.path_log_probs.append(log_prob if is_top else self.path_log_probs[parent] + log_prob)
+        self.rows.append(NO_ROW)
+        self.numbers.append(0)
+        return len(self.token_ids) - 1
+
+    def place(self, node: int) -> None:
+        """Give a node the next KV row: it is forwarded now."""
+        self.rows[node] = len(self.row_nodes)
+        self.row_nodes.append(node)
+
+    def row_parents(self) -> list[int]:
+        """Return, per row, the row of its parent, -1 for the root."""
+        rows, parents = self.rows, self.parents
+        return [-1 if parents[node] == ROOT_INDEX else rows[parents[node]] for node in self.row_nodes]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Return the token ids from below the root down to `node`."""
+        return [self.token_ids[index] for index in path_to(self.parents, node)]
+
+    def best(self, count: int) -> list[int]:
+        """Return the indices of the `count` most probable nodes, in ascending order; together they are a tree."""
+        if count >= len(self):
+            return list(range(len(self)))
+        order = sorted(range(len(self)), key=lambda node: (-self.path_log_probs[node], node))
+        return sorted(order[:count])
+
+    def walk(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the nodes that spell `token_ids` from the root, None if the tree does not hold them."""
+        path: list[int] = []
+        at = ROOT_INDEX
+        for token in token_ids:
+            children = (n for n in range(at + 1, len(self)) if self.parents[n] == at and self.token_ids[n] == token)
+            at = next(children, NO_ROW)
+            if at == NO_ROW:
+                return None
+            path.append(at)
+        return path
+
+    def reroot(self, path: Sequence[int]) -> tuple[DraftTree, list[int], list[int]]:
+        """Return the subtree below `path`'s last node, that path's old rows, and the old rows of the kept nodes, ascending.
+
+        Path nodes that were never forwarded are left out of the path's rows; only the last one can be.
+        """
+        new_root = path[-1]
+        kept = DraftTree(is_root_expanded=self.rows[new_root] != NO_ROW)
+        index_of = {new_root: ROOT_INDEX}
+        for node in range(new_root + 1, len(self)):
+            parent = index_of.get(self.parents[node])
+            if parent is not None:
+                index_of[node] = kept.add(parent, self.token_ids[node], self.log_probs[node])
+                kept.numbers[-1] = self.numbers[node]
+        kept_rows: list[int] = []
+        for row, node in enumerate(self.row_nodes):
+            if node in index_of and node != new_root:
+                kept.place(index_of[node])
+                kept_rows.append(row)
+        path_rows = [self.rows[node] for node in path if self.rows[node] != NO_ROW]
+        return kept, path_rows, kept_rows

@@ -1,0 +1,195 @@
+"""The one thread that touches a device: step = schedule, run, postprocess.
+
+Work comes as generators that yield the Entry they want forwarded and are sent its logits, so a verify, a prefill in chunks
+and a draft's levels of several sessions all meet in the same packed steps. Knows nothing of drafts or targets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opentelemetry.context import Context
+from torch import Tensor
+
+from specsplit.core.errors import OutOfMemory
+from specsplit.core.types import Timings
+from specsplit.model.plan import Entry
+from specsplit.model.runner import Runner
+from specsplit.telemetry import spans
+
+Work = Generator[Entry, Tensor, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One piece of work on its way through the worker; at most one of a session runs at a time."""
+
+    session: str
+    start: Callable[[], Work]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[tuple[Any, Timings]]
+    context: Context | None
+    submitted_s: float = field(default_factory=time.perf_counter)
+    work: Work | None = None
+    entry: Entry | None = None
+    cancelled: bool = False
+    begun_s: float = 0.0
+    device_ms: float = 0.0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    batch_size: int = 1
+
+    def timings(self) -> Timings:
+        now = time.perf_counter()
+        return Timings(
+            wall_ms=(now - self.submitted_s) * 1e3,
+            queue_ms=(self.begun_s - self.submitted_s) * 1e3,
+            device_ms=self.device_ms,
+            num_forwards=self.num_forwards,
+            num_tokens=self.num_tokens,
+            batch_size=self.batch_size,
+        )
+
+
+class Worker:
+    """Runs tasks on its own thread, packing all that are ready into one forward a step."""
+
+    def __init__(self, runner: Runner, *, name: str, threads: int | None = None) -> None:
+        self._runner, self._name, self._threads = runner, name, threads
+        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._waiting: list[Task] = []
+        self._running: dict[str, Task] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name=f"specsplit-{name}", daemon=True)
+        self._thread.start()
+
+    async def run(self, session: str, start: Callable[[], Work]) -> tuple[Any, Timings]:
+        """Do the work that `start` makes (on the worker's thread) and return its result.
+
+        Cancelling the caller ends the work before its next step; it has ended once this coroutine has.
+        """
+        loop = asyncio.get_running_loop()
+        task = Task(session, start, loop, loop.create_future(), spans.current())
+        self._inbox.put(task)
+        try:
+            return await asyncio.shield(task.future)
+        except asyncio.CancelledError:
+            task.cancelled = True
+            await asyncio.wait([task.future])
+            task.future.exception()                    # retrieved: a failure after the cancel interests nobody
+            raise
+
+    async def close(self) -> None:
+        """End the thread once the steps under way are done."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _loop(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)       # OpenMP keeps this per thread, so engines do not disturb each other
+        while not (self._closing and not self._running and not self._waiting):
+            self._schedule()
+            ready = list(self._running.values())
+            if ready:
+                self._step(ready)
+
+    def _schedule(self) -> None:
+        """Take in what has arrived, waiting for it only when there is nothing to do."""
+        is_idle = not self._running and not self._waiting
+        while is_idle or not self._inbox.empty():
+            task = self._inbox.get()
+            is_idle = False
+            if task is None:
+                self._closing = True
+            else:
+                self._waiting.append(task)
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            if task.session in self._running:
+                self._waiting.append(task)             # its session's earlier task has not ended yet
+            else:
+                self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        task.begun_s = time.perf_counter()
+        self._running[task.session] = task
+        self._advance(task, None)
+
+    def _step(self, ready: list[Task]) -> None:
+        ready = [task for task in ready if not self._end_if_cancelled(task)]
+        if not ready:
+            return
+        start_s, start_ns = time.perf_counter(), time.time_ns()
+        entries = [task.entry for task in ready if task.entry is not None]
+        try:
+            logits = self._runner.forward(entries)
+        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
+            for task in ready:
+                self._finish(task, error=_translated(error))
+            return
+        elapsed_ms, end_ns = (time.perf_counter() - start_s) * 1e3, time.time_ns()
+        for task, entry, rows in zip(ready, entries, logits, strict=True):
+            task.device_ms += elapsed_ms
+            task.num_forwards += 1
+            task.num_tokens += len(entry.token_ids)
+            task.batch_size = max(task.batch_size, len(entries))
+            if spans.is_enabled():
+                spans.record(
+                    "forward",
+                    task.context,
+                    start_ns,
+                    end_ns,
+                    worker=self._name,
+                    num_tokens=len(entry.token_ids),
+                    base_length=entry.base_length,
+                    batch_size=len(entries),
+                )
+            self._advance(task, rows)
+
+    def _advance(self, task: Task, logits: Tensor | None) -> None:
+        try:
+            if task.work is None:
+                task.work = task.start()
+                task.entry = next(task.work)
+            else:
+                assert logits is not None
+                task.entry = task.work.send(logits)
+        except StopIteration as stop:
+            self._finish(task, result=stop.value)
+        except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
+            self._finish(task, error=error)
+
+    def _end_if_cancelled(self, task: Task) -> bool:
+        if task.cancelled:
+            if task.work is not None:
+                task.work.close()
+            self._finish(task)
+        return task.cancelled
+
+    def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
+        del self._running[task.session]
+        timings = task.timings()
+
+        def settle() -> None:
+            if error is not None:
+                task.future.set_exception(error)
+            else:
+                task.future.set_result((result, timings))
+
+        try:
+            task.loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            pass                                       # the caller's loop is gone, and so is the caller
+
+
+def _translated(error: Exception) -> Exception:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return OutOfMemory("The device ran out of memory during a forward; use a smaller --context or fewer --nodes.")
+    return error

@@ -1,0 +1,114 @@
+"""Static KV slots: memory that is allocated once, and the pool that hands it out.
+
+Legend: L layers, S slot capacity, H KV heads, D head size. A slot's rows [0, length) are the committed tokens; rows behind
+`length` belong to the tree of the last step. Rollback sets `length`; nothing is ever cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import NoFreeSlot
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads and size per head of one layer's keys or values."""
+
+    num_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """Keys and values of every layer and slot; equal shapes share one block, so that moving rows is one operation."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[HeadShape, HeadShape]],
+        num_slots: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots, self.capacity = num_slots, capacity
+        flat = [shape for pair in shapes for shape in pair]
+        self._blocks = {
+            shape: torch.zeros(
+                flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim, dtype=dtype, device=device
+            )
+            for shape in dict.fromkeys(flat)
+        }
+        cursor = dict.fromkeys(self._blocks, 0)
+
+        def take(shape: HeadShape) -> Tensor:
+            cursor[shape] += 1
+            return self._blocks[shape][cursor[shape] - 1]
+
+        pairs = [(take(key), take(value)) for key, value in shapes]
+        self.keys = [key for key, _ in pairs]
+        """Per layer: [slots, H, S, D]."""
+        self.values = [value for _, value in pairs]
+
+    @staticmethod
+    def bytes_per_token(shapes: Sequence[tuple[HeadShape, HeadShape]], dtype: torch.dtype) -> int:
+        """Return the bytes that one token of one session occupies over all layers."""
+        return dtype.itemsize * sum(s.num_heads * s.head_dim for pair in shapes for s in pair)
+
+    def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
+        """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it."""
+        moved = [(source, start + i) for i, source in enumerate(sources) if source != start + i]
+        if not moved:
+            return
+        device = next(iter(self._blocks.values())).device
+        source, target = torch.tensor(moved, device=device).T
+        for block in self._blocks.values():
+            rows = block[:, slot]
+            rows[:, :, target] = rows[:, :, source]
+
+
+class Slot:
+    """One session's region of the cache; the only owner of its length."""
+
+    __slots__ = ("index", "length")
+
+    def __init__(self, index: int) -> None:
+        self.index, self.length = index, 0
+
+
+class SlotPool:
+    """Hands out slots; never grows."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._free = [Slot(index) for index in reversed(range(num_slots))]
+        self._used: dict[int, Slot] = {}
+
+    @property
+    def num_used(self) -> int:
+        return len(self._used)
+
+    def acquire(self) -> Slot:
+        """Take a free slot at length 0.
+
+        Raises:
+            NoFreeSlot: every slot is in use.
+        """
+        if not self._free:
+            raise NoFreeSlot(f"All {self._num_slots} sessions of this worker are in use; try again when one has ended.")
+        slot = self._free.pop()
+        slot.length = 0
+        self._used[slot.index] = slot
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        self._free.append(self._used.pop(slot.index))
+
+    def check_integrity(self) -> None:
+        """Assert that free and used slots together are all slots, each once."""
+        indices = sorted([slot.index for slot in self._free] + list(self._used))
+        assert indices == list(range(self._num_slots)), f"slots leaked or doubled: {indices}"

@@ -1,0 +1,59 @@
+"""How much memory there is, and what a KV cache would need of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specsplit.core.errors import OutOfMemory
+
+_RESERVE = 0.95
+"""Fraction of the free memory that KV slots may take."""
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, None where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit = _cgroup_limit()
+    return min([*found, *limit]) if found else None
+
+
+def _cgroup_limit() -> list[int]:
+    """The memory left under a container's limit, where there is one."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return []
+    return [int(limit) - used] if limit.isdigit() else []
+
+
+def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device) -> None:
+    """Refuse a KV cache that does not fit.
+
+    Raises:
+        OutOfMemory: naming the context that would fit.
+    """
+    free = available_bytes(device)
+    if free is not None and per_token * (context + node_limit) * max_sessions > free * _RESERVE:
+        raise out_of_memory(per_token, context, node_limit, max_sessions, device)
+
+
+def out_of_memory(per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device) -> OutOfMemory:
+    """Return the error that says what was needed, what there is, and which --context fits."""
+    needed = per_token * (context + node_limit) * max_sessions
+    free = available_bytes(device) or 0
+    fits = int(free * _RESERVE) // (per_token * max_sessions) - node_limit
+    remedy = f"--context {fits // 64 * 64} fits" if fits >= 64 else "use a smaller model or --dtype bf16"
+    sessions = "" if max_sessions == 1 else f" for {max_sessions} sessions"
+    return OutOfMemory(
+        f"A context of {context} tokens{sessions} needs {needed / 2**30:.1f} GiB for its KV cache and {device} has "
+        f"{free / 2**30:.1f} GiB free; {remedy}."
+    )

@@ -1,0 +1,184 @@
+"""The probing forward: finds out, at load, what each attention layer passes, and refuses what we could not honour.
+
+transformers merely logs where a model bypasses the attention interface; here a model is served only if exactly one call per
+layer was seen, every keyword is understood, and the logits equal those of transformers' own eager attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specsplit.core.errors import ModelDamaged, ModelUnsupported
+from specsplit.model.attention import NAME, LayerSpec, MaskRule
+from specsplit.model.kv_cache import HeadShape
+from specsplit.model.plan import MaskFunction, evaluate_mask
+
+_UNDERSTOOD = {"scaling", "softcap", "s_aux"}
+_HARMLESS = {
+    "dropout",              # zero in eval mode
+    "sliding_window",       # said by the mask rule already, in positions
+    "slot_attention",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "logits_to_keep",
+    "is_causal",
+    "return_dict",
+}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_NUM_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the model's layers need, and the mask rules among them (None = plainly causal)."""
+
+    layers: tuple[LayerSpec, ...]
+    masks: tuple[MaskFunction | None, ...]
+
+
+def refuse_by_config(config: Any) -> None:
+    """Refuse what the config already shows to be out of reach.
+
+    Raises:
+        ModelUnsupported: encoder-decoder, layers that cannot roll back, or rotary frequencies that follow the length.
+    """
+    text = config.get_text_config()
+    name = f"{config.model_type} models"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelUnsupported(f"{name} are encoder-decoders; SpecSplit serves decoder-only models.")
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if odd:
+        raise ModelUnsupported(f"{name} have layers without a KV cache that rolls back ({', '.join(odd)}).")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)}
+    if "dynamic" in kinds:
+        raise ModelUnsupported(
+            f"This {config.model_type} model uses dynamic RoPE, whose frequencies change with the length, so cached keys "
+            "would become wrong; set another rope_type in its config.json."
+        )
+
+
+class _Probe:
+    """Stands in for SlotAttention during one forward; attends plainly and remembers what it was given."""
+
+    def __init__(self, model_type: str) -> None:
+        self._model_type = model_type
+        self.layers: dict[int, LayerSpec] = {}
+        self.rules: list[MaskRule] = []
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        self._check_keywords(mask, kwargs)
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            self._refuse("calls attention more than once a layer")
+        if mask not in self.rules:
+            self.rules.append(mask)
+        scaling = kwargs.get("scaling")
+        spec = LayerSpec(
+            scaling=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            mask=self.rules.index(mask),
+            key_shape=HeadShape(k.shape[1], k.shape[3]),
+            value_shape=HeadShape(v.shape[1], v.shape[3]),
+        )
+        self.layers[layer] = spec  # type: ignore[index]
+        return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _check_keywords(self, mask: Any, kwargs: dict[str, Any]) -> None:
+        unknown = sorted(
+            name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD | _HARMLESS
+        )
+        if unknown:
+            self._refuse(f"passes attention a keyword of unknown meaning ({', '.join(unknown)})")
+        if not isinstance(mask, MaskRule):
+            self._refuse("builds its attention mask by itself")
+        if not mask.is_vectorised:
+            self._refuse("has a mask rule that cannot be evaluated on tree positions")
+        if kwargs.get("is_causal") is False:
+            self._refuse("has attention that is not causal")
+
+    def _refuse(self, what: str) -> None:
+        raise ModelUnsupported(f"This {self._model_type} model {what}, which SpecSplit cannot serve exactly.")
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel) -> ProbeResult:
+    """Run one forward and return what the layers need; leaves the model on our attention.
+
+    Raises:
+        ModelUnsupported: a layer bypasses the interface or passes something that we do not understand.
+    """
+    model.set_attn_implementation(NAME)
+    seen = _Probe(model.config.model_type)
+    tokens = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    try:
+        model(
+            input_ids=tokens,
+            position_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            use_cache=False,
+            slot_attention=seen,
+        )
+    except TypeError as error:
+        raise ModelUnsupported(
+            f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."
+        ) from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(seen.layers) != list(range(num_layers)):
+        raise ModelUnsupported(
+            f"{type(model).__name__} does not send every layer through transformers' attention interface "
+            f"({len(seen.layers)} of {num_layers} layers), so SpecSplit cannot keep its KV cache."
+        )
+    masks = tuple(None if rule.is_plain_causal else rule.function for rule in seen.rules)
+    for mask in masks:
+        _check_is_causal(mask, model.config.model_type)
+    return ProbeResult(tuple(seen.layers[layer] for layer in range(num_layers)), masks)
+
+
+def _check_is_causal(mask: MaskFunction | None, model_type: str) -> None:
+    if mask is None:
+        return
+    positions = torch.arange(64)
+    if evaluate_mask(mask, positions, positions).triu(1).any():
+        raise ModelUnsupported(f"This {model_type} model looks at later tokens; SpecSplit serves causal models.")
+
+
+@torch.inference_mode()
+def eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Return logits [T, V] of transformers' own eager attention, the truth that ours is held against."""
+    model.set_attn_implementation("eager")
+    try:
+        tokens = torch.tensor([token_ids], device=model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(NAME)
+    return logits
+
+
+def check_against_eager(ours: Tensor, truth: Tensor, model_name: str) -> None:
+    """Refuse a model whose logits are not finite, or not those of transformers.
+
+    Raises:
+        ModelDamaged: NaN or infinite logits.
+        ModelUnsupported: our attention gives other logits.
+    """
+    if not torch.isfinite(truth).all():
+        raise ModelDamaged(f"{model_name} computes NaN or infinite logits; its weights are damaged.")
+    tolerance = 1e-3 if ours.dtype == torch.float32 else 5e-2
+    scale = truth.abs().max().float().clamp(min=1)
+    error = (ours.float() - truth.float()).abs().max() / scale
+    if not error <= tolerance:
+        raise ModelUnsupported(
+            f"{model_name} gives other logits with SpecSplit's attention than with transformers' own "
+            f"(relative error {error:.1e}); it is not served."
+        )

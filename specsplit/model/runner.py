@@ -1,0 +1,122 @@
+"""One forward of one model over a packed step; holds the KV cache, the attention and the recorded graph.
+
+The forward is recorded once (torch.jit.trace) and replayed, which spares the Python of some hundred module calls a forward
+and gives the same bits; where a recording does not reproduce the model (data-dependent routing), the model runs as it is.
+See docs/adr/0002.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specsplit.model.attention import SlotAttention
+from specsplit.model.kv_cache import KVCache
+from specsplit.model.plan import Entry, MaskFunction, make_plan
+from specsplit.model.probe import ProbeResult
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+_RECORDING_TOLERANCE = 1e-5
+
+
+@dataclass(slots=True)
+class ForwardStatistics:
+    """Counted since load."""
+
+    num_forwards: int = 0
+    num_tokens: int = 0
+    device_s: float = 0.0
+
+
+class Runner:
+    """Owns the model's memory; not thread-safe, so exactly one worker thread drives it."""
+
+    def __init__(self, model: PreTrainedModel, probed: ProbeResult, cache: KVCache) -> None:
+        self._model = model
+        self._masks: tuple[MaskFunction | None, ...] = probed.masks
+        self.cache = cache
+        self._attention = SlotAttention(probed.layers, cache)
+        self._forward: Forward = self._model_forward
+        self.is_recorded = False
+        self.statistics = ForwardStatistics()
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.get_text_config().vocab_size
+
+    @torch.inference_mode()
+    def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """Run all entries in one forward; per entry, fp32 logits [num_logits, V].
+
+        Writes each entry's rows into its slot. The caller owns the slots' lengths.
+        """
+        start = time.perf_counter()
+        plan = make_plan(entries, self._masks, dtype=self._model.dtype, device=self.device)
+        self._attention.plan = plan
+        logits = self._forward(plan.token_ids, plan.position_ids, plan.logit_rows).float()
+        self._attention.plan = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.statistics.num_forwards += 1
+        self.statistics.num_tokens += plan.token_ids.shape[1]
+        self.statistics.device_s += time.perf_counter() - start
+        if len(entries) == 1:
+            return [logits]
+        return list(logits.split([entry.num_logits for entry in entries]))
+
+    def _model_forward(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
+        return self._model(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            attention_mask=torch.ones(1, token_ids.shape[1], dtype=torch.long, device=token_ids.device),
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            slot_attention=self._attention,
+        ).logits[0]
+
+    @torch.inference_mode()
+    def record(self) -> bool:
+        """Record the forward and use the recording if it reproduces the model; return whether it does."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")            # the tracer warns about every shape it sees as a number
+            try:
+                recorded = torch.jit.trace(
+                    self._model_forward, self._example(num_tokens=5, first_row=0, seed=0), check_trace=False
+                )
+                self.is_recorded = self._reproduces(recorded)
+            except (RuntimeError, TypeError, ValueError):
+                self.is_recorded = False
+            finally:
+                self._attention.plan = None
+        if self.is_recorded:
+            self._forward = recorded
+        return self.is_recorded
+
+    def _example(self, num_tokens: int, first_row: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        token_ids = torch.randint(self.vocab_size, (num_tokens,), generator=generator).tolist()
+        entry = Entry(0, first_row, token_ids, num_logits=max(1, num_tokens - 1))
+        plan = make_plan([entry], self._masks, dtype=self._model.dtype, device=self.device)
+        self._attention.plan = plan
+        return plan.token_ids, plan.position_ids, plan.logit_rows
+
+    def _reproduces(self, recorded: Forward) -> bool:
+        far = max(0, self.cache.capacity - 8)
+        # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
+        for seed, (num_tokens, first_row) in enumerate([(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2)]):
+            example = self._example(min(num_tokens, self.cache.capacity), min(first_row, far), seed + 1)
+            truth, replayed = self._model_forward(*example), recorded(*example)
+            scale = truth.abs().max().float().clamp(min=1)
+            if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _RECORDING_TOLERANCE * scale:
+                return False
+        return True

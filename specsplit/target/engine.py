@@ -1,0 +1,110 @@
+"""The target: verifies a token tree in one forward and owns the text. Implements the Verifier port."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
+from specsplit.core.types import Identity, Proposal, Turn, Verdict
+from specsplit.engine.sessions import SessionTable
+from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.worker import Worker
+from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+from specsplit.sampling.pick import pick
+from specsplit.sampling.verify import walk
+
+_MAX_DEPTH = 64
+
+
+class TargetEngine:
+    """Scores trees with the large model; what it picks is the truth."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._sessions = SessionTable(model)
+        self._worker = Worker(model.runner, name="target", threads=model.threads)
+
+    async def ping(self) -> Identity:
+        return self._model.identity
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
+        self._check(turn, proposal)
+        verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal))
+        return replace(verdict, timings=timings)
+
+    async def close(self, session: str) -> None:
+        """Free the session's slot; unknown sessions are ignored."""
+        await self._worker.run(session, lambda: self._sessions.close(session))
+
+    async def aclose(self) -> None:
+        """End the worker's thread."""
+        await self._worker.close()
+
+    def _check(self, turn: Turn, proposal: Proposal) -> None:
+        length = turn.base_length + len(turn.tail)
+        check_proposal(
+            proposal,
+            vocab_size=self._model.vocab_size,
+            max_nodes=self._model.node_limit,
+            max_depth=min(_MAX_DEPTH, self._model.context - length),
+        )
+        if not turn.tail:
+            raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")
+        if length > self._model.context:
+            raise InvalidRequest(f"The session is longer than the context of {self._model.context} tokens.", param="tail")
+        if not (0 <= min(turn.tail) and max(turn.tail) < self._model.vocab_size):
+            raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
+        if len(proposal) and proposal.root_position != length - 1:
+            raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
+
+    def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
+        session, _ = self._sessions.begin(turn)
+        length = turn.base_length + len(turn.tail)
+        keep = min(session.common_length(turn), length - 1)        # the last token is always forwarded: its logits are needed
+        session.truncate(keep)
+        tail = turn.tail[keep - turn.base_length :]
+        tail = yield from prefill(session, tail)
+        tree = parent_indices(proposal)
+        logits = yield self._entry(session, tail, proposal, tree)
+        session.extend(tail)
+        picks = self._picks(session, logits, proposal, tree)
+        accepted, token_ids = walk(tree, proposal.token_ids, picks)
+        self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
+        session.extend(token_ids[:-1])
+        return Verdict(
+            accepted=tuple(proposal.first_node + node for node in accepted),
+            token_ids=tuple(token_ids),
+            length=session.slot.length,
+            verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal))),
+        )
+
+    @staticmethod
+    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
+        last = len(tail) - 1                                       # the tree's root among the rows behind base_length
+        is_chain = all(parent == node - 1 for node, parent in enumerate(tree))
+        parents = None if is_chain else [*range(-1, last), *(last + 1 + parent for parent in tree)]
+        token_ids = [*tail, *proposal.token_ids]
+        return Entry(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(proposal) + 1)
+
+    @staticmethod
+    def _picks(session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
+        """Return the target's pick at the root and at every node."""
+        sampler = session.sampler
+        assert sampler is not None
+        paths: list[list[int]] | None = None
+        if sampler.needs_paths:
+            paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
+        row_depths = [0, *depths(tree)]
+        with torch.inference_mode():
+            return pick(sampler.scores(logits, session.ids, row_depths, paths)).tolist()
