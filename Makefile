@@ -31,7 +31,7 @@ lint: $(TOOLS) imports  ## Look for mistakes (ruff) and imports across floors (i
 	$(BIN)/ruff check
 
 imports: $(TOOLS)  ## Check that each file imports only from floors below
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: $(TOOLS)  ## Format the code
 	$(BIN)/ruff format
@@ -50,10 +50,11 @@ clean:  ## Remove the virtual environment, caches and build outputs
 	find specsplit tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNS): pyproject.toml constraints.txt
+	@echo "Building $(VENV), which takes a minute or two, once ..." >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[all]'
-	touch $@
+	@touch $@
 
 $(TOOLS): $(RUNS)
 	$(PIP) --editable '.[all,dev]'
-	touch $@
+	@touch $@

@@ -130,7 +130,7 @@ class _Grower:
         return self._proposal(known_nodes, budget.max_new_nodes)
 
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
-        """Return the nodes to expand in the next level: those among the best `max_nodes` that have no children yet.
+        """Return the nodes to expand in the next level: those that would be sent now and have no children yet.
 
         A node outside the best cannot come back into them, nor can its descendants, so the final choice is the true best.
         """
@@ -142,7 +142,7 @@ class _Grower:
         room = self._model.node_limit - len(tree.row_nodes)
         return [
             node
-            for node in tree.best(max_nodes)
+            for node in sorted(tree.best_unsent(max_nodes))
             if tree.rows[node] == NO_ROW
             and tree.depths[node] < max_depth
             and tree.token_ids[node] not in sampler.params.eos_ids
@@ -168,8 +168,8 @@ class _Grower:
         with torch.inference_mode():
             scored = sampler.scores(logits, session.ids, row_depths, paths)
             token_ids, best = top_candidates(scored, branching)
-            log_probs = best - scored.logsumexp(-1, keepdim=True)
-            rows = torch.cat([token_ids.to(log_probs.dtype), log_probs], 1).tolist()     # one transfer; ids are exact
+            log_probs = best.double() - scored.float().logsumexp(-1, keepdim=True)
+            rows = torch.cat([token_ids.double(), log_probs], 1).tolist()     # one transfer; ids are exact in fp64
         tree.is_root_expanded = True
         for node, row in zip(frontier, rows, strict=True):
             width = len(row) // 2
@@ -179,12 +179,10 @@ class _Grower:
 
     def _proposal(self, known_nodes: int, max_nodes: int) -> Proposal:
         tree = self._tree
-        chosen = tree.best(max_nodes)
-        for node in chosen:
-            if not tree.numbers[node]:
-                self._last_number += 1
-                tree.numbers[node] = self._last_number
-        new = [node for node in chosen if tree.numbers[node] > known_nodes]
+        for node in tree.preorder(tree.best_unsent(max_nodes)):
+            self._last_number += 1
+            tree.numbers[node] = self._last_number
+        new = sorted((node for node, n in enumerate(tree.numbers) if n > known_nodes), key=tree.numbers.__getitem__)
         return Proposal(
             first_node=tree.numbers[new[0]] if new else self._last_number + 1,
             root_position=len(self._session.ids) - 1,

@@ -62,12 +62,30 @@ class DraftTree:
         """Return the token ids from below the root down to `node`."""
         return [self.token_ids[index] for index in path_to(self.parents, node)]
 
-    def best(self, count: int) -> list[int]:
-        """Return the indices of the `count` most probable nodes, in ascending order; together they are a tree."""
-        if count >= len(self):
-            return list(range(len(self)))
-        order = sorted(range(len(self)), key=lambda node: (-self.path_log_probs[node], node))
-        return sorted(order[:count])
+    @property
+    def num_sent(self) -> int:
+        return sum(number > 0 for number in self.numbers)
+
+    def best_unsent(self, count: int) -> list[int]:
+        """Return the `count` most probable nodes not yet sent; with those sent before they are a tree."""
+        unsent = [node for node, number in enumerate(self.numbers) if not number]
+        if len(unsent) <= count:
+            return unsent
+        return sorted(unsent, key=lambda node: (-self.path_log_probs[node], node))[:count]
+
+    def preorder(self, nodes: Sequence[int]) -> list[int]:
+        """Order nodes depth first, the likeliest child first: then the likeliest path lies contiguous in a target's slot."""
+        children: dict[int, list[int]] = {}
+        for node in sorted(nodes, key=lambda node: self.log_probs[node]):
+            children.setdefault(self.parents[node], []).append(node)
+        inside = set(nodes)
+        stack = [top for parent, siblings in children.items() if parent not in inside for top in siblings]
+        order: list[int] = []
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(children.get(node, ()))
+        return order
 
     def walk(self, token_ids: Sequence[int]) -> list[int] | None:
         """Return the nodes that spell `token_ids` from the root, None if the tree does not hold them."""

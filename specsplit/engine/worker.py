@@ -7,6 +7,7 @@ and a draft's levels of several sessions all meet in the same packed steps. Know
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ class Task:
     start: Callable[[], Work]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[Any, Timings]]
+    ended: asyncio.Future[None]
+    """Done when the worker has let go of the task, also after its caller was cancelled."""
     context: Context | None
     submitted_s: float = field(default_factory=time.perf_counter)
     work: Work | None = None
@@ -76,14 +79,13 @@ class Worker:
         Cancelling the caller ends the work before its next step; it has ended once this coroutine has.
         """
         loop = asyncio.get_running_loop()
-        task = Task(session, start, loop, loop.create_future(), spans.current())
+        task = Task(session, start, loop, loop.create_future(), loop.create_future(), spans.current())
         self._inbox.put(task)
         try:
-            return await asyncio.shield(task.future)
+            return await task.future
         except asyncio.CancelledError:
             task.cancelled = True
-            await asyncio.wait([task.future])
-            task.future.exception()                    # retrieved: a failure after the cancel interests nobody
+            await asyncio.wait([task.ended])
             raise
 
     async def close(self) -> None:
@@ -178,15 +180,16 @@ class Worker:
         timings = task.timings()
 
         def settle() -> None:
+            task.ended.set_result(None)
+            if task.future.done():
+                return                                 # cancelled meanwhile: nobody is waiting for the outcome
             if error is not None:
                 task.future.set_exception(error)
             else:
                 task.future.set_result((result, timings))
 
-        try:
+        with contextlib.suppress(RuntimeError):        # the caller's loop may be closed, and the caller gone with it
             task.loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            pass                                       # the caller's loop is gone, and so is the caller
 
 
 def _translated(error: Exception) -> Exception:

@@ -1,16 +1,17 @@
 """Our attention function behind transformers' attention interface: it writes K and V into static slots and attends there.
 
 One function serves every decoder-only family whose attention goes through that interface; what a layer needs beyond
-q, k, v (scale, soft-cap, sinks, window) was seen by the probing forward (`probe`) and is held in its LayerSpec.
+q, k, v (scale, soft-cap, sinks, window) was seen by the probing forward (`probe`) and is held in its LayerSpec. It is
+TorchScript, so a recorded forward holds no Python at all and runs without the interpreter lock.
+
+Legend: T tokens of the step, t of one span, H KV heads, G query heads per KV head, S slot capacity, D head size.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from specsplit.model.kv_cache import HeadShape, KVCache
-from specsplit.model.plan import MaskFunction, Plan, Span
+from specsplit.model.kv_cache import HeadShape
+from specsplit.model.plan import MaskFunction
 
 NAME = "specsplit"
 """The implementation's name towards transformers."""
@@ -32,8 +33,8 @@ class LayerSpec:
     scaling: float
     softcap: float | None
     sinks: Tensor | None
-    mask: int
-    """Index into the model's mask rules."""
+    bias: int
+    """Index into the model's bias kinds (`plan.BiasKind`)."""
     key_shape: HeadShape
     value_shape: HeadShape
 
@@ -51,92 +52,109 @@ class MaskRule:
         return self.function is causal_mask_function
 
 
-class SlotAttention:
-    """Attention of one model over its KV cache; `plan` is set around each forward by the runner."""
+class LayerAttention(Protocol):
+    """What the model's layers call during a forward: SlotAttention when serving, the probe at load."""
 
-    def __init__(self, layers: Sequence[LayerSpec], cache: KVCache) -> None:
-        self._layers, self._cache = layers, cache
-        self.plan: Plan | None = None
-        self.key = next(_keys)
-        _attentions[self.key] = self
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]."""
-        plan = self.plan
-        assert plan is not None, "attention outside a step"
-        spec, keys, values = self._layers[layer], self._cache.keys[layer], self._cache.values[layer]
-        outputs: list[Tensor] = []
-        for span in plan.spans:
-            slot_keys, slot_values = keys[span.slot, :, : span.end_row], values[span.slot, :, : span.end_row]
-            slot_keys[:, span.first_row :] = k[0, :, span.start : span.stop]
-            slot_values[:, span.first_row :] = v[0, :, span.start : span.stop]
-            outputs.append(_attend_span(spec, q[0, :, span.start : span.stop], slot_keys, slot_values, span))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+        ...
 
 
-def _attend_span(spec: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-    """Return [t, query heads, D] for one span; queries of one KV head are folded into its rows, so no K or V is repeated."""
-    query_heads, count, _ = q.shape
-    kv_heads = keys.shape[0]
-    group = query_heads // kv_heads
-    folded = q.reshape(kv_heads, group * count, -1)
-    bias = span.biases[spec.mask]
-    if bias is not None and group > 1:
-        bias = bias.repeat(group, 1)
-    if spec.softcap is None and spec.sinks is None:
-        out = F.scaled_dot_product_attention(
-            folded[None], keys[None], values[None], attn_mask=bias, scale=spec.scaling
-        )[0]
-    else:
-        out = _explicit_attention(spec, folded, keys, values, bias, count)
-    return out.reshape(query_heads, count, -1).transpose(0, 1)
+class SlotAttention:
+    """Attention of one forward over the KV cache: `spans` [E, 6] and `biases` of the step's plan, K and V per layer."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        spans: Tensor,
+        biases: Sequence[Tensor],
+    ) -> None:
+        self._layers, self._keys, self._values = layers, keys, values
+        self._spans, self._biases = spans, biases
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+        """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        spec = self._layers[layer]
+        return attend_spans(
+            q,
+            k,
+            v,
+            self._keys[layer],
+            self._values[layer],
+            self._spans,
+            self._biases[spec.bias],
+            spec.scaling,
+            spec.softcap or 0.0,
+            spec.sinks,
+        )
 
 
-def _explicit_attention(
-    spec: LayerSpec, folded: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, count: int
+@torch.jit.script
+def attend_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: Tensor,
+    biases: Tensor,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft-cap (Gemma 2) or with sinks (gpt-oss): a learned score per head that takes mass and gives none."""
-    scores = folded @ keys.transpose(1, 2) * spec.scaling
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    if bias is not None:
-        scores = scores + bias
-    if spec.sinks is None:
-        return F.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
-    sinks = spec.sinks.view(keys.shape[0], -1, 1).expand(-1, -1, count).reshape(keys.shape[0], -1, 1)
-    weights = F.softmax(torch.cat([scores, sinks.to(scores.dtype)], dim=-1), dim=-1, dtype=torch.float32)
-    return weights[..., :-1].to(values.dtype) @ values
+    """Attend span by span; queries of one KV head are folded into its rows [H, G * t, D], so no K or V is repeated.
 
-
-# The interface that transformers calls. While a forward is recorded, the call goes through a registered operator, which
-# the recording keeps as one opaque node; the operator finds the attention by its key.
-
-_keys = itertools.count(1)
-_attentions: weakref.WeakValueDictionary[int, SlotAttention] = weakref.WeakValueDictionary()
-_library = torch.library.Library("specsplit", "DEF")
-_library.define("attend(Tensor q, Tensor k, Tensor v, int attention, int layer) -> Tensor")
-
-
-def _attend_operator(q: Tensor, k: Tensor, v: Tensor, attention: int, layer: int) -> Tensor:
-    return _attentions[attention].attend(layer, q, k, v)
-
-
-_library.impl("attend", _attend_operator, "CompositeExplicitAutograd")
+    `spans` rows are (slot, start, stop, first_row, end_row, bias offset or -1); a span's bias [G * t, end_row] begins at G * offset
+    of the flat `biases`.
+    Soft-caps (Gemma 2) and sinks (gpt-oss: a score per head that takes mass and gives none) need the explicit formula.
+    """
+    outputs: list[Tensor] = []
+    table: list[list[int]] = spans.tolist()
+    for slot, start, stop, first_row, end_row, offset in table:
+        slot_keys = keys[slot].narrow(1, 0, end_row)
+        slot_values = values[slot].narrow(1, 0, end_row)
+        count = stop - start
+        slot_keys.narrow(1, first_row, count).copy_(k[0].narrow(1, start, count))
+        slot_values.narrow(1, first_row, count).copy_(v[0].narrow(1, start, count))
+        kv_heads, query_heads = slot_keys.size(0), q.size(1)
+        group = query_heads // kv_heads
+        folded = q[0].narrow(1, start, count).reshape(kv_heads, group * count, q.size(3))
+        bias: Tensor | None = None
+        if offset >= 0:
+            rows = folded.size(1)
+            bias = biases.narrow(0, offset * group, rows * end_row).view(rows, end_row)
+        if softcap == 0.0 and sinks is None:
+            out = F.scaled_dot_product_attention(
+                folded.unsqueeze(0), slot_keys.unsqueeze(0), slot_values.unsqueeze(0), attn_mask=bias, scale=scaling
+            ).squeeze(0)
+        else:
+            scores = torch.matmul(folded, slot_keys.transpose(1, 2)) * scaling
+            if softcap != 0.0:
+                scores = torch.tanh(scores / softcap) * softcap
+            if bias is not None:
+                scores = scores + bias
+            if sinks is not None:
+                column = sinks.view(kv_heads, -1, 1).expand(-1, -1, count).reshape(kv_heads, -1, 1)
+                scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(slot_values.dtype)
+            out = torch.matmul(weights.narrow(2, 0, end_row), slot_values)
+        outputs.append(out.reshape(query_heads, count, out.size(2)).transpose(0, 1))
+    if len(outputs) == 1:
+        return outputs[0].unsqueeze(0)
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _attention_function(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
-    target = kwargs["slot_attention"]
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    if not isinstance(target, SlotAttention):            # the probe looks at everything a layer passes
-        return target(module, q, k, v, attention_mask, kwargs), None
-    if torch.jit.is_tracing():
-        return torch.ops.specsplit.attend(q, k, v, target.key, layer), None
-    return target.attend(layer, q, k, v), None
+    layer_attention: LayerAttention = keywords.pop("layer_attention")
+    return layer_attention.attend(module, q, k, v, attention_mask, keywords), None
 
 
-def _mask_function(*args: Any, mask_function: MaskFunction, use_vmap: bool = False, **kwargs: Any) -> MaskRule:
+def _mask_function(*args: Any, mask_function: MaskFunction, use_vmap: bool = False, **keywords: Any) -> MaskRule:
     return MaskRule(mask_function, is_vectorised=not use_vmap)
 
 

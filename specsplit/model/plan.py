@@ -1,12 +1,13 @@
 """What one forward reads and writes: entries of several sessions packed into one row of T tokens.
 
-Knows nothing of models; `attention` consumes the spans, `runner` the ids and positions.
+Knows nothing of models; `attention` consumes the spans and biases, `runner` the ids and positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from specsplit.sampling.tree_attention import ancestor_mask
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
+_HIDDEN = float("-inf")
+_NO_BIAS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BiasKind:
+    """What layers share a bias: a mask rule beyond causality (None = plainly causal) and query heads per KV head."""
+
+    mask: MaskFunction | None
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,61 +44,70 @@ class Entry:
     parents: Sequence[int] | None = None
     num_logits: int = 1
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where one entry lies: tokens [start, stop) of the step, rows [first_row, end_row) of its slot."""
-
-    slot: int
-    start: int
-    stop: int
-    first_row: int
-    end_row: int
-    biases: tuple[Tensor | None, ...]
-    """Per mask rule of the model: [stop - start, end_row], 0 or -inf; None where every row is visible."""
+    @property
+    def num_tree_rows(self) -> int:
+        """Rows behind `base_length`, those of earlier levels included."""
+        return len(self.token_ids) if self.parents is None else len(self.parents)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: `token_ids`, `position_ids` [1, T], `logit_rows` [sum of num_logits], and a span per entry."""
+    """One step as tensors, E entries in T tokens.
+
+    `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits]; `spans` [E, 6], on the CPU: slot, start, stop
+    (tokens of the step), first_row, end_row (rows of the slot), bias offset (-1: every row is visible). `biases` holds, per kind, the
+    spans' biases [group * t, end_row] one behind the other, 0 or -inf; a span's begins at its offset times the group.
+    """
 
     token_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
-    spans: tuple[Span, ...]
+    spans: Tensor
+    biases: tuple[Tensor, ...]
 
 
-def make_plan(
-    entries: Sequence[Entry], masks: Sequence[MaskFunction | None], *, dtype: torch.dtype, device: torch.device
-) -> Plan:
-    """Lay out a step; `masks` are the model's rules beyond plain causality (None = plainly causal)."""
+def make_plan(entries: Sequence[Entry], kinds: Sequence[BiasKind], *, dtype: torch.dtype, device: torch.device) -> Plan:
+    """Lay out a step for a model with these bias kinds."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
-    spans: list[Span] = []
+    spans: list[list[int]] = []
+    biases: list[list[Tensor]] = [[] for _ in kinds]
+    offset = 0
+    is_plain = all(kind.mask is None for kind in kinds)
     for entry in entries:
-        count, start = len(entry.token_ids), len(token_ids)
-        num_tree_rows = count if entry.parents is None else len(entry.parents)
-        end_row = entry.base_length + num_tree_rows
-        row_positions = _row_positions(entry, num_tree_rows)
+        count, start, num_rows = len(entry.token_ids), len(token_ids), entry.num_tree_rows
+        end_row = entry.base_length + num_rows
+        row_positions = _row_positions(entry)
         token_ids.extend(entry.token_ids)
-        positions.extend(row_positions[num_tree_rows - count :])
+        positions.extend(row_positions[num_rows - count :])
         logit_rows.extend(range(start + count - entry.num_logits, start + count))
-        biases = _biases(entry, row_positions, masks, dtype, device)
-        spans.append(Span(entry.slot, start, start + count, end_row - count, end_row, biases))
+        needs_bias = num_rows > 1 or not is_plain
+        spans.append([entry.slot, start, start + count, end_row - count, end_row, offset if needs_bias else _NO_BIAS])
+        if needs_bias:
+            offset += count * end_row
+            for flat, bias in zip(biases, _biases(entry, row_positions, kinds, dtype), strict=True):
+                flat.append(bias)
     return Plan(
         token_ids=torch.tensor([token_ids], device=device),
         position_ids=torch.tensor([positions], device=device),
         logit_rows=torch.tensor(logit_rows, device=device),
-        spans=tuple(spans),
+        spans=torch.tensor(spans),
+        biases=tuple(_joined(flat, dtype).to(device) for flat in biases),
     )
 
 
-def _row_positions(entry: Entry, num_tree_rows: int) -> list[int]:
+def _joined(flat: list[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(flat) == 1:
+        return flat[0]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
+
+
+def _row_positions(entry: Entry) -> Sequence[int]:
     """Positions of the rows behind `base_length`: base_length + depth below the last committed token."""
     base = entry.base_length
     if entry.parents is None:
-        return list(range(base, base + num_tree_rows))
+        return range(base, base + len(entry.token_ids))
     positions: list[int] = []
     for parent in entry.parents:
         positions.append(base if parent < 0 else positions[parent] + 1)
@@ -95,28 +115,32 @@ def _row_positions(entry: Entry, num_tree_rows: int) -> list[int]:
 
 
 def _biases(
-    entry: Entry,
-    row_positions: list[int],
-    masks: Sequence[MaskFunction | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor | None, ...]:
-    count, num_tree_rows = len(entry.token_ids), len(row_positions)
-    is_single_row = num_tree_rows == 1
-    if is_single_row and all(mask is None for mask in masks):
-        return (None,) * len(masks)
-    base, end_row = entry.base_length, entry.base_length + num_tree_rows
-    parents = range(-1, num_tree_rows - 1) if entry.parents is None else entry.parents
-    visible = torch.ones(count, end_row, dtype=torch.bool)
-    visible[:, base:] = ancestor_mask(parents)[num_tree_rows - count :]
-    queries = torch.tensor(row_positions[num_tree_rows - count :])
-    keys = torch.cat([torch.arange(base), torch.tensor(row_positions)])
-    biases: list[Tensor | None] = []
-    for mask in masks:
-        allowed = visible if mask is None else visible & evaluate_mask(mask, queries, keys)
-        bias = torch.zeros(count, end_row, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-        biases.append(bias.to(device))
-    return tuple(biases)
+    entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return per kind what the entry's tokens may see, flat [group * t * end_row]."""
+    count, num_rows, base = len(entry.token_ids), len(row_positions), entry.base_length
+    tree = _chain_bias(num_rows) if entry.parents is None else _tree_bias(entry.parents)
+    causal = torch.zeros(count, base + num_rows, dtype=dtype)
+    causal[:, base:] = tree[num_rows - count :]
+    biases: list[Tensor] = []
+    for kind in kinds:
+        bias = causal
+        if kind.mask is not None:
+            queries = torch.tensor(row_positions[num_rows - count :])
+            keys = torch.cat([torch.arange(base), torch.tensor(row_positions)])
+            bias = causal.masked_fill(~evaluate_mask(kind.mask, queries, keys), _HIDDEN)
+        biases.append(bias.repeat(kind.group, 1).view(-1))
+    return biases
+
+
+def _tree_bias(parents: Sequence[int]) -> Tensor:
+    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere."""
+    return torch.zeros(len(parents), len(parents)).masked_fill_(~ancestor_mask(parents), _HIDDEN)
+
+
+@lru_cache(maxsize=256)
+def _chain_bias(num_rows: int) -> Tensor:
+    return torch.full((num_rows, num_rows), _HIDDEN).triu_(1)
 
 
 def evaluate_mask(mask: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

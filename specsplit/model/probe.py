@@ -16,17 +16,17 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention import NAME, LayerSpec, MaskRule
 from specsplit.model.kv_cache import HeadShape
-from specsplit.model.plan import MaskFunction, evaluate_mask
+from specsplit.model.plan import BiasKind, evaluate_mask
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {
     "dropout",              # zero in eval mode
     "sliding_window",       # said by the mask rule already, in positions
-    "slot_attention",
     "position_ids",
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "logits_to_keep",
     "is_causal",
     "return_dict",
@@ -37,10 +37,10 @@ _NUM_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the model's layers need, and the mask rules among them (None = plainly causal)."""
+    """What the model's layers need, and the kinds of bias among them."""
 
     layers: tuple[LayerSpec, ...]
-    masks: tuple[MaskFunction | None, ...]
+    kinds: tuple[BiasKind, ...]
 
 
 def refuse_by_config(config: Any) -> None:
@@ -71,32 +71,33 @@ class _Probe:
     def __init__(self, model_type: str) -> None:
         self._model_type = model_type
         self.layers: dict[int, LayerSpec] = {}
-        self.rules: list[MaskRule] = []
+        self.kinds: list[BiasKind] = []
 
-    def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        self._check_keywords(mask, kwargs)
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+        """Remember the call; the output's values do not matter, only that every layer is reached."""
+        self._check_keywords(mask, keywords)
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             self._refuse("calls attention more than once a layer")
-        if mask not in self.rules:
-            self.rules.append(mask)
-        scaling = kwargs.get("scaling")
+        kind = BiasKind(None if mask.is_plain_causal else mask.function, q.shape[1] // k.shape[1])
+        if kind not in self.kinds:
+            _check_is_causal(kind, self._model_type)
+            self.kinds.append(kind)
+        scaling = keywords.get("scaling")
         spec = LayerSpec(
             scaling=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            mask=self.rules.index(mask),
+            softcap=keywords.get("softcap"),
+            sinks=keywords.get("s_aux"),
+            bias=self.kinds.index(kind),
             key_shape=HeadShape(k.shape[1], k.shape[3]),
             value_shape=HeadShape(v.shape[1], v.shape[3]),
         )
         self.layers[layer] = spec  # type: ignore[index]
         return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
-    def _check_keywords(self, mask: Any, kwargs: dict[str, Any]) -> None:
+    def _check_keywords(self, mask: Any, keywords: dict[str, Any]) -> None:
         unknown = sorted(
-            name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD | _HARMLESS
+            name for name, value in keywords.items() if value is not None and name not in _UNDERSTOOD | _HARMLESS
         )
         if unknown:
             self._refuse(f"passes attention a keyword of unknown meaning ({', '.join(unknown)})")
@@ -104,7 +105,7 @@ class _Probe:
             self._refuse("builds its attention mask by itself")
         if not mask.is_vectorised:
             self._refuse("has a mask rule that cannot be evaluated on tree positions")
-        if kwargs.get("is_causal") is False:
+        if keywords.get("is_causal") is False:
             self._refuse("has attention that is not causal")
 
     def _refuse(self, what: str) -> None:
@@ -127,7 +128,7 @@ def probe(model: PreTrainedModel) -> ProbeResult:
             position_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             use_cache=False,
-            slot_attention=seen,
+            layer_attention=seen,
         )
     except TypeError as error:
         raise ModelUnsupported(
@@ -139,17 +140,12 @@ def probe(model: PreTrainedModel) -> ProbeResult:
             f"{type(model).__name__} does not send every layer through transformers' attention interface "
             f"({len(seen.layers)} of {num_layers} layers), so SpecSplit cannot keep its KV cache."
         )
-    masks = tuple(None if rule.is_plain_causal else rule.function for rule in seen.rules)
-    for mask in masks:
-        _check_is_causal(mask, model.config.model_type)
-    return ProbeResult(tuple(seen.layers[layer] for layer in range(num_layers)), masks)
+    return ProbeResult(tuple(seen.layers[layer] for layer in range(num_layers)), tuple(seen.kinds))
 
 
-def _check_is_causal(mask: MaskFunction | None, model_type: str) -> None:
-    if mask is None:
-        return
+def _check_is_causal(kind: BiasKind, model_type: str) -> None:
     positions = torch.arange(64)
-    if evaluate_mask(mask, positions, positions).triu(1).any():
+    if kind.mask is not None and evaluate_mask(kind.mask, positions, positions).triu(1).any():
         raise ModelUnsupported(f"This {model_type} model looks at later tokens; SpecSplit serves causal models.")
 
 

@@ -1,8 +1,8 @@
-"""One forward of one model over a packed step; holds the KV cache, the attention and the recorded graph.
+"""One forward of one model over a packed step; holds the KV cache and the recorded graph.
 
-The forward is recorded once (torch.jit.trace) and replayed, which spares the Python of some hundred module calls a forward
-and gives the same bits; where a recording does not reproduce the model (data-dependent routing), the model runs as it is.
-See docs/adr/0002.
+The forward is recorded once (torch.jit.trace) and replayed: the same operators in the same order, without the Python of some
+hundred module calls and without the interpreter lock. Where a recording does not reproduce the model (routing that depends on the
+data), the model runs as it is. See docs/adr/0002.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from specsplit.model.attention import SlotAttention
 from specsplit.model.kv_cache import KVCache
-from specsplit.model.plan import Entry, MaskFunction, make_plan
+from specsplit.model.plan import Entry, Plan, make_plan
 from specsplit.model.probe import ProbeResult
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+Forward = Callable[..., Tensor]
 _RECORDING_TOLERANCE = 1e-5
 
 
@@ -37,22 +37,15 @@ class ForwardStatistics:
 class Runner:
     """Owns the model's memory; not thread-safe, so exactly one worker thread drives it."""
 
-    def __init__(self, model: PreTrainedModel, probed: ProbeResult, cache: KVCache) -> None:
-        self._model = model
-        self._masks: tuple[MaskFunction | None, ...] = probed.masks
+    def __init__(self, model: PreTrainedModel, probed: ProbeResult, cache: KVCache, context: int) -> None:
+        self._model, self._context = model, context
+        self.device, self.dtype = model.device, model.dtype
+        self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = cache
-        self._attention = SlotAttention(probed.layers, cache)
+        self._layers, self._kinds = probed.layers, probed.kinds
         self._forward: Forward = self._model_forward
         self.is_recorded = False
         self.statistics = ForwardStatistics()
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.config.get_text_config().vocab_size
 
     @torch.inference_mode()
     def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
@@ -61,10 +54,8 @@ class Runner:
         Writes each entry's rows into its slot. The caller owns the slots' lengths.
         """
         start = time.perf_counter()
-        plan = make_plan(entries, self._masks, dtype=self._model.dtype, device=self.device)
-        self._attention.plan = plan
-        logits = self._forward(plan.token_ids, plan.position_ids, plan.logit_rows).float()
-        self._attention.plan = None
+        plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
+        logits = self._forward(*self._arguments(plan)).float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.statistics.num_forwards += 1
@@ -74,14 +65,23 @@ class Runner:
             return [logits]
         return list(logits.split([entry.num_logits for entry in entries]))
 
-    def _model_forward(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
+    def _arguments(self, plan: Plan) -> tuple[Tensor, ...]:
+        """The step and all the memory it touches: a recording may hold no tensor that changes."""
+        step = (plan.token_ids, plan.position_ids, plan.logit_rows, plan.spans)
+        return (*step, *plan.biases, *self.cache.keys, *self.cache.values)
+
+    def _model_forward(
+        self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
+    ) -> Tensor:
+        num_kinds, num_layers = len(self._kinds), len(self._layers)
+        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
         return self._model(
             input_ids=token_ids,
             position_ids=position_ids,
             attention_mask=torch.ones(1, token_ids.shape[1], dtype=torch.long, device=token_ids.device),
             use_cache=False,
             logits_to_keep=logit_rows,
-            slot_attention=self._attention,
+            layer_attention=SlotAttention(self._layers, keys, values, spans, biases),
         ).logits[0]
 
     @torch.inference_mode()
@@ -90,31 +90,26 @@ class Runner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")            # the tracer warns about every shape it sees as a number
             try:
-                recorded = torch.jit.trace(
-                    self._model_forward, self._example(num_tokens=5, first_row=0, seed=0), check_trace=False
-                )
+                example = self._example(num_tokens=min(5, self._context), first_row=0, seed=0)
+                recorded: Forward = torch.jit.trace(self._model_forward, example, check_trace=False)
                 self.is_recorded = self._reproduces(recorded)
             except (RuntimeError, TypeError, ValueError):
-                self.is_recorded = False
-            finally:
-                self._attention.plan = None
+                return False
         if self.is_recorded:
             self._forward = recorded
         return self.is_recorded
 
-    def _example(self, num_tokens: int, first_row: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _example(self, num_tokens: int, first_row: int, seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
         token_ids = torch.randint(self.vocab_size, (num_tokens,), generator=generator).tolist()
         entry = Entry(0, first_row, token_ids, num_logits=max(1, num_tokens - 1))
-        plan = make_plan([entry], self._masks, dtype=self._model.dtype, device=self.device)
-        self._attention.plan = plan
-        return plan.token_ids, plan.position_ids, plan.logit_rows
+        return self._arguments(make_plan([entry], self._kinds, dtype=self.dtype, device=self.device))
 
     def _reproduces(self, recorded: Forward) -> bool:
-        far = max(0, self.cache.capacity - 8)
+        far = max(0, self._context - 8)
         # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
-        for seed, (num_tokens, first_row) in enumerate([(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2)]):
-            example = self._example(min(num_tokens, self.cache.capacity), min(first_row, far), seed + 1)
+        for seed, (num_tokens, first_row) in enumerate([(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2), (40, 0)]):
+            example = self._example(min(num_tokens, self._context), min(first_row, far), seed + 1)
             truth, replayed = self._model_forward(*example), recorded(*example)
             scale = truth.abs().max().float().clamp(min=1)
             if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _RECORDING_TOLERANCE * scale:

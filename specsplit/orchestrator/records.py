@@ -5,7 +5,7 @@ Knows neither workers nor rounds; first and last station on the route of a token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest
@@ -30,7 +30,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int = 128
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default=SamplingParams())
     seed: int | None = None
     choice: int = 0
     stop: tuple[str, ...] = ()
@@ -41,7 +41,9 @@ class Request:
         if not self.prompt_ids:
             raise InvalidRequest("The prompt is empty; give it at least one token.", param="prompt")
         if self.max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", param="max_new_tokens")
+            raise InvalidRequest(
+                f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", param="max_new_tokens"
+            )
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InvalidRequest(f"seed must be between 0 and 2^64 - 1, not {self.seed}.", param="seed")
         if self.choice < 0:
@@ -65,7 +67,9 @@ class Request:
         if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
             raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
         if any(token_id >= vocab_size for token_id, _ in self.sampling.logit_bias):
-            raise InvalidRequest(f"logit_bias names a token id outside the vocabulary of {vocab_size}.", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias names a token id outside the vocabulary of {vocab_size}.", param="logit_bias"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class Speculation:
     `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
 
     Raises:
-        InvalidRequest: a bound is below 1.
+        InvalidRequest: there is no such mode, or a bound is below 1.
     """
 
     mode: Literal["auto", "plain", "pingpong"] = "auto"
@@ -84,6 +88,8 @@ class Speculation:
     branching: int = 3
 
     def __post_init__(self) -> None:
+        if self.mode not in ("auto", "plain", "pingpong"):
+            raise InvalidRequest(f"mode must be auto, plain or pingpong, not {self.mode}.", param="mode")
         for name in ("nodes", "depth", "branching"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)

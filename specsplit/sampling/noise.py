@@ -18,7 +18,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _QUANTUM = 2.0**-16
-_BLOCK_ELEMENTS = 65536
+_CACHED_ELEMENTS = 32768
+"""A CPU works through so many values at a time: they stay in its cache, and a pass hides the calls' own cost."""
 _WINDOW_ROWS = 32
 
 
@@ -35,15 +36,11 @@ def gumbel_rows(
     """
     session_key = _absorb(_absorb(0, _checked_seed(seed)), choice)
     row_keys = [_signed(_absorb(session_key, first_position + row)) for row in range(num_positions)]
+    starts = torch.tensor(row_keys, dtype=torch.int64, device=device).unsqueeze(1)
     steps = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GAMMA))
-    bits = torch.tensor(row_keys, dtype=torch.int64, device=device).unsqueeze(1) + steps
-    scratch = torch.empty_like(bits)
-    _xor_shifted(bits, 30, scratch).mul_(_signed(_MIX_1))
-    _xor_shifted(bits, 27, scratch).mul_(_signed(_MIX_2))
-    _xor_shifted(bits, 31, scratch)
-    uniform = _shift_right(bits, 32, scratch).double().add_(0.5).mul_(2.0**-32)
-    # Quantised, because the last bit of `log` differs between devices.
-    return uniform.log_().neg_().log_().mul_(-1 / _QUANTUM).round_().mul_(_QUANTUM)
+    if starts.is_cuda or vocab_size <= _CACHED_ELEMENTS:
+        return _gumbel(starts + steps)
+    return torch.cat([_gumbel(starts + part) for part in steps.split(_CACHED_ELEMENTS)], dim=-1)
 
 
 class NoiseRows:
@@ -57,7 +54,7 @@ class NoiseRows:
         self._choice = choice
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._block = max(1, _BLOCK_ELEMENTS // vocab_size)
+        self._block = max(1, _CACHED_ELEMENTS // vocab_size)
         self._buffer = torch.empty((0, vocab_size), dtype=torch.float64, device=self._device)
         self._first = 0
         self._end = 0
@@ -87,9 +84,7 @@ class NoiseRows:
         new_end = max(end, self._end + self._block)
         if new_end - self._first > len(self._buffer):
             self._move_window(first_position, new_end)
-        fresh = gumbel_rows(
-            self._seed, self._choice, self._end, new_end - self._end, self._vocab_size, self._device
-        )
+        fresh = gumbel_rows(self._seed, self._choice, self._end, new_end - self._end, self._vocab_size, self._device)
         self._buffer[self._end - self._first : new_end - self._first] = fresh
         self._end = new_end
 
@@ -102,6 +97,18 @@ class NoiseRows:
         self._buffer = torch.empty((capacity, self._vocab_size), dtype=torch.float64, device=self._device)
         self._buffer[: len(kept)] = kept
         self._first = keep_from
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Finalise SplitMix64 states and return their Gumbel values, float64; `bits` is used up."""
+    scratch = torch.empty_like(bits)
+    _xor_shifted(bits, 30, scratch).mul_(_signed(_MIX_1))
+    _xor_shifted(bits, 27, scratch).mul_(_signed(_MIX_2))
+    _xor_shifted(bits, 31, scratch)
+    high_bits = _shift_right(bits, 32, scratch)
+    uniform = bits.view(torch.float64).copy_(high_bits).add_(0.5).mul_(2.0**-32)
+    # Quantised, because the last bit of `log` differs between devices.
+    return uniform.log_().neg_().log_().mul_(-1 / _QUANTUM).round_().mul_(_QUANTUM)
 
 
 def _checked_seed(seed: int) -> int:

@@ -14,37 +14,36 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
     """Return processed / temperature + noise as float64 [N, V]; `processed` itself when the temperature is 0.
 
     Their argmax is an exact sample of softmax(processed / temperature) (the Gumbel-max trick). `noise` is
-    float64 [N, V], or [1, V] for all rows.
+    float64 [N, V], of the same shape.
     """
     if temperature == 0:
         return processed
     assert noise is not None, "a temperature above 0 needs noise"
-    return processed.double().div_(temperature).add_(noise)
+    return processed.to(torch.float64, copy=True).div_(temperature).add_(noise)
 
 
 def pick(scores: Tensor) -> Tensor:
     """Return the best token of each row, int64 [N]; of equal scores the lowest id wins."""
-    return scores.argmax(dim=-1)  # torch documents the first maximum, on every device
+    if scores.device.type == "cpu":  # numpy finds the same first maximum in a tenth of the time, but knows no bf16
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        return torch.from_numpy(exact.numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)
 
 
 def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return each row's k best token ids and their scores, both [N, min(k, V)], best first, ties to the lower id.
 
-    Their law is that of k tokens sampled without replacement. A token that the processors cut comes with score
-    -inf, where fewer than k are left.
+    Their law is that of k tokens sampled without replacement; the first is `pick`'s. Where the processors left
+    fewer than k tokens, the rest have score -inf and ids that mean nothing.
     """
-    k = min(k, scores.shape[-1])
-    if k == 1:
-        best = pick(scores).unsqueeze(-1)
-        return best, scores.gather(-1, best)
-    # One value more than asked for shows a tie across the border, where topk keeps either token.
-    values, ids = scores.topk(min(k + 1, scores.shape[-1]), dim=-1)
-    tied = values[:, 1:] == values[:, :-1]
-    values, ids = values[:, :k], ids[:, :k]
-    if bool(tied.any()):
-        values, ids = values.contiguous(), ids.contiguous()
-        for row in tied.any(dim=-1).nonzero().flatten().tolist():
-            rivals = (scores[row] >= values[row, -1]).nonzero().flatten()
-            ranked, order = scores[row, rivals].sort(descending=True, stable=True)
-            values[row], ids[row] = ranked[:k], rivals[order[:k]]
-    return ids, values
+    remaining = scores
+    columns: list[tuple[Tensor, Tensor]] = []
+    for rank in range(min(k, scores.shape[-1])):
+        best_ids = pick(remaining).unsqueeze(-1)
+        columns.append((best_ids, remaining.gather(-1, best_ids)))
+        if rank + 1 < k:
+            # k is a branching limit, so k scans beat a topk, which moreover breaks ties as it likes.
+            remaining = scores.clone() if rank == 0 else remaining
+            remaining.scatter_(-1, best_ids, -torch.inf)
+    ids, values = zip(*columns, strict=True)
+    return torch.cat(ids, dim=-1), torch.cat(values, dim=-1)

@@ -6,17 +6,18 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
 
-_HEAD_TOKENS = 64
 _COLDEST = 1e-30
 
 
@@ -135,56 +136,68 @@ def _common_length(ours: list[int], theirs: Sequence[int]) -> int:
 
 def _penalised(logits: Tensor, params: SamplingParams, context: PenaltyContext) -> Tensor:
     """Apply the repetition penalty as in CTRL (arXiv 1909.05858), frequency and presence as in OpenAI's API."""
-    if params.repetition_penalty != 1:
-        penalty = params.repetition_penalty
-        logits = torch.where(context.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    penalty = params.repetition_penalty
+    if penalty != 1:
+        # Positive logits are divided, negative ones multiplied: above 1 that is the smaller of both, below the larger.
+        choose = torch.minimum if penalty > 1 else torch.maximum
+        logits = torch.where(context.seen, choose(logits / penalty, logits * penalty), logits)
     if params.frequency_penalty:
-        logits = logits - params.frequency_penalty * context.output_counts
+        logits = torch.sub(logits, context.output_counts, alpha=params.frequency_penalty)
     if params.presence_penalty:
-        logits = logits - params.presence_penalty * (context.output_counts > 0)
+        logits = torch.sub(logits, context.output_counts.clamp(max=1), alpha=params.presence_penalty)
     return logits
 
 
 def _cut(logits: Tensor, params: SamplingParams) -> Tensor:
-    vocab_size = logits.shape[-1]
-    if 0 < params.top_k < vocab_size:
-        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if params.top_p == 1 and params.min_p == 0:
+    """Find each row's lowest logit that stays, cut by cut, and mask what lies below it."""
+    has_top_k = 0 < params.top_k < logits.shape[-1]
+    if not has_top_k and params.top_p == 1 and params.min_p == 0:
         return logits
-    # Unnormalised softmax(logits / T), 1 at the best token; colder than _COLDEST, T would vanish in float32.
-    best = logits.amax(dim=-1, keepdim=True)
-    weights = (logits - best).div_(max(params.temperature, _COLDEST)).exp_()
-    outside = weights < params.min_p
-    if params.top_p < 1:
-        outside |= _outside_nucleus(logits, weights, params.top_p)
+    surplus = None
+    if has_top_k or params.top_p < 1:
+        ranked = _ranked(logits)
+        lowest_rank = params.top_k - 1 if has_top_k else -1
+        best, border = ranked[:, :1], ranked[:, lowest_rank].unsqueeze(-1)
+        if params.top_p < 1:
+            border, surplus = _nucleus(logits, ranked, border, params)
+    else:
+        best = logits.amax(dim=-1, keepdim=True)
+        border = torch.full_like(best, -torch.inf)
+    if params.min_p > 0:
+        border = torch.maximum(border, best + params.temperature * math.log(params.min_p))
+    outside = logits < border
+    if surplus is not None:
+        outside |= surplus
     return logits.masked_fill(outside, -torch.inf)
 
 
-def _outside_nucleus(logits: Tensor, weights: Tensor, top_p: float) -> Tensor:
-    """Return bool [N, V], false for the smallest set of likeliest tokens whose mass reaches `top_p`.
+def _nucleus(logits: Tensor, ranked: Tensor, lowest: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """Return the lowest logit [N, 1] of the smallest set of likeliest tokens whose mass reaches `top_p`.
 
-    Of equal logits the lower ids are taken first. Sums run in float64, so that they do not depend on the
-    number of rows or the device.
+    Only logits from `lowest` on count. Of equal logits the lower ids come first; where the border separates
+    some, the second tensor, bool [N, V], marks those outside. Sums run in float64, so that they depend neither
+    on the number of rows nor on the device.
     """
     vocab_size = logits.shape[-1]
-    wanted = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    # The head usually holds the nucleus and spares a full sort; on an accelerator the sort is cheaper than asking.
-    head_size = min(_HEAD_TOKENS, vocab_size) if logits.device.type == "cpu" else vocab_size
-    while True:
-        head, ids = logits.topk(head_size, dim=-1)
-        mass = weights.gather(-1, ids).cumsum(dim=-1, dtype=torch.float64)
-        if head_size == vocab_size or bool((mass[:, -1:] >= wanted).all()):
-            break
-        head_size = min(8 * head_size, vocab_size)
-    # A token is in the nucleus while the mass of those before it falls short.
-    sizes = (mass[:, :-1] < wanted).sum(dim=-1, keepdim=True) + 1
-    border = head.gather(-1, sizes - 1)
-    outside = logits < border
+    # Colder than _COLDEST, the temperature would vanish in float32 and the best token's weight with it.
+    weights = (ranked - ranked[:, :1]).div_(max(params.temperature, _COLDEST)).exp_()
+    if params.top_k:
+        weights.masked_fill_(ranked < lowest, 0)
+    mass = weights.cumsum(dim=-1, dtype=torch.float64)
+    # A token belongs to the set while the mass of those before it falls short. Logits that are NaN find no place:
+    # the clamp keeps one session's broken row from failing an indexing kernel, and with it the device.
+    sizes = 1 + torch.searchsorted(mass, params.top_p * mass[:, -1:]).clamp_(max=vocab_size - 1)
+    border = ranked.gather(-1, sizes - 1)
+    is_split = (sizes < vocab_size) & (ranked.gather(-1, sizes.clamp(max=vocab_size - 1)) == border)
+    if not bool(is_split.any()):
+        return border, None
+    room = sizes - (ranked > border).sum(dim=-1, keepdim=True)
     at_border = logits == border
-    taken = head == border
-    taken &= torch.arange(head_size, device=logits.device) < sizes
-    room = taken.sum(dim=-1, keepdim=True)
-    if bool((at_border.sum(dim=-1, keepdim=True) > room).any()):
-        outside |= at_border & (at_border.cumsum(dim=-1) > room)
-    return outside
+    return border, at_border & (at_border.cumsum(dim=-1) > room)
+
+
+def _ranked(logits: Tensor) -> Tensor:
+    """Return each row's logits in descending order; without their ids there are no ties to break."""
+    if logits.device.type == "cpu":  # numpy's sort is vectorised, 10 to 18 times faster than torch's
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+    return logits.sort(dim=-1, descending=True).values

@@ -1,8 +1,11 @@
-"""Spans of the token's route (round -> propose, verify -> forward). Free of cost until `telemetry.setup` switches them on."""
+"""Spans of the token's route (request -> round -> propose, verify -> forward).
+
+Free of cost until `telemetry.setup` switches them on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from opentelemetry import context as otel_context
@@ -29,13 +32,32 @@ def current() -> Context | None:
 
 
 @contextmanager
-def span(name: str, **attributes: Attribute) -> Iterator[None]:
-    """Record the block as a child of the current span."""
+def span(name: str, parent: Context | None = None, **attributes: Attribute) -> Generator[None]:
+    """Record the block as a child of `parent`, by default of the current span."""
     if _tracer is None:
         yield
         return
-    with _tracer.start_as_current_span(name, attributes=attributes):
+    with _tracer.start_as_current_span(name, context=parent, attributes=attributes):
         yield
+
+
+def annotate(**attributes: Attribute) -> None:
+    """Add to the current span what is known only by its end."""
+    if _tracer is not None:
+        trace.get_current_span().set_attributes(attributes)
+
+
+class OpenSpan:
+    """A span that is never the current one, so it may stay open across the yields of an async generator."""
+
+    def __init__(self, name: str, **attributes: Attribute) -> None:
+        self._span = _tracer.start_span(name, attributes=attributes) if _tracer is not None else None
+        self.context = trace.set_span_in_context(self._span) if self._span is not None else None
+        """The parent of what belongs to it; None while spans are off."""
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end()
 
 
 def record(name: str, parent: Context | None, start_ns: int, end_ns: int, **attributes: Attribute) -> None:

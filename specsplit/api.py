@@ -1,0 +1,225 @@
+"""The Python face: a Pipeline that generates text, synchronous or not.
+
+Everything runs on one event loop in the pipeline's own thread, so it works in scripts, servers and notebooks alike. One
+request runs at a time; others wait their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from specsplit import assembly
+from specsplit.core.defaults import Device, Dtype, Mode
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.settings import OrchestratorSettings, Settings, load_settings, override
+from specsplit.orchestrator.records import Chunk, Result
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+_Finished = asyncio.Task[None]
+_Deliver = Callable[[Chunk | _Finished], None]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What one request may set; what it leaves out is the pipeline's setting."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    chat: bool
+    mode: Mode
+    nodes: int
+    depth: int
+    branching: int
+
+
+class PipelineOptions(RequestOptions, total=False):
+    """What a pipeline may set beyond its models."""
+
+    dtype: Dtype
+    device: Device
+    threads: int
+    context: int
+
+
+class Pipeline:
+    """A target and, where one is named, a draft, ready to generate; close it, or use it in a with block.
+
+    Without arguments it runs the embedded pair; a target without a draft decodes plainly. Arguments go over environment
+    variables, those over the settings file, and that over the defaults.
+
+    Raises:
+        SpecSplitError: a setting is wrong or a model cannot be loaded, and what to do about it.
+    """
+
+    def __init__(
+        self,
+        target_model: str | None = None,
+        draft_model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        **options: Unpack[PipelineOptions],
+    ) -> None:
+        named = {"target_model": target_model, "draft_model": draft_model, **options}
+        given = {name: value for name, value in named.items() if value is not None}
+        self._open(load_settings(given, config=config).settings)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Build a pipeline from settings already read."""
+        pipeline = cls.__new__(cls)
+        pipeline._open(settings)
+        return pipeline
+
+    def _open(self, settings: Settings) -> None:
+        settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
+        self.settings = settings
+        models = assembly.load_models(settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
+        self._thread.start()
+        self._turn = asyncio.Lock()
+        self._tasks: set[_Finished] = set()
+        self._running = assembly.running(models)
+        self._workers = self._submit(self._running.__aenter__()).result()
+        self._is_closed = False
+
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
+        """Generate the whole answer to `prompt`, a text or token ids."""
+        return _last_result(list(self.stream(prompt, **options)))
+
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Chunk, None, None]:
+        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
+        return self._stream(prompt, self._settings_for(prompt, options))
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
+        """Generate the whole answer to `prompt`, a text or token ids."""
+        return _last_result([chunk async for chunk in self.astream(prompt, **options)])
+
+    def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
+        return self._astream(prompt, self._settings_for(prompt, options))
+
+    def close(self) -> None:
+        """End what is under way and free models and threads; closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._submit(self._end_all()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def aclose(self) -> None:
+        """Close without blocking the caller's loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _settings_for(self, prompt: Prompt, options: RequestOptions) -> OrchestratorSettings:
+        """Check what can be checked at once, so that a mistake is raised by the call and not by the first chunk."""
+        if self._is_closed:
+            raise InvalidRequest("This pipeline is closed; make a new one.")
+        assembly.check_prompt(prompt)
+        given: dict[str, Any] = dict(options)
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        settings = override(self.settings.orchestrator, **given)
+        settings.sampling()
+        return settings
+
+    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Chunk, None, None]:
+        inbox: queue.SimpleQueue[Chunk | _Finished] = queue.SimpleQueue()
+        task = self._submit(self._start(prompt, settings, inbox.put)).result()
+        item: Chunk | _Finished | None = None
+        try:
+            while isinstance(item := inbox.get(), Chunk):
+                yield item
+            item.result()
+        finally:
+            self._cancel(task)
+            while not isinstance(item, asyncio.Task):  # it has freed its slots once it has come to its end
+                item = inbox.get()
+
+    async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
+        inbox: asyncio.Queue[Chunk | _Finished] = asyncio.Queue()
+        callers_loop = asyncio.get_running_loop()
+
+        def deliver(item: Chunk | _Finished) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits for it
+                callers_loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        task = await asyncio.wrap_future(self._submit(self._start(prompt, settings, deliver)))
+        item: Chunk | _Finished | None = None
+        try:
+            while isinstance(item := await inbox.get(), Chunk):
+                yield item
+            item.result()
+        finally:
+            self._cancel(task)
+            while not isinstance(item, asyncio.Task):
+                item = await inbox.get()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _cancel(self, task: _Finished) -> None:
+        if not task.done():  # after close() it is, and the loop takes no more calls
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    async def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _Finished:
+        """Begin a request on the pipeline's loop; its chunks, then its finished task, go to `deliver`."""
+        task = asyncio.create_task(self._run(prompt, settings, deliver))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(deliver)
+        return task
+
+    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
+        request = assembly.make_request(self._workers.tokenizer, prompt, settings)
+        async with self._turn, contextlib.aclosing(self._workers.orchestrator(settings).stream(request)) as chunks:
+            async for chunk in chunks:
+                deliver(chunk)
+
+    async def _end_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._running.__aexit__(None, None, None)
+
+
+def _last_result(chunks: Sequence[Chunk]) -> Result:
+    result = chunks[-1].result
+    assert result is not None, "the last chunk has the result"
+    return result

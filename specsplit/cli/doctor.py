@@ -1,0 +1,124 @@
+"""`specsplit doctor`: checks what an installation needs, from versions to loadable models, and says what to mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from specsplit import assembly
+from specsplit.cli import render
+from specsplit.core.errors import SpecSplitError
+from specsplit.core.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from specsplit.model.loader import LoadedModel
+
+_PACKAGES = ("specsplit", "torch", "transformers", "tokenizers", "safetensors", "pydantic", "opentelemetry-sdk")
+_OLDEST_PYTHON = (3, 11)
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the table: what was looked at, whether it is well, and what was found or has to be done."""
+
+    name: str
+    is_ok: bool
+    detail: str
+
+
+def run(given: Mapping[str, Any]) -> int:
+    """Run every check and print the table; return 0 if all is well and 1 otherwise."""
+    checks = [_python(), *_packages()]
+    chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
+    try:
+        effective = load_settings(chosen, config=given.get("config"), as_options=True)
+        effective.settings.orchestrator.sampling()
+        checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
+        checks += _machine(effective.settings)
+    except SpecSplitError as error:
+        checks.append(Check("settings", False, str(error)))
+    is_ok = all(check.is_ok for check in checks)
+    if given.get("json"):
+        sys.stdout.write(json.dumps({"ok": is_ok, "checks": [asdict(check) for check in checks]}) + "\n")
+    else:
+        _print_table(checks)
+    sys.stdout.flush()
+    return 0 if is_ok else 1
+
+
+def _python() -> Check:
+    is_ok = sys.version_info >= _OLDEST_PYTHON
+    remedy = "" if is_ok else f"; SpecSplit needs {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
+    return Check("python", is_ok, platform.python_version() + remedy)
+
+
+def _packages() -> list[Check]:
+    return [_package(name) for name in _PACKAGES]
+
+
+def _package(name: str) -> Check:
+    try:
+        return Check(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        if name == "specsplit":
+            return Check(name, True, "run from a checkout")
+        return Check(name, False, "not installed: pip install 'specsplit[worker]'")
+
+
+def _machine(settings: Settings) -> list[Check]:
+    """Check the devices and, if what loads models is there, the models themselves."""
+    try:
+        assembly.require_worker_extra()
+    except SpecSplitError as error:
+        return [Check("worker", False, str(error))]
+    import torch
+
+    cpu = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    wants_cuda = "cuda" in (settings.target.device, settings.draft.device)
+    cuda = Check("cuda", bool(names) or not wants_cuda, ", ".join(names) or "no device")
+    return [Check("cpu", True, cpu), cuda, *_models(settings)]
+
+
+def _models(settings: Settings) -> list[Check]:
+    try:
+        with render.loading_bar() as progress:
+            models = assembly.load_models(settings, progress)
+    except SpecSplitError as error:
+        return [Check("models", False, str(error))]
+    checks = [_model(models.target)]
+    if models.draft is None:
+        return [*checks, Check("draft", True, "none: decoding is plain")]
+    return [*checks, _model(models.draft), Check("vocabulary", True, "the same for draft and target")]
+
+
+def _model(model: LoadedModel) -> Check:
+    from specsplit.model.memory import available_bytes
+
+    identity = model.identity
+    cache_bytes = model.kv_bytes_per_token * (model.context + model.node_limit)
+    free = available_bytes(model.runner.device)
+    left = "" if free is None else f", {free / _GIB:.1f} GiB left"
+    detail = (
+        f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
+        f"context {model.context}, weights {model.weight_bytes / _GIB:.2f} GiB, KV {cache_bytes / _GIB:.2f} GiB{left}"
+    )
+    return Check(identity.role, True, detail)
+
+
+def _print_table(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("check", "state", "detail", box=None, pad_edge=False)
+    for check in checks:
+        state = "[green]ok[/green]" if check.is_ok else "[bold red]fails[/bold red]"
+        table.add_row(check.name, state, check.detail.replace("[", "\\["))
+    Console(soft_wrap=not sys.stdout.isatty()).print(table)

@@ -1,0 +1,143 @@
+"""The command `specsplit`: its subcommands, and the one place where an exception becomes a sentence and exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from specsplit.cli import options
+from specsplit.core import defaults
+from specsplit.core.errors import SpecSplitError
+
+INTERRUPTED = 130
+EXAMPLES = """Examples:
+
+specsplit orchestrate --prompt 'def fibonacci(n):'
+
+specsplit orchestrate --prompt-file - --temperature 0.8 --seed 7 --json
+
+specsplit orchestrate --target-model ./large --draft-model ./small --prompt Hi
+"""
+
+app = typer.Typer(
+    name="specsplit",
+    help="Disaggregated speculative decoding: a draft proposes token trees, a target verifies them.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Serve a large model faster: a small one proposes, the large one verifies, the text is the large one's."""
+    if version:
+        import specsplit
+
+        typer.echo(specsplit.__version__)
+        raise typer.Exit
+
+
+@app.command(epilog=EXAMPLES)
+def orchestrate(
+    ctx: typer.Context,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
+    temperature: options.Temperature = defaults.TEMPERATURE,
+    top_p: options.TopP = defaults.TOP_P,
+    top_k: options.TopK = defaults.TOP_K,
+    min_p: options.MinP = defaults.MIN_P,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    presence_penalty: options.PresencePenalty = defaults.PRESENCE_PENALTY,
+    frequency_penalty: options.FrequencyPenalty = defaults.FREQUENCY_PENALTY,
+    repetition_penalty: options.RepetitionPenalty = defaults.REPETITION_PENALTY,
+    logit_bias: options.LogitBias = None,
+    ignore_eos: options.IgnoreEos = False,
+    mode: options.ModeOption = defaults.MODE,
+    nodes: options.Nodes = defaults.DEFAULT_NODES,
+    depth: options.Depth = defaults.DEFAULT_DEPTH,
+    branching: options.Branching = defaults.DEFAULT_BRANCHING,
+    compare: options.Compare = False,
+    target_model: options.TargetModel = defaults.EMBEDDED,
+    draft_model: options.DraftModel = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = defaults.DEVICE,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    json: options.Json = False,
+    trace_file: options.TraceFile = None,
+    print_config: options.PrintConfig = False,
+) -> None:
+    """Continue a prompt with the target's text, at the draft's pace, in this process."""
+    from specsplit.cli.orchestrate import run
+
+    raise typer.Exit(run(options.given(ctx)))
+
+
+@app.command()
+def doctor(
+    ctx: typer.Context,
+    target_model: options.TargetModel = defaults.EMBEDDED,
+    draft_model: options.DraftModel = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = defaults.DEVICE,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Check versions, devices, settings and models; exit 0 if all is well."""
+    from specsplit.cli.doctor import run
+
+    raise typer.Exit(run(options.given(ctx)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an odd locale may lack a character, which is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False)
+        sys.stdout.flush()
+    except SpecSplitError as error:
+        return _fail(error, str(error), error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds a reader
+        return 1
+    except Exception as error:  # noqa: BLE001 - the end of the line: nobody above could say it better
+        message = getattr(error, "format_message", None)
+        if message is not None:  # the option parser's own errors
+            return _fail(error, f"{_sentence(message())} See --help.", 2)
+        hint = f"Set {defaults.ENV_DEBUG}=1 for the traceback."
+        return _fail(error, f"Unexpected {type(error).__name__}: {_sentence(str(error))} {hint}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(error: BaseException, message: str, code: int) -> int:
+    if os.environ.get(defaults.ENV_DEBUG, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    typer.echo(f"Error: {message}", err=True)
+    return code
+
+
+def _sentence(text: str) -> str:
+    """Return `text` on one line, ending as a sentence does."""
+    text = " ".join(text.split())
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."

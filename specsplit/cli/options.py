@@ -1,0 +1,98 @@
+"""Every option of the command line once: its name, help, panel and default, shared by the commands.
+
+Knows names only: what an option means is the settings' business. Imports nothing heavy, since `--help` waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from specsplit.core.defaults import Device, Dtype, Mode
+
+_PROMPT, _SAMPLING, _SPECULATION, _MODELS, _OUTPUT = "Prompt", "Sampling", "Speculation", "Models", "Output"
+
+
+def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
+    """Describe an option; `default` says what happens without it where the parameter's own default says nothing."""
+    if default is not None:
+        text = f"{text} [dim]\\[default: {default}][/dim]"
+    if default == "off":
+        metavar = " "  # a flag takes no value
+    return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
+
+
+Prompt = Annotated[str | None, _option("--prompt", _PROMPT, "Text to continue.", "none", "TEXT")]
+PromptFile = Annotated[
+    str | None, _option("--prompt-file", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE")
+]
+Chat = Annotated[bool, _option("--chat", _PROMPT, "Wrap the prompt in the model's chat template.", "off")]
+
+MaxNewTokens = Annotated[int, _option("--max-new-tokens", _SAMPLING, "Stop after so many tokens.", metavar="N")]
+Temperature = Annotated[float, _option("--temperature", _SAMPLING, "0 takes the best token each time.", metavar="X")]
+TopP = Annotated[float, _option("--top-p", _SAMPLING, "Keep the likeliest tokens that sum to it.", metavar="X")]
+TopK = Annotated[int, _option("--top-k", _SAMPLING, "Keep so many of the likeliest tokens, 0 for all.", metavar="N")]
+MinP = Annotated[
+    float, _option("--min-p", _SAMPLING, "Keep tokens at least so likely, relative to the best.", metavar="X")
+]
+Seed = Annotated[int | None, _option("--seed", _SAMPLING, "Repeat a sampled text exactly.", "64 random bits", "N")]
+Stop = Annotated[list[str] | None, _option("--stop", _SAMPLING, "End before this text; may be repeated.", "none", "S")]
+PresencePenalty = Annotated[
+    float, _option("--presence-penalty", _SAMPLING, "Taken from tokens already generated.", metavar="X")
+]
+FrequencyPenalty = Annotated[
+    float, _option("--frequency-penalty", _SAMPLING, "The same, once for each time.", metavar="X")
+]
+RepetitionPenalty = Annotated[
+    float, _option("--repetition-penalty", _SAMPLING, "Divides the logits of all tokens seen.", metavar="X")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    _option("--logit-bias", _SAMPLING, "Add X to the logit of token ID; may be repeated.", "none", "ID=X"),
+]
+IgnoreEos = Annotated[bool, _option("--ignore-eos", _SAMPLING, "Go on after an end-of-sequence token.", "off")]
+
+ModeOption = Annotated[
+    Mode, _option("--mode", _SPECULATION, "auto speculates where there is a draft; plain never does.")
+]
+Nodes = Annotated[int, _option("--nodes", _SPECULATION, "Tree nodes verified per round.", metavar="N")]
+Depth = Annotated[int, _option("--depth", _SPECULATION, "Levels of the tree.", metavar="D")]
+Branching = Annotated[int, _option("--branching", _SPECULATION, "Children of one node; 1 drafts a chain.", metavar="B")]
+Compare = Annotated[bool, _option("--compare", _SPECULATION, "Also decode plainly and compare.", "off")]
+
+TargetModel = Annotated[
+    str, _option("--target-model", _MODELS, "Folder or hub id of the model whose text it is.", metavar="M")
+]
+DraftModel = Annotated[
+    str | None,
+    _option("--draft-model", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
+]
+DtypeOption = Annotated[
+    Dtype | None, _option("--dtype", _MODELS, "Number format of the weights.", "fp32 on cpu, the checkpoint's on cuda")
+]
+DeviceOption = Annotated[Device, _option("--device", _MODELS, "Where both models run.")]
+Threads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of each model.", "one per core", "N")]
+Context = Annotated[
+    int | None, _option("--context", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+]
+Config = Annotated[
+    str | None, _option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
+]
+
+Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]
+TraceFile = Annotated[
+    str | None, _option("--trace-file", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "F")
+]
+PrintConfig = Annotated[
+    bool, _option("--print-config", _OUTPUT, "Print the settings in effect, and where each comes from.", "off")
+]
+
+
+def given(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options that stand on the command line, by parameter name; defaults are the settings' to give."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }

@@ -1,0 +1,214 @@
+"""`specsplit orchestrate`: one prompt through draft and target in this process, shown as it is verified.
+
+First and last station of a token's route: reads the prompt, writes the text; what happens between is assembly's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specsplit import assembly
+from specsplit.cli import render
+from specsplit.cli.print_config import print_config
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.settings import Settings, load_settings
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Chunk, Request, Result
+from specsplit.telemetry.setup import trace_to_file
+
+_NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config")
+_INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What has arrived of one generation; `result` stays None when it is interrupted."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    num_tokens: int = 0
+    num_accepted: int = 0
+    num_chunks: int = 0
+    result: Result | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Count a chunk in."""
+        self.num_tokens += len(chunk.token_ids)
+        self.num_accepted += sum(chunk.accepted)
+        self.num_chunks += 1
+        self.result = chunk.result
+
+    def summary(self, request: Request) -> str:
+        """Return the line that ends the generation, finished or not."""
+        if self.result is not None:
+            return render.summary(self.result)
+        elapsed_s = time.perf_counter() - self.started_s
+        return render.interrupted_summary(
+            self.num_tokens, self.num_accepted, self.num_chunks - 1, elapsed_s, request.seed
+        )
+
+
+def run(given: Mapping[str, Any]) -> int:
+    """Run the command with the options `given` on the command line; return its exit code."""
+    chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
+    effective = load_settings(chosen, config=given.get("config"), as_options=True)
+    if given.get("print_config"):
+        print_config(effective, as_json=bool(given.get("json")))
+        return 0
+    settings = effective.settings
+    settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
+    prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
+    if given.get("compare") and settings.draft_source is None:
+        raise InvalidSettings("--compare has nothing to compare without a draft; name one with --draft-model.")
+    if settings.lacks_draft:
+        render.note("No draft for this target: decoding plainly; name one with --draft-model to speculate.")
+    trace_file = given.get("trace_file")
+    with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
+        started_s = time.perf_counter()
+        with _fast_start(), render.loading_bar() as progress:
+            models = assembly.load_models(settings, progress)
+        load_s = time.perf_counter() - started_s
+        request = assembly.make_request(models.tokenizer, prompt, settings.orchestrator)
+        if getattr(models.tokenizer, "has_chat_template", False) and not settings.orchestrator.chat:
+            render.note("Hint: this model has a chat template; --chat applies it.")
+        show = _JsonOutput(load_s) if given.get("json") else _TextOutput()
+        return asyncio.run(_generate(models, request, settings, show, compare=bool(given.get("compare"))))
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """Return the prompt from whichever of the two options is given.
+
+    Raises:
+        InvalidRequest: both or neither is given, the file cannot be read, or it is empty or no UTF-8.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise InvalidRequest("--prompt and --prompt-file exclude each other; give one of them.", param="prompt")
+    if prompt is None and prompt_file is None:
+        raise InvalidRequest("There is no prompt; give one with --prompt TEXT or --prompt-file FILE.", param="prompt")
+    if prompt is None:
+        prompt = _read_file(prompt_file or "")
+    assembly.check_prompt(prompt)
+    return prompt
+
+
+def _read_file(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InvalidRequest(
+            f"The prompt file {name} cannot be read ({error.strerror}); check --prompt-file.", param="prompt"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"The prompt file {name} is not UTF-8 (byte {error.start}); convert it first.", param="prompt"
+        ) from error
+
+
+@contextmanager
+def _fast_start() -> Iterator[None]:
+    """Keep the garbage collector out of the imports: they make many objects that live as long as the process."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+class _TextOutput:
+    """The text on stdout as it comes, the rest on stderr."""
+
+    def __init__(self) -> None:
+        self._text = render.TextStream(sys.stdout)
+
+    def begin(self, *, speculates: bool) -> None:
+        if speculates and self._text.legend is not None:
+            render.note(self._text.legend)
+
+    def chunk(self, chunk: Chunk) -> None:
+        self._text.write(chunk.pieces)
+
+    def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
+        self._text.end()
+        render.note(transcript.summary(request))
+        if transcript.result is not None and plain is not None:
+            for line in render.comparison(transcript.result, plain):
+                render.note(line)
+
+
+class _JsonOutput:
+    """One JSON object on stdout, and nothing there when interrupted: the summary on stderr tells what was done."""
+
+    def __init__(self, load_s: float) -> None:
+        self._load_s = load_s
+
+    def begin(self, *, speculates: bool) -> None:
+        pass
+
+    def chunk(self, chunk: Chunk) -> None:
+        pass
+
+    def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
+        result = transcript.result
+        if result is None:
+            render.note(transcript.summary(request))
+            return
+        answer: dict[str, Any] = result.to_dict()
+        answer["timings"] = {"load_s": self._load_s, **answer["timings"]}
+        if plain is not None:
+            answer["compare"] = {
+                "plain": plain.to_dict(),
+                "speed_ratio": render.speed_ratio(result, plain),
+                "identical": result.token_ids == plain.token_ids,
+            }
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+async def _generate(
+    models: assembly.Models, request: Request, settings: Settings, show: _TextOutput | _JsonOutput, *, compare: bool
+) -> int:
+    transcript, plain = Transcript(), Transcript()
+    async with assembly.running(models) as workers:
+        orchestrator = workers.orchestrator(settings.orchestrator)
+        show.begin(speculates=workers.drafter is not None)
+        is_done = await _until_interrupt(_follow(orchestrator, request, transcript, show.chunk))
+        if compare and is_done:
+            reference = workers.orchestrator(settings.orchestrator.model_copy(update={"mode": "plain"}))
+            is_done = await _until_interrupt(_follow(reference, request, plain, lambda chunk: None))
+    show.end(transcript, request, plain.result)
+    return 0 if is_done else _INTERRUPTED
+
+
+async def _follow(
+    orchestrator: Orchestrator, request: Request, transcript: Transcript, show: Callable[[Chunk], None]
+) -> None:
+    async with aclosing(orchestrator.stream(request)) as chunks:
+        async for chunk in chunks:
+            transcript.add(chunk)
+            show(chunk)
+
+
+async def _until_interrupt(work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` to its end, or until Ctrl-C cancels it; return whether it came to its end."""
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await asyncio.wait([task])
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    if task.cancelled():
+        return False
+    task.result()
+    return True

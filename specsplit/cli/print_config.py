@@ -1,0 +1,62 @@
+"""`--print-config`: the settings in effect and where each comes from, as TOML for `--config`, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from specsplit.core.settings import EffectiveSettings
+
+MASK = "********"
+_SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\\s]+(?=@)")
+_FOREIGN = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+"""Variables of the libraries below that decide what a model source means and where it runs."""
+
+
+def masked(name: str, value: Any) -> Any:
+    """Return `value` as it may be shown: nothing of a secret, no user and password of an address."""
+    if value is not None and _SECRET.search(name):
+        return MASK
+    return _CREDENTIALS.sub(MASK, value) if isinstance(value, str) else value
+
+
+def print_config(effective: EffectiveSettings, *, as_json: bool) -> None:
+    """Write every setting with its source to stdout."""
+    rows = [(key, masked(key, value), source) for key, value, source in effective.rows()]
+    foreign = [(name, masked(name, os.environ[name])) for name in _FOREIGN if name in os.environ]
+    sys.stdout.write(_as_json(rows, foreign) if as_json else _as_toml(rows, foreign))
+    sys.stdout.flush()
+
+
+def _as_json(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -> str:
+    answer = {
+        "settings": {key: {"value": value, "source": source} for key, value, source in rows},
+        "environment": dict(foreign),
+    }
+    return json.dumps(answer) + "\n"
+
+
+def _as_toml(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -> str:
+    lines: list[str] = []
+    table = ""
+    for key, value, source in rows:
+        role, field = key.split(".")
+        if role != table:
+            lines += [*([""] if table else []), f"[{role}]"]
+            table = role
+        assignment = f"# {field} is not set" if value is None else f"{field} = {_toml_value(value)}"
+        lines.append(f"{assignment:<40} # {source}")
+    if foreign:
+        lines += ["", "# Also read, by the libraries below:", *(f"# {name}={value}" for name, value in foreign)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    """Write a scalar, a list of strings, or pairs of token id and bias; JSON's spelling of these is TOML's."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        value = [f"{token_id}={bias}" for token_id, bias in value]
+    return json.dumps(value, ensure_ascii=False)

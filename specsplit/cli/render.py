@@ -1,0 +1,148 @@
+"""What the user sees: text as it is verified, the legend, the summary line, the loading bar.
+
+Text and JSON go to stdout, everything else to stderr. Escapes go to a terminal only, and never the model's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from specsplit.orchestrator.records import Piece, Result
+
+_DRAFTED, _RESET = "\x1b[4;36m", "\x1b[0m"
+_INKED = re.compile(r"\S(?:.*\S)?")
+"""A line without the blanks around it, so that indentation is not underlined."""
+_BIDI_CONTROLS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\N{SYMBOL FOR DELETE}",
+    **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)},
+    **{code: f"\\u{code:04x}" for code in _BIDI_CONTROLS},
+}
+
+
+def visible(text: str) -> str:
+    """Return `text` with control characters as symbols, so that no terminal obeys them; newline and tab stay."""
+    return text.translate(_VISIBLE)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Return whether `stream` is a terminal that wants colour (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class TextStream:
+    """Writes an answer piece by piece, drafted-and-accepted text underlined where the stream can show it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._has_colour = has_colour(stream)
+        self._last = ""
+
+    @property
+    def legend(self) -> str | None:
+        """What the marks mean; None where there are none."""
+        return f"{_DRAFTED}drafted and accepted{_RESET}, the target's own" if self._has_colour else None
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        for text, drafted in pieces:
+            if not text:
+                continue
+            self._last = text[-1]
+            shown = visible(text) if self._is_terminal else text
+            if drafted and self._has_colour:
+                shown = _INKED.sub(lambda match: f"{_DRAFTED}{match[0]}{_RESET}", shown)
+            self._stream.write(shown)
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Close the last line."""
+        if self._last != "\n":
+            self._stream.write("\n")
+        self._stream.flush()
+
+
+def note(text: str) -> None:
+    """Tell the user something that is not part of the answer."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def summary(result: Result) -> str:
+    """Return the line that ends a generation."""
+    speculative = result.speculative_decoding
+    parts = [
+        f"{len(result.token_ids)} tokens ({result.finish_reason})",
+        f"{result.timings.tokens_per_s:.1f} tok/s",
+        f"mean acceptance length {speculative.mean_acceptance_length:.2f}",
+        f"acceptance rate {speculative.draft_acceptance_rate:.0%}",
+        f"{result.target_forwards} target forwards",
+        f"mode {result.mode}",
+        f"seed {result.seed}",
+    ]
+    return " | ".join(parts)
+
+
+def interrupted_summary(num_tokens: int, num_accepted: int, num_rounds: int, elapsed_s: float, seed: int | None) -> str:
+    """Return the same line for a generation that was cut short, from what had arrived of it.
+
+    `num_rounds` leaves out the prompt's.
+    """
+    rate = num_tokens / elapsed_s if elapsed_s else 0.0
+    length = 1 + num_accepted / num_rounds if num_rounds > 0 else 1.0
+    parts = [
+        f"{num_tokens} tokens (interrupted)",
+        f"{rate:.1f} tok/s",
+        f"mean acceptance length {length:.2f}",
+        f"seed {seed}",
+    ]
+    return " | ".join(parts)
+
+
+def comparison(result: Result, plain: Result) -> list[str]:
+    """Return the lines that set a generation beside plain decoding with the same seed."""
+    lines = [
+        f"{run.mode:<9} {len(run.token_ids):>5} tokens {run.timings.tokens_per_s:>8.1f} tok/s "
+        f"{run.target_forwards:>5} target forwards"
+        for run in (plain, result)
+    ]
+    ratio = speed_ratio(result, plain)
+    speed = f"{ratio:.2f}x plain decoding" if ratio is not None else "too short to compare speeds"
+    return [*lines, f"{speed}, {_difference(result, plain)}"]
+
+
+def speed_ratio(result: Result, plain: Result) -> float | None:
+    """Return how many times faster than plain decoding it was; None where either has no rate."""
+    fast, slow = result.timings.tokens_per_s, plain.timings.tokens_per_s
+    return fast / slow if fast and slow else None
+
+
+def _difference(result: Result, plain: Result) -> str:
+    if result.token_ids == plain.token_ids:
+        return "texts identical"
+    pairs = zip(result.token_ids, plain.token_ids, strict=False)
+    first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None:
+        first = min(len(result.token_ids), len(plain.token_ids))
+    return f"texts differ from token {first} on"
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[str, float], None] | None]:
+    """Show a bar on stderr for the length of the block; None, and nothing shown, where stderr is no terminal."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading {task.description}"), BarColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=1.0)
+        yield lambda phase, fraction: progress.update(bar, description=phase, completed=fraction)

@@ -1,0 +1,34 @@
+"""The default of every setting, once and free of imports, so that `--help` shows them without loading the settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Mode = Literal["auto", "plain", "pingpong"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Device = Literal["cpu", "cuda"]
+
+EMBEDDED = "embedded"
+"""The model source that names the pair inside the package; each role finds its own half."""
+ENV_PREFIX = "SPECSPLIT_"
+ENV_CONFIG = "SPECSPLIT_CONFIG"
+"""The settings file, where `--config` does not name one."""
+ENV_DEBUG = "SPECSPLIT_DEBUG"
+"""Set to anything but 0 to see the traceback of an error."""
+
+DEVICE: Device = "cpu"
+MODE: Mode = "auto"
+
+DEFAULT_NODES = 6
+"""Tree nodes verified per round; this and the next two were measured on the embedded pair."""
+DEFAULT_DEPTH = 6
+DEFAULT_BRANCHING = 1
+
+MAX_NEW_TOKENS = 128
+TEMPERATURE = 0.0
+TOP_P = 1.0
+TOP_K = 0
+MIN_P = 0.0
+PRESENCE_PENALTY = 0.0
+FREQUENCY_PENALTY = 0.0
+REPETITION_PENALTY = 1.0

@@ -1,0 +1,131 @@
+"""One round: obtain a token tree, have it verified in one target call, commit the tokens.
+
+Knows no text and no end; a mode is a Source, a way to obtain the next tree. The prompt is a round without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specsplit.core.tree import renumber
+from specsplit.core.types import ROOT, Budget, Proposal, Verdict
+from specsplit.orchestrator.link import Committed, DraftLink, TargetLink
+from specsplit.telemetry import spans
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
+
+    proposal: Proposal
+    depths: Sequence[int] = ()
+    """1 for the root's children."""
+    draft_numbers: Sequence[int] = ()
+    """The same nodes as the draft counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round offered and what became of it."""
+
+    offer: Offer
+    verdict: Verdict
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.verdict.accepted)
+
+
+class Source(Protocol):
+    """Where trees come from; whatever it has under way ends with `close`."""
+
+    async def next_offer(self, budget: Budget, first_node: int) -> Offer: ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """Take note of a round's outcome; its tokens are committed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PingPong:
+    """Draft and target take turns: each tree is asked for, and waited for, after the last verdict."""
+
+    def __init__(self, link: DraftLink) -> None:
+        self._link = link
+        self._verified: tuple[int, ...] = ()
+
+    async def next_offer(self, budget: Budget, first_node: int) -> Offer:
+        # The one place where a draft can fail. Its errors end the request; going on with an empty offer instead would
+        # give the same text.
+        with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
+            proposal = await self._link.propose(budget, self._verified)
+            spans.annotate(nodes=len(proposal), forwards=proposal.timings.num_forwards)
+        return fit(proposal, budget, first_node)
+
+    def observe(self, outcome: Outcome) -> None:
+        numbers, scored = outcome.offer.draft_numbers, outcome.verdict.verified
+        if len(scored) < len(numbers):
+            first = outcome.offer.proposal.first_node
+            numbers = [numbers[number - first] for number in scored]
+        self._verified = tuple(numbers)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+class Rounds:
+    """The rounds of one session; without a source every round is plain decoding."""
+
+    def __init__(self, committed: Committed, target: TargetLink, source: Source | None) -> None:
+        self._committed, self._target, self._source = committed, target, source
+        self.number = 0
+
+    async def run(self, budget: Budget | None) -> Outcome:
+        """Run one round and commit its tokens; `budget` None asks for no tree."""
+        offer = await self._offer(budget)
+        with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
+            verdict = await self._target.verify(offer.proposal)
+            spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
+        self._committed.extend(verdict.token_ids)
+        outcome = Outcome(offer, verdict)
+        if self._source is not None:
+            self._source.observe(outcome)
+        self.number += 1
+        return outcome
+
+    async def _offer(self, budget: Budget | None) -> Offer:
+        first_node = self._target.next_node
+        if self._source is None or budget is None:
+            return Offer(Proposal(first_node=first_node, root_position=len(self._committed) - 1))
+        return await self._source.next_offer(budget, first_node)
+
+
+def fit(proposal: Proposal, budget: Budget, first_node: int) -> Offer:
+    """Return what fits the budget of a draft's tree, numbered from `first_node`.
+
+    Nodes too many or too deep are left out, and so is a node whose parent is not in the message.
+    """
+    first = proposal.first_node
+    depth_of = {ROOT: 0}
+    for number, parent in enumerate(proposal.parents, first):
+        depth = depth_of.get(parent)
+        if depth is not None and depth < budget.max_depth and len(depth_of) <= budget.max_new_nodes:
+            depth_of[number] = depth + 1
+    del depth_of[ROOT]
+    depths = list(depth_of.values())
+    if len(depths) == len(proposal):
+        return Offer(renumber(proposal, first_node), depths, range(first, first + len(depths)))
+    numbers = list(depth_of)
+    new_number = {number: first_node + index for index, number in enumerate(numbers)}
+    kept = Proposal(
+        first_node=first_node,
+        root_position=proposal.root_position,
+        token_ids=tuple(proposal.token_ids[number - first] for number in numbers),
+        parents=tuple(new_number.get(proposal.parents[number - first], ROOT) for number in numbers),
+        log_probs=tuple(proposal.log_probs[number - first] for number in numbers),
+        timings=proposal.timings,
+    )
+    return Offer(kept, depths, numbers)

@@ -1,0 +1,75 @@
+"""Count what rounds offered and what was accepted, before any stop cuts the tokens.
+
+Fed by the pipeline once per round; published in the result.
+"""
+
+from __future__ import annotations
+
+from specsplit.orchestrator.records import SpeculativeDecoding
+from specsplit.orchestrator.round import Outcome
+
+
+class Tally:
+    """The counts of one request; `max_depth` is the deepest tree there can be, 0 without speculation."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.target_forwards = 0
+        self.draft_forwards = 0
+        self.num_rounds = -1  # the prompt's round is not counted
+        self.target_device_ms = 0.0
+        self.draft_device_ms = 0.0
+        self._nodes = 0
+        self._path_nodes = 0
+        self._histogram = [0] * (max_depth + 1 if max_depth else 0)
+        self._tested = [0] * max_depth
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one round."""
+        drafted, verified = outcome.offer.proposal.timings, outcome.verdict.timings
+        self.target_forwards += verified.num_forwards
+        self.draft_forwards += drafted.num_forwards
+        self.num_rounds += 1
+        if self.num_rounds:
+            self.target_device_ms += verified.device_ms
+            self.draft_device_ms += drafted.device_ms
+        if outcome.verdict.verified:
+            self._add_tree(outcome)
+
+    def _add_tree(self, outcome: Outcome) -> None:
+        path_length = path_depth(outcome)
+        num_accepted = outcome.num_accepted
+        self._nodes += len(outcome.verdict.verified)
+        self._path_nodes += path_length
+        self._histogram[num_accepted] += 1
+        for depth in range(min(num_accepted + 1, path_length)):
+            self._tested[depth] += 1
+
+    def summary(self) -> SpeculativeDecoding:
+        """Return the counts as published; a round that accepted k nodes accepted one at every depth up to k."""
+        histogram = self._histogram
+        accepted_by_depth = tuple(sum(histogram[depth:]) for depth in range(1, len(histogram)))
+        return SpeculativeDecoding(
+            num_spec_steps=sum(histogram),
+            num_draft_tokens=self._nodes,
+            num_path_tokens=self._path_nodes,
+            num_accepted_draft_tokens=sum(accepted_by_depth),
+            acceptance_histogram=tuple(histogram),
+            tested_by_depth=tuple(self._tested),
+            accepted_by_depth=accepted_by_depth,
+        )
+
+
+def path_depth(outcome: Outcome) -> int:
+    """Return the length of the longest path of scored nodes that begins with the accepted ones."""
+    proposal, verdict, depths = outcome.offer.proposal, outcome.verdict, outcome.offer.depths
+    first, accepted = proposal.first_node, verdict.accepted
+    if not accepted:
+        return max(depths[number - first] for number in verdict.verified)
+    last = accepted[-1]
+    below = {last}
+    deepest = len(accepted)
+    for number in verdict.verified:
+        if number > last and proposal.parents[number - first] in below:
+            below.add(number)
+            deepest = max(deepest, depths[number - first])
+    return deepest

@@ -1,0 +1,24 @@
+"""Every span and attribute name once, with its unit; knows nothing of who records them."""
+
+from __future__ import annotations
+
+SPANS = {
+    "round": "one propose and one verify of one session; parent of both",
+    "propose": "from asking the draft to its answer",
+    "verify": "from asking the target to its verdict",
+    "forward": "one step of one engine; its parent is the propose or verify that asked for it",
+}
+
+ATTRIBUTES = {
+    "session": "key of the session",
+    "round": "number of the round within the session",
+    "worker": "draft or target",
+    "nodes": "tree nodes proposed or scored",
+    "max_nodes": "tree nodes the budget allows",
+    "max_depth": "tree levels the budget allows",
+    "accepted": "drafted tokens accepted",
+    "forwards": "forwards that served the call",
+    "num_tokens": "tokens fed to the model for this session",
+    "base_length": "tokens in the session's slot before the forward",
+    "batch_size": "sessions in the step",
+}

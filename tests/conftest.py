@@ -1,0 +1,30 @@
+"""What holds for every test: no network, few threads, and examples that are the same on every machine.
+
+`SPECSPLIT_TEST_ALL=1` (set by `make test-all`) asks for the full product: more examples, every combination.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Set before anything imports torch or transformers, which read them once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+for name in list(os.environ):
+    if name.startswith("SPECSPLIT_") and not name.startswith("SPECSPLIT_TEST_"):
+        del os.environ[name]  # a developer's own settings must not change what a test sees
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("all", parent=settings.get_profile("ci"), max_examples=500)
+settings.load_profile("all" if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else "ci")

@@ -1,0 +1,174 @@
+"""The session contract that every worker honours, whatever its port: epochs, rounds and the length rule.
+
+A suite names its workers in `workers` and how to put a turn to the one under test in `ask`; the rest is inherited.
+Turns are written by hand, as an orchestrator would write them and as it must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from itertools import count
+from typing import ClassVar, Generic, TypeVar
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.types import SessionParams, Turn, prefix_hash
+
+PROMPT = (5, 9, 2, 7, 11, 3)
+LONGER = (*PROMPT, 8, 1, 4)
+OTHER = (*PROMPT[:3], 13, 12, 6)
+
+Worker = TypeVar("Worker", Drafter, Verifier)
+Answer = TypeVar("Answer")
+Workers = Callable[[], AbstractAsyncContextManager[tuple[Drafter, Verifier]]]
+"""Opens a drafter and a verifier that share a vocabulary and hold no session yet."""
+_keys = count(1)
+
+
+class Script:
+    """The turns of one session: rounds rise by themselves, everything else is said."""
+
+    def __init__(self, prompt: Sequence[int] = PROMPT, *, eos_ids: tuple[int, ...] = ()) -> None:
+        self.session = f"contract-{next(_keys)}"
+        self.params = SessionParams(seed=11, prompt_length=len(prompt), eos_ids=eos_ids, max_tokens=64)
+        self.epoch, self.round = 1, 0
+
+    def turn(self, token_ids: Sequence[int], base_length: int, *, is_open: bool = True) -> Turn:
+        """Return the next round's turn over `token_ids`, of which the worker is said to hold `base_length`."""
+        self.round += 1
+        return Turn(
+            session=self.session,
+            epoch=self.epoch,
+            round=self.round,
+            base_length=base_length,
+            base_hash=prefix_hash(token_ids[:base_length]),
+            tail=tuple(token_ids[base_length:]),
+            opening=None if is_open else self.params,
+        )
+
+    def first(self, token_ids: Sequence[int] = PROMPT) -> Turn:
+        return self.turn(token_ids, 0, is_open=False)
+
+
+class SessionContract(Generic[Worker, Answer]):
+    """What a turn means; subclasses add what an answer holds."""
+
+    workers: ClassVar[Workers]
+
+    @pytest.fixture
+    async def pair(self) -> AsyncIterator[tuple[Drafter, Verifier]]:
+        async with type(self).workers() as pair:
+            yield pair
+
+    @pytest.fixture
+    def worker(self, pair: tuple[Drafter, Verifier]) -> Worker:
+        """Return the one of `pair` that is under test."""
+        raise AssertionError("each suite says which")
+
+    async def ask(self, worker: Worker, turn: Turn) -> Answer:
+        """Put a turn to the worker, with as plain a second argument as its port has."""
+        raise AssertionError("each suite says how")
+
+    async def test_a_first_turn_without_its_opening_is_behind(self, worker: Worker) -> None:
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, replace(Script().first(), opening=None))
+        assert raised.value.have == 0
+
+    async def test_an_unknown_session_holds_nothing(self, worker: Worker) -> None:
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, Script().turn(PROMPT, 4))
+        assert raised.value.have == 0
+
+    async def test_a_shorter_slot_says_what_it_has_and_takes_the_rest_as_the_next_round(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        await self.ask(worker, script.first())
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, script.turn(LONGER, len(LONGER) - 1))
+        assert raised.value.have == len(PROMPT)
+        replayed = await self.ask(worker, replace(script.turn(LONGER, raised.value.have), opening=script.params))
+        assert replayed == await self.ask(worker, fresh.first(LONGER))
+
+    async def test_equal_length_never_hides_other_tokens(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        await self.ask(worker, script.first())
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, script.turn((*OTHER, 8), len(OTHER)))
+        assert raised.value.have == 0
+        replayed = await self.ask(worker, replace(script.turn((*OTHER, 8), 0), opening=script.params))
+        assert replayed == await self.ask(worker, fresh.first((*OTHER, 8)))
+
+    async def test_a_longer_slot_is_cut_to_what_it_shares_with_the_turn(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        await self.ask(worker, script.first(LONGER))
+        rolled_back = await self.ask(worker, script.turn(OTHER, 2))
+        assert rolled_back == await self.ask(worker, fresh.first(OTHER))
+
+    async def test_a_tail_that_the_slot_holds_already_changes_nothing(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        await self.ask(worker, script.first())
+        await self.ask(worker, script.turn(LONGER, len(PROMPT)))
+        again = await self.ask(worker, script.turn((*LONGER, 2), 3))
+        assert again == await self.ask(worker, fresh.first((*LONGER, 2)))
+
+    async def test_a_lower_round_is_stale_and_changes_nothing(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        first = script.first()
+        await self.ask(worker, first)
+        await self.ask(worker, script.turn(LONGER, len(PROMPT)))
+        with pytest.raises(StaleRound):
+            await self.ask(worker, first)
+        after = await self.ask(worker, script.turn((*LONGER, 2), len(LONGER)))
+        assert after == await self.ask(worker, fresh.first((*LONGER, 2)))
+
+    async def test_a_lower_epoch_is_stale(self, worker: Worker) -> None:
+        script = Script()
+        script.epoch = 3
+        await self.ask(worker, script.first())
+        script.epoch = 2
+        with pytest.raises(StaleEpoch):
+            await self.ask(worker, script.first())
+
+    async def test_a_higher_epoch_begins_its_rounds_anew_on_the_same_slot(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        await self.ask(worker, script.first())
+        await self.ask(worker, script.turn(LONGER, len(PROMPT)))
+        script.epoch, script.round = 2, 0
+        answer = await self.ask(worker, script.turn((*PROMPT, 2), len(PROMPT), is_open=False))
+        assert answer == await self.ask(worker, fresh.first((*PROMPT, 2)))
+
+    async def test_the_same_round_with_the_same_body_gets_the_same_answer(self, worker: Worker) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        turn = script.turn(LONGER, len(PROMPT))
+        assert await self.ask(worker, turn) == await self.ask(worker, turn)
+
+    async def test_the_same_round_with_another_body_is_refused(self, worker: Worker) -> None:
+        script = Script()
+        turn = script.first()
+        await self.ask(worker, turn)
+        with pytest.raises(InvalidRequest):
+            await self.ask(worker, replace(turn, tail=OTHER))
+
+    async def test_a_closed_session_is_unknown_and_closing_an_unknown_one_is_ignored(self, worker: Worker) -> None:
+        script = Script()
+        await worker.close(script.session)
+        await self.ask(worker, script.first())
+        await worker.close(script.session)
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, script.turn(LONGER, len(PROMPT)))
+        assert raised.value.have == 0
+
+    @pytest.mark.parametrize("token_id", [-1, 1 << 30])
+    async def test_a_tail_outside_the_vocabulary_is_refused(self, worker: Worker, token_id: int) -> None:
+        turn = replace(Script().first(), tail=(5, token_id))
+        with pytest.raises(InvalidRequest):
+            await self.ask(worker, turn)
+
+    async def test_a_tail_beyond_the_context_is_refused(self, worker: Worker) -> None:
+        context = (await worker.ping()).context
+        with pytest.raises(InvalidRequest):
+            await self.ask(worker, Script().first((5,) * (context + 1)))

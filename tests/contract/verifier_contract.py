@@ -1,0 +1,156 @@
+"""What every Verifier does, in process, over the wire or as a fake; a suite names its workers and inherits the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.types import Proposal, Turn, Verdict
+from tests.contract.session_contract import PROMPT, Script, SessionContract
+
+
+def tree(turn: Turn, token_ids: Sequence[int], parents: Sequence[int], first_node: int = 1) -> Proposal:
+    """Return a tree below the turn's last token."""
+    root_position = turn.base_length + len(turn.tail) - 1
+    return Proposal(first_node, root_position, tuple(token_ids), tuple(parents), (-1.0,) * len(token_ids))
+
+
+def without_tree(turn: Turn) -> Proposal:
+    return tree(turn, (), ())
+
+
+async def decode_plainly(verifier: Verifier, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the next `count` tokens after `prompt`, one verify each."""
+    script, ids, turn = Script(), list(prompt), None
+    for _ in range(count):
+        turn = script.turn(ids, len(ids) - 1) if turn else script.first(prompt)
+        ids.append((await verifier.verify(turn, without_tree(turn))).bonus_token)
+    await verifier.close(script.session)
+    return ids[len(prompt) :]
+
+
+class VerifierContract(SessionContract[Verifier, Verdict]):
+    """Subclass as `Test...` and set `workers`."""
+
+    @pytest.fixture
+    def worker(self, pair: tuple[Drafter, Verifier]) -> Verifier:
+        return pair[1]
+
+    @pytest.fixture
+    async def truth(self, worker: Verifier) -> list[int]:
+        """Return what the target says after PROMPT."""
+        return await decode_plainly(worker, PROMPT, 10)
+
+    @pytest.fixture
+    async def other(self, worker: Verifier, truth: list[int]) -> int:
+        """Return a token that the target does not say."""
+        vocab_size = (await worker.ping()).vocab_size
+        return next(token_id for token_id in range(vocab_size) if token_id not in truth)
+
+    async def ask(self, worker: Verifier, turn: Turn) -> Verdict:
+        return await worker.verify(turn, without_tree(turn))
+
+    async def test_it_says_that_it_is_a_target(self, worker: Verifier) -> None:
+        assert (await worker.ping()).role == "target"
+
+    async def test_the_prompt_is_a_round_without_a_tree(self, worker: Verifier, truth: list[int]) -> None:
+        verdict = await self.ask(worker, Script().first())
+        assert verdict == Verdict((), (truth[0],), len(PROMPT), ())
+        assert verdict.timings.num_forwards >= 1
+
+    async def test_the_text_does_not_depend_on_what_the_slot_held(self, worker: Verifier, truth: list[int]) -> None:
+        for count in (1, 4, 9):
+            verdict = await self.ask(worker, Script().first((*PROMPT, *truth[:count])))
+            assert verdict.token_ids == (truth[count],)
+
+    async def test_a_true_chain_is_accepted_whole_with_one_bonus_token(
+        self, worker: Verifier, truth: list[int]
+    ) -> None:
+        turn = Script().first()
+        verdict = await worker.verify(turn, tree(turn, truth[:4], (0, 1, 2, 3)))
+        assert verdict == Verdict((1, 2, 3, 4), tuple(truth[:5]), len(PROMPT) + 4, (1, 2, 3, 4))
+
+    async def test_the_true_branch_is_found_wherever_it_lies(
+        self, worker: Verifier, truth: list[int], other: int
+    ) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        turn = script.turn((*PROMPT, truth[0]), len(PROMPT))
+        tokens = (other, truth[1], truth[2], other, truth[2], other, truth[3])
+        verdict = await worker.verify(turn, tree(turn, tokens, (0, 0, 1, 2, 2, 5, 5)))
+        assert verdict == Verdict((2, 5, 7), tuple(truth[1:5]), len(PROMPT) + 4, (1, 2, 3, 4, 5, 6, 7))
+        after = await self.ask(worker, script.turn((*PROMPT, *truth[:5]), verdict.length))
+        assert after.token_ids == (truth[5],)
+
+    async def test_a_rejected_tree_leaves_no_trace(self, worker: Verifier, truth: list[int], other: int) -> None:
+        script = Script()
+        turn = script.first()
+        verdict = await worker.verify(turn, tree(turn, (other, truth[1], truth[2]), (0, 1, 2)))
+        assert verdict == Verdict((), (truth[0],), len(PROMPT), (1, 2, 3))
+        turn = script.turn((*PROMPT, truth[0]), len(PROMPT))
+        verdict = await worker.verify(turn, tree(turn, truth[1:3], (0, 4), first_node=4))
+        assert verdict == Verdict((4, 5), tuple(truth[1:4]), len(PROMPT) + 3, (4, 5))
+
+    async def test_of_two_equal_siblings_one_is_accepted(self, worker: Verifier, truth: list[int], other: int) -> None:
+        turn = Script().first()
+        verdict = await worker.verify(turn, tree(turn, (truth[0], truth[0], other, other), (0, 0, 1, 2)))
+        assert (len(verdict.accepted), verdict.token_ids) == (1, tuple(truth[:2]))
+
+    async def test_a_new_epoch_numbers_its_nodes_anew(self, worker: Verifier, truth: list[int]) -> None:
+        script = Script()
+        turn = script.first()
+        await worker.verify(turn, tree(turn, truth[:2], (0, 1)))
+        script.epoch, script.round = 2, 0
+        turn = script.turn((*PROMPT, *truth[:2]), len(PROMPT), is_open=False)
+        verdict = await worker.verify(turn, tree(turn, truth[2:4], (0, 1)))
+        assert verdict == Verdict((1, 2), tuple(truth[2:5]), len(PROMPT) + 4, (1, 2))
+
+    async def test_a_target_needs_a_tail(self, worker: Verifier) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        with pytest.raises(InvalidRequest):
+            await self.ask(worker, script.turn(PROMPT, len(PROMPT)))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"parents": (0, 2, 1)},
+            {"parents": (0, 3, 2)},
+            {"parents": (0, -1, 0)},
+            {"parents": (0, 1)},
+            {"log_probs": (-1.0,)},
+            {"token_ids": (1, -1, 2)},
+            {"token_ids": (1, 1 << 30, 2)},
+            {"first_node": 0},
+            {"root_position": 2},
+        ],
+        ids=str,
+    )
+    async def test_a_malformed_tree_is_refused_and_the_session_goes_on(
+        self, worker: Verifier, truth: list[int], change: dict[str, object]
+    ) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        turn = script.turn((*PROMPT, truth[0]), len(PROMPT))
+        malformed = replace(tree(turn, (1, 2, 3), (0, 1, 1)), **change)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            await worker.verify(turn, malformed)
+        verdict = await self.ask(worker, script.turn((*PROMPT, truth[0]), len(PROMPT)))
+        assert verdict.token_ids == (truth[1],)
+
+    async def test_a_tree_deeper_than_the_context_is_refused(self, worker: Verifier) -> None:
+        context = (await worker.ping()).context
+        turn = Script().first((5,) * (context - 1))
+        with pytest.raises(InvalidRequest):
+            await worker.verify(turn, tree(turn, (1, 2), (0, 1)))
+
+    async def test_sessions_side_by_side_do_not_mix(self, worker: Verifier) -> None:
+        prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], PROMPT * 3]
+        apart = [await decode_plainly(worker, prompt, 5) for prompt in prompts]
+        together = await asyncio.gather(*(decode_plainly(worker, prompt, 5) for prompt in prompts))
+        assert together == apart

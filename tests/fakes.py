@@ -1,0 +1,394 @@
+"""Workers and a tokenizer without weights: a tiny language whose next token is a hash of everything before it.
+
+They honour the whole session contract, so what holds over them holds because of the orchestrator, not by their grace.
+A slot is read back, never the caller's arguments: wrong tokens in a slot give a wrong text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.tree import check_proposal, parent_indices
+from specsplit.core.types import (
+    ROOT,
+    Budget,
+    Identity,
+    Proposal,
+    SessionParams,
+    Timings,
+    Turn,
+    Verdict,
+    prefix_hash,
+    prefix_hashes,
+)
+
+EOS = 256
+TOKENS: tuple[bytes, ...] = (
+    *(bytes([value]) for value in range(256)),
+    b"",  # EOS: a special token without text
+    b"ab",
+    b"END",
+    "\N{EURO SIGN}".encode()[:2],  # a token that ends within a character
+    b"b END a",
+    "\N{GRINNING FACE}".encode(),
+)
+VOCAB_SIZE = len(TOKENS)
+UNITS = (*b"ab EN", "é".encode()[0], "€".encode()[0], "😀".encode()[0], 0xFF, *range(EOS + 1, VOCAB_SIZE))
+"""Tokens that may follow a whole character; some begin one, and one byte never belongs to any."""
+CHARACTERS = tuple(character.encode() for character in "é€😀")
+
+
+class FakeTokenizer:
+    """Bytes, and a few tokens of several bytes or of half a character."""
+
+    eos_ids = (EOS,)
+    vocab_hash = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, user_message: str) -> list[int]:
+        return self.encode(f"user: {user_message}\n")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+def next_token(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> int:
+    """Return the target's pick: a hash of seed, choice and prefix; mostly well-formed UTF-8, EOS now and then."""
+    chance = zlib.crc32(f"{params.seed} {params.choice} {prefix}".encode())
+    tail = b"".join(TOKENS[token] for token in last_tokens[-3:])
+    if chance % 8:
+        for character in CHARACTERS:
+            for done in range(len(character) - 1, 0, -1):
+                if tail.endswith(character[:done]):
+                    return character[done]
+    chance //= 8
+    return EOS if chance % 24 == 0 else UNITS[chance // 24 % len(UNITS)]
+
+
+def plain_tokens(params: SessionParams, prompt: Sequence[int], count: int) -> list[int]:
+    """Return what the language says after `prompt`, ends ignored: the truth, made without any orchestrator."""
+    ids, prefix = list(prompt), prefix_hash(prompt)
+    for _ in range(count):
+        ids.append(next_token(params, prefix, ids))
+        prefix = prefix_hash(ids[-1:], prefix)
+    return ids[len(prompt) :]
+
+
+@dataclass
+class _Slot:
+    """One session in a worker; invariant: len(ids) == len(hashes)."""
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    epoch: int = -1
+    round: int = -1
+    opening: SessionParams | None = None
+    body: object = None
+    answer: object = None
+    highest_node: int = 0
+    tree: _Tree | None = None
+
+    def truncate(self, length: int) -> None:
+        del self.ids[length:], self.hashes[length:]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.hashes.extend(prefix_hashes(token_ids, self.hashes[-1] if self.hashes else 0))
+        self.ids.extend(token_ids)
+
+
+@dataclass
+class Faults:
+    """When a worker loses its slots, fails, or waits; calls count from 0.
+
+    `evict` is the chance that the slot is gone when a call comes. At call `fail_at` `error` is raised. Every call
+    first gives the event loop `pauses` turns, and waits for `gate` if there is one.
+    """
+
+    evict: float = 0.0
+    seed: int = 0
+    fail_at: int = -1
+    error: Exception = field(default_factory=lambda: RuntimeError("the worker died"))
+    pauses: int = 1
+    gate: asyncio.Event | None = None
+
+
+class _FakeWorker:
+    """The part of the contract that both workers share."""
+
+    role: str
+    min_tail = 0
+
+    def __init__(self, faults: Faults | None = None, *, context: int = 512, vocab_hash: str = "bytes") -> None:
+        self.faults = faults or Faults()
+        self.context, self.vocab_hash = context, vocab_hash
+        self.slots: dict[str, _Slot] = {}
+        self.turns: list[Turn] = []
+        self.num_calls = self.num_behind = self.num_forwards = 0
+        self.num_under_way = 0
+        self._rng = random.Random(self.faults.seed)
+
+    async def ping(self) -> Identity:
+        return Identity(
+            role="target" if self.min_tail else "draft",
+            model=f"fake-{type(self).__name__}",
+            vocab_size=VOCAB_SIZE,
+            vocab_hash=self.vocab_hash,
+            context=self.context,
+        )
+
+    async def close(self, session: str) -> None:
+        await asyncio.sleep(0)
+        self.slots.pop(session, None)
+
+    async def _pause(self, turn: Turn) -> None:
+        """Wait as the faults say, before anything changes: a cancelled call leaves no trace."""
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        self.num_under_way += 1
+        try:
+            for _ in range(self.faults.pauses):
+                await asyncio.sleep(0)
+            if self.faults.gate is not None:
+                await self.faults.gate.wait()
+        finally:
+            self.num_under_way -= 1
+        self.turns.append(turn)
+        if call == self.faults.fail_at:
+            raise self.faults.error
+        if self._rng.random() < self.faults.evict:
+            self.slots.pop(turn.session, None)
+
+    def _begin(self, turn: Turn, body: object) -> tuple[_Slot, object | None]:
+        """Apply the contract; return the slot cut to what it shares with the turn, or the cached answer of a repeat."""
+        if not self.min_tail <= len(turn.tail) <= self.context - turn.base_length:
+            raise InvalidRequest("the tail is empty or longer than the context", param="tail")
+        if any(not 0 <= token_id < VOCAB_SIZE for token_id in turn.tail):
+            raise InvalidRequest("the tail has a token outside the vocabulary", param="tail")
+        slot = self.slots.get(turn.session)
+        if slot is None:
+            self._require_held(turn, turn.base_length == 0 and turn.opening is not None, have=0)
+            slot = self.slots[turn.session] = _Slot()
+        if turn.epoch < slot.epoch:
+            raise StaleEpoch("a later epoch was seen")
+        if turn.epoch == slot.epoch and turn.round <= slot.round:
+            if turn.round < slot.round:
+                raise StaleRound("a later round was seen")
+            if body != slot.body:
+                raise InvalidRequest("the same round with another body", param="round")
+            return slot, slot.answer
+        base = turn.base_length
+        self._require_held(turn, base <= len(slot.ids), have=len(slot.ids))
+        self._require_held(turn, base == 0 or slot.hashes[base - 1] == turn.base_hash, have=0)
+        if turn.epoch > slot.epoch:
+            self._require_held(turn, turn.opening is not None, have=0)
+            slot.highest_node, slot.tree = 0, None
+        slot.epoch, slot.round, slot.body = turn.epoch, turn.round, body
+        slot.opening = turn.opening or slot.opening
+        return slot, None
+
+    def _require_held(self, turn: Turn, is_held: bool, have: int) -> None:
+        if not is_held:
+            self.num_behind += 1
+            raise SlotBehind(have)
+
+
+def _common_length(slot: _Slot, turn: Turn) -> int:
+    """Return how many of base + tail the slot holds."""
+    keep = turn.base_length
+    for have, want in zip(slot.ids[keep:], turn.tail, strict=False):
+        if have != want:
+            break
+        keep += 1
+    return keep
+
+
+class FakeTarget(_FakeWorker):
+    """A Verifier; with `trim` it scores only the first nodes of a larger tree."""
+
+    min_tail = 1
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        *,
+        trim: int | None = None,
+        max_nodes: int = 64,
+        context: int = 512,
+        vocab_hash: str = "bytes",
+    ) -> None:
+        super().__init__(faults, context=context, vocab_hash=vocab_hash)
+        self.trim, self.max_nodes = trim, max_nodes
+        self.proposals: list[Proposal] = []
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        await self._pause(turn)
+        slot, answer = self._begin(turn, (turn, proposal))
+        if isinstance(answer, Verdict):
+            return answer
+        length = turn.base_length + len(turn.tail)
+        check_proposal(
+            proposal, vocab_size=VOCAB_SIZE, max_nodes=self.max_nodes, max_depth=max(self.context - length, 0)
+        )
+        parents = parent_indices(proposal)
+        if len(proposal) and (proposal.first_node <= slot.highest_node or proposal.root_position != length - 1):
+            raise InvalidRequest("the tree is numbered or placed wrongly", param="proposal")
+        slot.highest_node = proposal.first_node + len(proposal) - 1
+        self.proposals.append(proposal)
+        keep = min(_common_length(slot, turn), length - 1)
+        slot.truncate(keep)
+        slot.extend(turn.tail[keep - turn.base_length :])
+        slot.answer = verdict = self._walk(slot, proposal, parents)
+        return verdict
+
+    def _walk(self, slot: _Slot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
+        assert slot.opening is not None
+        scored = range(len(proposal))[: self.trim]
+        at, accepted, token_ids = -1, [], []
+        while True:
+            pick = next_token(slot.opening, slot.hashes[-1], slot.ids)
+            token_ids.append(pick)
+            at = next((node for node in scored if parents[node] == at and proposal.token_ids[node] == pick), -2)
+            if at < 0:
+                break
+            accepted.append(at)
+            slot.extend([pick])
+        self.num_forwards += 1
+        return Verdict(
+            accepted=tuple(proposal.first_node + node for node in accepted),
+            token_ids=tuple(token_ids),
+            length=len(slot.ids),
+            verified=tuple(proposal.first_node + node for node in scored),
+            timings=Timings(num_forwards=1, device_ms=1.0),
+        )
+
+
+Guess = Callable[[SessionParams, int, Sequence[int]], tuple[int, ...]]
+"""Candidates for the next token, best first, given the prefix hash and the last tokens."""
+
+
+def good_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the target's pick first, or second, or not at all."""
+    pick = next_token(params, prefix, last_tokens)
+    other, third = (pick + 1) % VOCAB_SIZE, (pick + 2) % VOCAB_SIZE
+    chance = zlib.crc32(f"draft {prefix}".encode()) % 10
+    return (pick, other, third) if chance < 6 else (other, pick, third) if chance < 9 else (other, third)
+
+
+def perfect_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+    pick = next_token(params, prefix, last_tokens)
+    return (pick, (pick + 1) % VOCAB_SIZE, (pick + 2) % VOCAB_SIZE)
+
+
+def random_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+    chance = zlib.crc32(f"random {prefix}".encode())
+    return (UNITS[chance % len(UNITS)], chance % VOCAB_SIZE, chance // 512 % VOCAB_SIZE)
+
+
+def adversarial_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return wrong tokens and twins; now and then the right one twice, so that either twin's subtree may be true."""
+    pick = next_token(params, prefix, last_tokens)
+    wrong = (pick + 7) % VOCAB_SIZE
+    return (pick, pick, wrong) if prefix % 3 == 0 else (wrong, wrong, EOS)
+
+
+def empty_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+    return ()
+
+
+@dataclass
+class _Tree:
+    """The draft's nodes below the slot's last token: number -> (parent number or ROOT, token, depth, prefix hash)."""
+
+    nodes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    grown: set[int] = field(default_factory=set)
+
+    def reroot(self, token_ids: Sequence[int]) -> _Tree:
+        """Return the subtree that hangs below `token_ids`; empty if they are not in the tree."""
+        at = ROOT
+        for token in token_ids:
+            at = next((n for n, (parent, child, *_) in self.nodes.items() if parent == at and child == token), -1)
+        kept = _Tree(grown={ROOT} if at in self.grown else set())
+        name = {at: ROOT}
+        for number, (parent, token, depth, prefix) in self.nodes.items():
+            if parent in name and number not in name:
+                name[number] = number
+                kept.nodes[number] = (name[parent], token, depth - len(token_ids), prefix)
+                kept.grown |= {number} & self.grown
+        return kept
+
+    def path(self, number: int) -> list[int]:
+        tokens: list[int] = []
+        while number != ROOT:
+            number, token, *_ = self.nodes[number]
+            tokens.append(token)
+        return tokens[::-1]
+
+
+class FakeDraft(_FakeWorker):
+    """A Drafter over a guess; `oversize` multiplies nodes and depth beyond what the budget allows."""
+
+    def __init__(
+        self,
+        guess: Guess = good_guess,
+        faults: Faults | None = None,
+        *,
+        oversize: int = 1,
+        context: int = 512,
+        vocab_hash: str = "bytes",
+    ) -> None:
+        super().__init__(faults, context=context, vocab_hash=vocab_hash)
+        self.guess, self.oversize = guess, oversize
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        await self._pause(turn)
+        slot, answer = self._begin(turn, (turn, known_nodes, budget))
+        if isinstance(answer, Proposal):
+            return answer
+        keep = _common_length(slot, turn)
+        new = turn.tail[keep - turn.base_length :]
+        is_extended = keep == len(slot.ids) and slot.tree is not None
+        slot.tree = slot.tree.reroot(new) if is_extended and slot.tree is not None else _Tree()
+        slot.truncate(keep)
+        slot.extend(new)
+        slot.highest_node = max(slot.highest_node, known_nodes)
+        num_levels = self._grow(slot, slot.tree, budget)
+        slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, num_levels)
+        return proposal
+
+    def _grow(self, slot: _Slot, tree: _Tree, budget: Budget) -> int:
+        """Expand nodes in order of their numbers until the budget is used up; return the number of levels it took."""
+        assert slot.opening is not None
+        room, max_depth, levels = budget.max_new_nodes * self.oversize, budget.max_depth * self.oversize, set[int]()
+        frontier = [number for number in (ROOT, *tree.nodes) if number not in tree.grown]
+        while frontier and room > 0:
+            at = frontier.pop(0)
+            _, token, depth, prefix = tree.nodes.get(at, (0, -1, 0, slot.hashes[-1]))
+            if depth >= max_depth or token in slot.opening.eos_ids:
+                continue
+            levels.add(depth)
+            tree.grown.add(at)
+            guesses = self.guess(slot.opening, prefix, [*slot.ids[-3:], *tree.path(at)])
+            for child in guesses[: min(budget.max_branching, room)]:
+                slot.highest_node += 1
+                room -= 1
+                tree.nodes[slot.highest_node] = (at, child, depth + 1, prefix_hash([child], prefix))
+                frontier.append(slot.highest_node)
+        self.num_forwards += len(levels)
+        return len(levels)
+
+    def _proposal(self, slot: _Slot, tree: _Tree, known_nodes: int, num_levels: int) -> Proposal:
+        new = [number for number in tree.nodes if number > known_nodes]
+        return Proposal(
+            first_node=new[0] if new else slot.highest_node + 1,
+            root_position=len(slot.ids) - 1,
+            token_ids=tuple(tree.nodes[number][1] for number in new),
+            parents=tuple(tree.nodes[number][0] for number in new),
+            log_probs=(-0.5,) * len(new),
+            timings=Timings(num_forwards=num_levels, device_ms=0.5),
+        )

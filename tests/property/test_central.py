@@ -1,0 +1,141 @@
+"""The central property: whatever the draft, the tree and the faults, the output is plain decoding's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specsplit.core.types import FinishReason, SessionParams
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
+from tests.fakes import (
+    EOS,
+    FakeDraft,
+    FakeTarget,
+    FakeTokenizer,
+    Faults,
+    adversarial_guess,
+    empty_guess,
+    good_guess,
+    perfect_guess,
+    plain_tokens,
+    random_guess,
+)
+
+TOKENIZER = FakeTokenizer()
+
+
+@dataclass(frozen=True)
+class Expected:
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+def decode_plainly(request: Request, context: int) -> Expected:
+    """Return the answer by its definition: one token at a time, the whole text decoded each time."""
+    assert request.seed is not None
+    room = min(request.max_new_tokens, context - len(request.prompt_ids))
+    params = SessionParams(seed=request.seed, choice=request.choice)
+    token_ids = plain_tokens(params, request.prompt_ids, room)
+    for count, token_id in enumerate(token_ids, 1):
+        so_far = tuple(token_ids[:count])
+        is_eos = token_id == EOS and not request.ignore_eos
+        is_last = is_eos or count == room
+        text = TOKENIZER.decode(so_far)
+        if not is_last:
+            text = text.rstrip("\ufffd")  # the last character may be unfinished
+        starts = [start for stop in request.stop if (start := text.find(stop)) >= 0]
+        if starts:
+            return Expected(so_far, text[: min(starts)], "stop")
+        if is_last:
+            return Expected(so_far, text, "stop" if is_eos else "length")
+    raise AssertionError("there is room for at least one token")
+
+
+faults = st.builds(Faults, evict=st.sampled_from([0.0, 0.0, 0.3]), seed=st.integers(0, 1000), pauses=st.integers(0, 2))
+targets = st.builds(
+    FakeTarget, faults, trim=st.sampled_from([None, None, 0, 1, 3]), context=st.integers(24, 80), max_nodes=st.just(12)
+)
+drafts = st.builds(
+    FakeDraft,
+    st.sampled_from([good_guess, perfect_guess, random_guess, adversarial_guess, empty_guess]),
+    faults,
+    oversize=st.sampled_from([1, 1, 3]),
+    context=st.integers(12, 80),
+)
+speculations = st.builds(
+    Speculation,
+    mode=st.just("pingpong"),
+    nodes=st.integers(1, 12),
+    depth=st.integers(1, 6),
+    branching=st.integers(1, 3),
+)
+requests = st.builds(
+    Request,
+    prompt_ids=st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
+    max_new_tokens=st.integers(1, 48),
+    seed=st.integers(0, (1 << 64) - 1),
+    choice=st.integers(0, 3),
+    stop=st.lists(st.sampled_from(["END", "ab", "a b", "€", "é😀", "b E", "\ufffda", "\ufffd"]), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+async def collect(orchestrator: Orchestrator, request: Request) -> tuple[list[Chunk], Result]:
+    chunks = [chunk async for chunk in orchestrator.stream(request)]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    result = chunks[-1].result
+    assert result is not None
+    return chunks, result
+
+
+def check_chunks(chunks: list[Chunk], result: Result) -> None:
+    """Check that what was streamed is the result, piece by piece."""
+    assert tuple(token_id for chunk in chunks for token_id in chunk.token_ids) == result.token_ids
+    assert "".join(text for chunk in chunks for text, _ in chunk.pieces) == result.text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [result.finish_reason]
+    assert all(len(chunk.accepted) == len(chunk.token_ids) > 0 for chunk in chunks)
+    assert all(chunk.accepted == tuple(sorted(chunk.accepted, reverse=True)) for chunk in chunks)
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(targets, drafts, speculations, requests)
+def test_the_output_is_plain_decodings(
+    target: FakeTarget, draft: FakeDraft, speculation: Speculation, request: Request
+) -> None:
+    chunks, result = asyncio.run(collect(Orchestrator(target, draft, TOKENIZER, speculation), request))
+    expected = decode_plainly(request, target.context)
+    assert Expected(result.token_ids, result.text, result.finish_reason) == expected
+    check_chunks(chunks, result)
+    assert not target.slots
+    assert not draft.slots
+    assert target.num_forwards == len(chunks) == result.num_rounds + 1
+
+
+@given(targets, requests)
+def test_plain_mode_is_the_same_round_without_a_tree(target: FakeTarget, request: Request) -> None:
+    chunks, result = asyncio.run(collect(Orchestrator(target, None, TOKENIZER), request))
+    assert Expected(result.token_ids, result.text, result.finish_reason) == decode_plainly(request, target.context)
+    check_chunks(chunks, result)
+    assert not target.slots
+    assert result.target_forwards == len(result.token_ids)
+    assert not any(any(chunk.accepted) for chunk in chunks)
+
+
+@given(targets, drafts, speculations, st.lists(requests, min_size=2, max_size=4))
+def test_sessions_side_by_side_do_not_mix(
+    target: FakeTarget, draft: FakeDraft, speculation: Speculation, several: list[Request]
+) -> None:
+    async def run() -> list[Result]:
+        orchestrator = Orchestrator(target, draft, TOKENIZER, speculation)
+        return await asyncio.gather(*(orchestrator.generate(request) for request in several))
+
+    for request, result in zip(several, asyncio.run(run()), strict=True):
+        got = Expected(result.token_ids, result.text, result.finish_reason)
+        assert got == decode_plainly(request, target.context)
+    assert not target.slots
+    assert not draft.slots

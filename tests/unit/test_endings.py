@@ -1,0 +1,176 @@
+"""Every way a request can end, and what is left behind after it: no session, no task; and what runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from itertools import pairwise
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
+from specsplit.telemetry import spans
+from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, perfect_guess
+
+REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=20, seed=7, ignore_eos=True)
+CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
+
+
+def orchestrator(target: FakeTarget, draft: FakeDraft) -> Orchestrator:
+    return Orchestrator(target, draft, FakeTokenizer(), CHAIN)
+
+
+async def collect(owner: Orchestrator) -> list[Chunk]:
+    return [chunk async for chunk in owner.stream(REQUEST)]
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until `condition` holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the condition never held")
+
+
+def assert_nothing_is_left(*workers: FakeTarget | FakeDraft) -> None:
+    assert [worker.slots for worker in workers] == [{}] * len(workers)
+    assert [worker.num_under_way for worker in workers] == [0] * len(workers)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("call", [0, 2])
+@pytest.mark.parametrize("failing", ["target", "draft"])
+async def test_a_workers_error_is_raised_after_both_sessions_are_closed(failing: str, call: int) -> None:
+    faults = Faults(fail_at=call)
+    target = FakeTarget(faults if failing == "target" else None)
+    draft = FakeDraft(faults=faults if failing == "draft" else None)
+    with pytest.raises(RuntimeError, match="the worker died"):
+        await collect(orchestrator(target, draft))
+    assert_nothing_is_left(target, draft)
+
+
+async def test_leaving_early_closes_both_sessions() -> None:
+    target, draft = FakeTarget(), FakeDraft()
+    async with aclosing(orchestrator(target, draft).stream(REQUEST)) as stream:
+        async for _ in stream:
+            if draft.num_calls:
+                break
+        assert target.slots.keys() == draft.slots.keys() != set()
+    assert_nothing_is_left(target, draft)
+
+
+@pytest.mark.parametrize("waiting", ["target", "draft"])
+async def test_a_cancelled_request_ends_what_is_under_way_and_closes_both_sessions(waiting: str) -> None:
+    target, draft = FakeTarget(), FakeDraft()
+    task = asyncio.create_task(collect(orchestrator(target, draft)))
+    await wait_until(lambda: draft.num_calls > 0)
+    worker = target if waiting == "target" else draft
+    worker.faults.gate = asyncio.Event()
+    await wait_until(lambda: worker.num_under_way > 0 and not (target if worker is draft else draft).num_under_way)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_nothing_is_left(target, draft)
+
+
+class SlowlyClosing(FakeTarget):
+    """A target that closes a session only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closing, self.may_close = asyncio.Event(), asyncio.Event()
+
+    async def close(self, session: str) -> None:
+        self.is_closing.set()
+        await self.may_close.wait()
+        await super().close(session)
+
+
+async def test_cancelling_twice_does_not_interrupt_the_closing() -> None:
+    target, draft = SlowlyClosing(), FakeDraft()
+    target.faults.gate = asyncio.Event()
+    task = asyncio.create_task(collect(orchestrator(target, draft)))
+    await wait_until(lambda: target.num_under_way > 0)
+    task.cancel()
+    await target.is_closing.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    target.may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_nothing_is_left(target, draft)
+
+
+async def test_the_result_comes_after_the_sessions_are_closed() -> None:
+    target, draft = FakeTarget(), FakeDraft()
+    async for chunk in orchestrator(target, draft).stream(REQUEST):
+        if chunk.result is not None:
+            assert_nothing_is_left(target, draft)
+
+
+class NeverClosing(FakeDraft):
+    """A draft that cannot be told the end of a session."""
+
+    async def close(self, session: str) -> None:
+        await super().close(session)
+        raise ConnectionError("the draft is gone")
+
+
+async def test_an_error_of_closing_never_hides_the_first_error() -> None:
+    target, draft = FakeTarget(Faults(fail_at=2)), NeverClosing()
+    with pytest.raises(RuntimeError, match="the worker died"):
+        await collect(orchestrator(target, draft))
+    with pytest.raises(ConnectionError):
+        await collect(orchestrator(FakeTarget(), draft))
+    assert_nothing_is_left(target, draft)
+
+
+async def test_the_event_loop_turns_between_rounds() -> None:
+    turns = 0
+
+    async def heartbeat() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beating = asyncio.create_task(heartbeat())
+    seen = [turns async for _ in orchestrator(FakeTarget(), FakeDraft()).stream(REQUEST)]
+    beating.cancel()
+    assert all(later > earlier for earlier, later in pairwise(seen))
+
+
+async def record_spans(run: Callable[[], Awaitable[object]]) -> InMemorySpanExporter:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans.use_tracer(provider.get_tracer("test"))
+    try:
+        await run()
+    finally:
+        spans.use_tracer(None)
+    return exporter
+
+
+async def test_a_request_is_one_trace_of_rounds_with_propose_and_verify() -> None:
+    result: list[Result] = []
+
+    async def run() -> None:
+        result.append(await orchestrator(FakeTarget(), FakeDraft(perfect_guess)).generate(REQUEST))
+
+    finished = (await record_spans(run)).get_finished_spans()
+    by_id = {span.context.span_id: span for span in finished if span.context is not None}
+    assert len({span.context.trace_id for span in finished if span.context is not None}) == 1
+    edges = [(by_id[span.parent.span_id].name, span.name) for span in finished if span.parent is not None]
+    rounds = result[0].num_rounds + 1
+    assert sorted(edges) == sorted(
+        [("request", "round")] * rounds + [("round", "verify")] * rounds + [("round", "propose")] * (rounds - 1)
+    )
+    accepted = [(span.attributes or {})["accepted"] for span in finished if span.name == "round"]
+    assert accepted == [0, 4, 4, 4, 3]
