@@ -129,7 +129,7 @@ class Proposal:
     """A token tree as parallel arrays; entry i is node number `first_node + i`.
 
     `parents[i]` is a node number lower than `first_node + i`, or ROOT, the token at `root_position`.
-    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is.
+    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is (`quantised_log_prob`).
     """
 
     first_node: int
@@ -174,6 +174,14 @@ class Identity:
     """Tokens that one session may hold."""
     dtype: str = "fp32"
     device: str = "cpu"
+
+
+def quantised_log_prob(log_prob: float) -> float:
+    """Return the nearest log-probability that one byte can say: 0 to -15.9375 in steps of 1/16.
+
+    Every drafter rounds so, in process too, so that a transport changes nothing.
+    """
+    return -min(round(-log_prob * 16), 255) / 16
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn
+from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import NO_ROW, ROOT_INDEX, DraftTree
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
@@ -28,7 +28,7 @@ class DraftEngine:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._sessions = SessionTable(model)
-        self._trees: dict[str, _Grower] = {}
+        self._growers: dict[str, _Grower] = {}
         self._worker = Worker(model.runner, name="draft", threads=model.threads)
 
     async def ping(self) -> Identity:
@@ -48,7 +48,7 @@ class DraftEngine:
         """Free the session's slot; unknown sessions are ignored."""
 
         def work() -> Generator[Entry, Tensor, None]:
-            self._trees.pop(session, None)
+            self._growers.pop(session, None)
             return self._sessions.close(session)
 
         await self._worker.run(session, work)
@@ -67,12 +67,14 @@ class DraftEngine:
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
-        session, is_new_epoch = self._sessions.begin(turn)
-        grower = self._trees.get(turn.session)
+        session, is_new_epoch = self._sessions.begin(turn, (known_nodes, budget))
+        if isinstance(session.answer, Proposal):
+            return session.answer
+        grower = self._growers.get(turn.session)
         if grower is None or is_new_epoch:
-            grower = self._trees[turn.session] = _Grower(self._model, session)
-        pending = grower.align(turn, known_nodes)
-        return grower.grow(pending, known_nodes, budget)
+            grower = self._growers[turn.session] = _Grower(self._model, session)
+        session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
+        return proposal
 
 
 class _Grower:
@@ -83,13 +85,23 @@ class _Grower:
         self._tree = DraftTree()
         self._last_number = 0
 
-    def align(self, turn: Turn, known_nodes: int) -> Sequence[int]:
+    def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
+        """Bring the tree to the turn's tokens, grow it, and return the nodes numbered above `known_nodes`."""
+        self._last_number = max(self._last_number, known_nodes)
+        pending = self._align(turn)
+        try:
+            yield from self._grow(pending, budget)
+        except BaseException:
+            self._tree = DraftTree()                         # a row may have been promised to a node and never written
+            raise
+        return self._proposal(known_nodes, budget.max_new_nodes)
+
+    def _align(self, turn: Turn) -> Sequence[int]:
         """Bring slot and tree to the turn's committed tokens; return the tokens that still need a forward.
 
         If the tail lies in the tree, the tree re-roots and its rows stay; else it is dropped.
         """
         session, tree = self._session, self._tree
-        self._last_number = max(self._last_number, known_nodes)
         keep, held = session.common_length(turn), len(session.ids)
         tail = turn.tail[keep - turn.base_length :]
         path = tree.walk(tail) if keep == held else None
@@ -114,8 +126,8 @@ class _Grower:
         session.extend(tail[: len(path_rows)])
         return tail[len(path_rows) :]
 
-    def grow(self, pending: Sequence[int], known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
-        """Forward level by level until the best `max_new_nodes` nodes are known; return those not sent before."""
+    def _grow(self, pending: Sequence[int], budget: Budget) -> Generator[Entry, Tensor, None]:
+        """Forward level by level until the best `max_new_nodes` nodes are known."""
         pending = yield from prefill(self._session, pending)
         max_depth = min(budget.max_depth, self._model.context - len(self._session.ids) - len(pending))
         while max_depth > 0:
@@ -127,7 +139,6 @@ class _Grower:
                 self._session.extend(pending)
                 pending = ()
             self._expand(frontier, logits, budget.max_branching)
-        return self._proposal(known_nodes, budget.max_new_nodes)
 
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
         """Return the nodes to expand in the next level: those that would be sent now and have no children yet.
@@ -188,5 +199,5 @@ class _Grower:
             root_position=len(self._session.ids) - 1,
             token_ids=tuple(tree.token_ids[node] for node in new),
             parents=tuple(ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new),
-            log_probs=tuple(tree.log_probs[node] for node in new),
+            log_probs=tuple(quantised_log_prob(tree.log_probs[node]) for node in new),
         )

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.model.kv_cache import Slot
 from specsplit.model.plan import Entry
@@ -67,31 +67,43 @@ class WorkerSession:
         self.ids: list[int] = []
         self._hashes: list[int] = []
         self.sampler: Sampler | None = None
+        self._body: object = None
+        self.answer: object = None
+        """What this round was answered, None while it runs: a repeat of the round gets it again."""
 
-    def admit(self, turn: Turn) -> bool:
-        """Check epoch, round and the length rule before anything changes; return whether the turn opens a new epoch.
+    def admit(self, turn: Turn, body: object) -> bool:
+        """Check epoch, round and the length rule before anything changes; return whether this repeats the last round.
 
         Raises:
             StaleEpoch, StaleRound: a later one was seen.
+            InvalidRequest: the last round again, with another `body`.
             SlotBehind: the slot holds fewer tokens than `base_length`, or others, or no parameters were ever sent.
         """
         if turn.epoch < self.epoch:
             raise StaleEpoch(f"epoch {turn.epoch} of this session is over; epoch {self.epoch} has begun")
-        if turn.epoch == self.epoch and turn.round <= self.round:
+        if turn.epoch == self.epoch and turn.round < self.round:
             raise StaleRound(f"round {turn.round} of this session is over; round {self.round} was the last")
+        if turn.epoch == self.epoch and turn.round == self.round:
+            if (turn, body) != self._body:
+                raise InvalidRequest(f"Round {turn.round} of this session was already asked with another body.", "round")
+            if self.answer is not None:
+                return True
         if turn.base_length > len(self.ids):
             raise SlotBehind(len(self.ids))
         if turn.base_length and self._hashes[turn.base_length - 1] != turn.base_hash:
             raise SlotBehind(0)
         if turn.opening is None and self.sampler is None:
             raise SlotBehind(0)
-        return turn.epoch > self.epoch
+        return False
 
-    def begin(self, turn: Turn, vocab_size: int, device: torch.device) -> None:
-        """Take over the turn's epoch, round and parameters; `admit` has been passed."""
+    def begin(self, turn: Turn, body: object, vocab_size: int, device: torch.device) -> bool:
+        """Take over the turn's epoch, round and parameters; return whether it opens an epoch. `admit` has been passed."""
+        is_new_epoch = turn.epoch > self.epoch
         if turn.opening is not None and (self.sampler is None or self.sampler.params != turn.opening):
             self.sampler = Sampler(turn.opening, vocab_size, device)
         self.epoch, self.round = turn.epoch, turn.round
+        self._body, self.answer = (turn, body), None
+        return is_new_epoch
 
     def common_length(self, turn: Turn) -> int:
         """Return how many of the turn's tokens (base + tail) the slot holds, counted from the start."""

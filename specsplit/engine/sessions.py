@@ -25,11 +25,13 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def begin(self, turn: Turn) -> tuple[WorkerSession, bool]:
+    def begin(self, turn: Turn, body: object) -> tuple[WorkerSession, bool]:
         """Return the turn's session after the checks of the contract, and whether a new epoch began.
 
+        `body` is what the request says beside the turn. A repeat of the last round leaves the session with its answer.
+
         Raises:
-            SlotBehind, StaleEpoch, StaleRound: see WorkerSession.admit.
+            SlotBehind, StaleEpoch, StaleRound, InvalidRequest: see WorkerSession.admit.
             NoFreeSlot: a new session, and every slot is in use.
         """
         session = self._sessions.get(turn.session)
@@ -37,9 +39,9 @@ class SessionTable:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
             session = self._sessions[turn.session] = WorkerSession(turn.session, self._pool.acquire())
-        is_new_epoch = session.admit(turn)
-        session.begin(turn, self._model.vocab_size, self._model.runner.device)
-        return session, is_new_epoch
+        if session.admit(turn, body):
+            return session, False
+        return session, session.begin(turn, body, self._model.vocab_size, self._model.runner.device)
 
     def close(self, key: str) -> Generator[Entry, Tensor, None]:
         """Free a session's slot, as work for the worker; unknown keys are ignored."""

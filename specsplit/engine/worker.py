@@ -134,6 +134,7 @@ class Worker:
             logits = self._runner.forward(entries)
         except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
             for task in ready:
+                self._close(task)
                 self._finish(task, error=_translated(error))
             return
         elapsed_ms, end_ns = (time.perf_counter() - start_s) * 1e3, time.time_ns()
@@ -170,10 +171,14 @@ class Worker:
 
     def _end_if_cancelled(self, task: Task) -> bool:
         if task.cancelled:
-            if task.work is not None:
-                task.work.close()
+            self._close(task)
             self._finish(task)
         return task.cancelled
+
+    @staticmethod
+    def _close(task: Task) -> None:
+        if task.work is not None:
+            task.work.close()
 
     def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
         del self._running[task.session]

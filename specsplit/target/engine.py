@@ -69,7 +69,9 @@ class TargetEngine:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
-        session, _ = self._sessions.begin(turn)
+        session, _ = self._sessions.begin(turn, proposal)
+        if isinstance(session.answer, Verdict):
+            return session.answer
         length = turn.base_length + len(turn.tail)
         keep = min(session.common_length(turn), length - 1)        # the last token is always forwarded: its logits are needed
         session.truncate(keep)
@@ -82,12 +84,13 @@ class TargetEngine:
         accepted, token_ids = walk(tree, proposal.token_ids, picks)
         self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
         session.extend(token_ids[:-1])
-        return Verdict(
+        session.answer = verdict = Verdict(
             accepted=tuple(proposal.first_node + node for node in accepted),
             token_ids=tuple(token_ids),
             length=session.slot.length,
             verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal))),
         )
+        return verdict
 
     @staticmethod
     def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
