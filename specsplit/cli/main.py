@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -84,7 +84,7 @@ def orchestrate(
     """Continue a prompt with the target's text, at the draft's pace, in this process."""
     from specsplit.cli.orchestrate import run
 
-    raise typer.Exit(run(options.given(ctx)))
+    raise typer.Exit(_interruptible(run, ctx))
 
 
 @app.command()
@@ -102,7 +102,16 @@ def doctor(
     """Check versions, devices, settings and models; exit 0 if all is well."""
     from specsplit.cli.doctor import run
 
-    raise typer.Exit(run(options.given(ctx)))
+    raise typer.Exit(_interruptible(run, ctx))
+
+
+def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) -> int:
+    """Run a command; Ctrl-C before there is any text ends here, since typer would end it in silence."""
+    try:
+        return run(options.given(ctx))
+    except KeyboardInterrupt:
+        typer.echo("Interrupted.", err=True)
+        return INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,9 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SpecSplitError as error:
         return _fail(error, str(error), error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("Interrupted.", err=True)
-        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds a reader
         return 1

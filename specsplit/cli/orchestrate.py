@@ -178,16 +178,17 @@ class _JsonOutput:
 async def _generate(
     models: assembly.Models, request: Request, settings: Settings, show: _TextOutput | _JsonOutput, *, compare: bool
 ) -> int:
+    ctrl_c = _CtrlC()
     transcript, plain = Transcript(), Transcript()
     async with assembly.running(models) as workers:
         orchestrator = workers.orchestrator(settings.orchestrator)
         show.begin(speculates=workers.drafter is not None)
-        is_done = await _until_interrupt(_follow(orchestrator, request, transcript, show.chunk))
-        if compare and is_done:
+        await ctrl_c.run(_follow(orchestrator, request, transcript, show.chunk))
+        if compare and not ctrl_c.was_pressed:
             reference = workers.orchestrator(settings.orchestrator.model_copy(update={"mode": "plain"}))
-            is_done = await _until_interrupt(_follow(reference, request, plain, lambda chunk: None))
+            await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
     show.end(transcript, request, plain.result)
-    return 0 if is_done else _INTERRUPTED
+    return _INTERRUPTED if ctrl_c.was_pressed else 0
 
 
 async def _follow(
@@ -199,16 +200,27 @@ async def _follow(
             show(chunk)
 
 
-async def _until_interrupt(work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` to its end, or until Ctrl-C cancels it; return whether it came to its end."""
-    task = asyncio.create_task(work)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, task.cancel)
-    try:
-        await asyncio.wait([task])
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-    if task.cancelled():
-        return False
-    task.result()
-    return True
+class _CtrlC:
+    """Owns SIGINT for the life of the loop: it cancels the work under way, never what closes sessions and engines.
+
+    asyncio's own handler would cancel the main task instead, wherever it happens to stand.
+    """
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+        self._work: asyncio.Task[None] | None = None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._press)
+
+    def _press(self) -> None:
+        if self._work is not None and not self.was_pressed:
+            self._work.cancel()
+        self.was_pressed = True
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` to its end, or until it is cancelled by Ctrl-C."""
+        self._work = asyncio.create_task(work)
+        if self.was_pressed:
+            self._work.cancel()
+        await asyncio.wait([self._work])
+        if not self._work.cancelled():
+            self._work.result()

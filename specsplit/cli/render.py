@@ -62,8 +62,8 @@ class TextStream:
         self._stream.flush()
 
     def end(self) -> None:
-        """Close the last line."""
-        if self._last != "\n":
+        """Close the last line, if there is one."""
+        if self._last not in ("", "\n"):
             self._stream.write("\n")
         self._stream.flush()
 

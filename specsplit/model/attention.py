@@ -9,7 +9,8 @@ Legend: T tokens of the step, t of one span, H KV heads, G query heads per KV he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,8 +93,7 @@ class SlotAttention:
         )
 
 
-@torch.jit.script
-def attend_spans(
+def _attend_spans(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,6 +145,11 @@ def attend_spans(
     if len(outputs) == 1:
         return outputs[0].unsqueeze(0)
     return torch.cat(outputs).unsqueeze(0)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)        # TorchScript is deprecated, not gone: docs/adr/0002
+    attend_spans: Callable[..., Tensor] = torch.jit.script(_attend_spans)
 
 
 def _attention_function(

@@ -89,12 +89,14 @@ def load_model(
     context: int | None = None,
     max_sessions: int = 1,
     node_limit: int = DEFAULT_NODE_LIMIT,
+    record: bool = True,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a decoder-only model and prepare its KV slots.
 
     `source` is "embedded", a folder or a hub id; `dtype` defaults to fp32 on the CPU and the checkpoint's own on CUDA.
-    `progress` is called with a phase and the fraction done.
+    `record=False` keeps the model's forward in Python, for hooks and profiles. `progress` is called with a phase and the
+    fraction done.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
@@ -118,7 +120,8 @@ def load_model(
     runner = Runner(model, probed, cache, context)
     _check_logits(runner, model, context, name)
     report("recording", 0.85)
-    runner.record()
+    if record:
+        runner.record()
     report("tokenizer", 0.95)
     tokenizer, eos_ids = _tokenizer(path, config)
     report("ready", 1.0)

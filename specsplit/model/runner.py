@@ -38,7 +38,7 @@ class Runner:
     """Owns the model's memory; not thread-safe, so exactly one worker thread drives it."""
 
     def __init__(self, model: PreTrainedModel, probed: ProbeResult, cache: KVCache, context: int) -> None:
-        self._model, self._context = model, context
+        self.model, self._context = model, context
         self.device, self.dtype = model.device, model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = cache
@@ -75,7 +75,7 @@ class Runner:
     ) -> Tensor:
         num_kinds, num_layers = len(self._kinds), len(self._layers)
         biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
-        return self._model(
+        return self.model(
             input_ids=token_ids,
             position_ids=position_ids,
             attention_mask=torch.ones(1, token_ids.shape[1], dtype=torch.long, device=token_ids.device),

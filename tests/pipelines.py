@@ -1,0 +1,62 @@
+"""Real pipelines for tests: loaded models in, results out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from specsplit.core.types import SamplingParams
+from specsplit.draft.engine import DraftEngine
+from specsplit.model.loader import LoadedModel
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Request, Result, Speculation
+from specsplit.target.engine import TargetEngine
+
+PLAIN = Speculation(mode="plain")
+
+
+def run(
+    target: LoadedModel, draft: LoadedModel | None, speculation: Speculation, requests: Sequence[Request]
+) -> list[Result]:
+    """Serve the requests one after another over real engines, and check that nothing is left behind."""
+
+    async def serve() -> list[Result]:
+        verifier, drafter = TargetEngine(target), DraftEngine(draft) if draft else None
+        assert target.tokenizer is not None
+        orchestrator = Orchestrator(verifier, drafter, target.tokenizer, speculation)
+        results = [await orchestrator.generate(request) for request in requests]
+        assert verifier.num_sessions == 0
+        assert drafter is None or drafter.num_sessions == 0
+        assert len(asyncio.all_tasks()) == 1
+        await verifier.aclose()
+        if drafter:
+            await drafter.aclose()
+        return results
+
+    return asyncio.run(serve())
+
+
+def request(prompt_ids: Sequence[int], *, seed: int = 7, tokens: int = 32, **sampling: float) -> Request:
+    """Return a request that no end-of-sequence token cuts short."""
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return Request(
+        prompt_ids=tuple(prompt_ids), max_new_tokens=tokens, sampling=params, seed=seed, ignore_eos=True
+    )
+
+
+@torch.inference_mode()
+def top2_margin(model: torch.nn.Module, token_ids: Sequence[int]) -> float:
+    """Return how far apart the two best logits after `token_ids` are: below 1e-5 in fp32 their order is a tie."""
+    logits = model(torch.tensor([list(token_ids)])).logits[0, -1].topk(2).values
+    return float(logits[0] - logits[1])
+
+
+def assert_same_tokens(ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, prompt: Sequence[int]) -> None:
+    """Compare token for token up to the first near tie of the target's own arithmetic."""
+    for index, (one, other) in enumerate(zip(ours, truth, strict=True)):
+        if one != other:
+            margin = top2_margin(model, [*prompt, *truth[:index]])
+            assert margin < 1e-5, f"token {index} is {one}, not {other}; top-2 margin {margin:.2e}"
+            return

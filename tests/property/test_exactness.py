@@ -1,0 +1,133 @@
+"""The central property over real models: whatever the draft and the tree, the output is plain decoding's, and greedy output is
+that of transformers. `make test` takes choices pairwise; `make test-all` takes the full product.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.orchestrator.records import Speculation
+from tests.model_zoo import FAMILIES, VOCAB, build_model, save_model
+from tests.pipelines import PLAIN, assert_same_tokens, request, run
+
+TREES = {
+    "chain": Speculation(mode="pingpong", nodes=4, depth=4, branching=1),
+    "long-chain": Speculation(mode="pingpong", nodes=12, depth=12, branching=1),
+    "tree": Speculation(mode="pingpong", nodes=9, depth=3, branching=3),
+    "wide": Speculation(mode="pingpong", nodes=24, depth=2, branching=8),
+}
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "warm": {"temperature": 0.6},
+    "hot": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "top-k": {"temperature": 0.6, "top_k": 5},
+    "min-p": {"temperature": 1.0, "min_p": 0.1},
+    "penalties": {
+        "temperature": 1.0, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.3
+    },
+    "greedy-penalties": {"frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    "bias": {"temperature": 1.0, "logit_bias": ((5, 4.0), (9, -8.0))},  # type: ignore[dict-item]
+}
+DRAFTS = ("unrelated", "itself")
+FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
+_folders = TemporaryDirectory()
+
+
+@cache
+def model(family: str, role: str, seed: int) -> LoadedModel:
+    folder = Path(_folders.name) / f"{family}-{seed}"
+    if not folder.exists():
+        save_model(folder, FAMILIES[family](), seed)
+    return load_model(str(folder), role=role, threads=1)  # type: ignore[arg-type]
+
+
+@cache
+def prompts() -> tuple[tuple[int, ...], ...]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(
+        tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in (1, 9, 40)
+    )
+
+
+def draft_for(family: str, kind: str) -> LoadedModel:
+    other = "gpt2" if family != "gpt2" else "llama"
+    return model(family, "draft", 1) if kind == "itself" else model(other, "draft", 2)
+
+
+def pairwise() -> list[tuple[str, str, str, str]]:
+    """Each family with each tree, draft and way of sampling at least once over the families, not in every combination."""
+    trees, samplings = list(TREES), list(SAMPLING)
+    cases: set[tuple[str, str, str, str]] = set()
+    for index, family in enumerate(FAMILIES):
+        for step in range(2):
+            shift = index + step * 3
+            cases.add((family, trees[shift % 4], samplings[(2 * index + step * 5) % 9], DRAFTS[(index + step) % 2]))
+    return sorted(cases)
+
+
+CASES = sorted(product(FAMILIES, TREES, SAMPLING, DRAFTS)) if FULL else pairwise()
+
+
+@pytest.mark.parametrize(("family", "tree", "sampling", "draft"), CASES)
+def test_speculation_never_changes_the_text(family: str, tree: str, sampling: str, draft: str) -> None:
+    target = model(family, "target", 1)
+    requests = [request(prompt, tokens=24, **SAMPLING[sampling]) for prompt in prompts()]
+    truth = run(target, None, PLAIN, requests)
+    results = run(target, draft_for(family, draft), TREES[tree], requests)
+    assert [result.token_ids for result in results] == [result.token_ids for result in truth]
+    for result in results:
+        assert result.target_forwards == result.num_rounds + 1
+    if draft == "itself":
+        for result in results:
+            statistics = result.speculative_decoding
+            assert statistics.num_accepted_draft_tokens == statistics.num_path_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", TREES if FULL else ["tree"])
+def test_greedy_output_is_that_of_transformers(family: str, tree: str) -> None:
+    truth = build_model(FAMILIES[family](), seed=1)
+    results = run(
+        model(family, "target", 1),
+        draft_for(family, "unrelated"),
+        TREES[tree],
+        [request(prompt, tokens=20) for prompt in prompts()],
+    )
+    for prompt, result in zip(prompts(), results, strict=True):
+        generated = truth.generate(
+            torch.tensor([prompt]), do_sample=False, min_new_tokens=20, max_new_tokens=20, eos_token_id=None
+        )
+        assert_same_tokens(result.token_ids, generated[0, len(prompt) :].tolist(), truth, prompt)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.7, 1.0])
+def test_a_draft_equal_to_the_target_is_accepted_whole_at_any_temperature(temperature: float, top_p: float) -> None:
+    results = run(
+        model("qwen3", "target", 1),
+        model("qwen3", "draft", 1),
+        TREES["chain"],
+        [request(prompt, tokens=60, temperature=temperature, top_p=top_p) for prompt in prompts()],
+    )
+    for result in results:
+        statistics = result.speculative_decoding
+        assert statistics.num_accepted_draft_tokens == statistics.num_draft_tokens > 0
+
+
+def test_the_seed_decides_the_text_and_nothing_else_does() -> None:
+    target, draft = model("llama", "target", 1), model("gpt2", "draft", 2)
+    texts = [
+        run(target, draft, TREES[tree], [request(prompts()[1], seed=seed, temperature=1.0)])[0].token_ids
+        for seed, tree in product((1, 2), TREES)
+    ]
+    assert len(set(texts[:4])) == len(set(texts[4:])) == 1
+    assert texts[0] != texts[4]

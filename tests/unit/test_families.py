@@ -1,0 +1,111 @@
+"""Every family is served exactly: packed steps give the logits of transformers' eager attention, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import ModelUnsupported
+from specsplit.model.loader import load_model
+from specsplit.model.plan import Entry
+from specsplit.model.runner import Runner
+from tests.model_zoo import FAMILIES, REFUSED, build_model, save_model
+
+TREES = ([-1, 0, 0, 1, -1], [-1, 0, 1, 2], [-1, -1, -1])
+LENGTHS = (20, 33, 7)
+TAIL = 2
+WINDOWED = ["qwen2-window", "mistral-window", "gemma2", "gemma3", "gpt-oss"]
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tree_entries(runner: Runner) -> tuple[list[Entry], list[list[list[int]]]]:
+    """Prefill three sessions but for their last tokens; return entries of tail and tree, and each row's whole context."""
+    entries: list[Entry] = []
+    contexts: list[list[list[int]]] = []
+    for slot, (length, tree) in enumerate(zip(LENGTHS, TREES, strict=True)):
+        ids, nodes = random_ids(length, slot), random_ids(len(tree), 10 + slot)
+        base = length - TAIL
+        runner.forward([Entry(slot, 0, ids[:base])])
+        parents = [*range(-1, TAIL - 1), *(parent + TAIL if parent >= 0 else TAIL - 1 for parent in tree)]
+        entries.append(Entry(slot, base, [*ids[base:], *nodes], parents, num_logits=len(tree) + 1))
+        paths: list[list[int]] = []
+        for node, parent in enumerate(tree):
+            paths.append([*(paths[parent] if parent >= 0 else []), nodes[node]])
+        contexts.append([ids, *(ids + path for path in paths)])
+    return entries, contexts
+
+
+@torch.inference_mode()
+def last_logits(model: torch.nn.Module, contexts: Sequence[list[int]]) -> Tensor:
+    return torch.stack([model(torch.tensor([ids])).logits[0, -1] for ids in contexts])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_trees_have_the_logits_of_transformers(
+    family: str, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
+    loaded = load_model(str(folder), role="target", max_sessions=3, threads=1)
+    assert loaded.runner.is_recorded
+    entries, contexts = tree_entries(loaded.runner)
+    together = loaded.runner.forward(entries)
+    truth = build_model(FAMILIES[family](), seed=1)
+    errors = [
+        (ours - last_logits(truth, context)).abs().max().item()
+        for ours, context in zip(together, contexts, strict=True)
+    ]
+    record_property("largest_error", max(errors))
+    assert max(errors) < 1e-5
+    for entry, ours in zip(entries, together, strict=True):
+        alone = loaded.runner.forward([entry])[0]
+        assert (alone - ours).abs().max() < 1e-5
+
+
+def test_a_step_of_three_entries_is_one_forward(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    loaded = load_model(str(folder), role="target", max_sessions=3, threads=1, record=False)
+    entries, _ = tree_entries(loaded.runner)
+    calls: list[tuple[int, ...]] = []
+    embedding = loaded.runner.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: calls.append(tuple(args[0].shape)))
+    loaded.runner.forward(entries)
+    assert calls == [(1, sum(len(entry.token_ids) for entry in entries))]
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_soft_caps_and_sinks_matter_in_these_models(family: str) -> None:
+    """Guards the test above: were a window, a soft-cap or a sink lost, the logits would be far off."""
+    config, plain = FAMILIES[family](), FAMILIES[family]()
+    plain.sliding_window = 10_000
+    if family == "gemma2":
+        plain.sliding_window, plain.attn_logit_softcapping = config.sliding_window, None
+    context = [random_ids(33, 1)]
+    difference = last_logits(build_model(config, 1), context) - last_logits(build_model(plain, 1), context)
+    assert difference.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_exactly_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    folder = save_model(tmp_path / name, config(), seed=1, with_tokenizer=False)
+    with pytest.raises(ModelUnsupported, match=reason):
+        load_model(str(folder), role="target")
+
+
+@pytest.mark.parametrize("context", [64, 128])
+def test_longrope_is_fixed_by_the_context_and_never_switches(tmp_path: Path, context: int) -> None:
+    """Up to the original length (64) the short factors hold, beyond it the long ones, from the first token on."""
+    folder = save_model(tmp_path / "phi3", FAMILIES["phi3-longrope"](), seed=1, with_tokenizer=False)
+    loaded = load_model(str(folder), role="target", context=context, threads=1)
+    ids = random_ids(context - 4, 1)
+    loaded.runner.forward([Entry(0, 0, ids[:10])])
+    ours = loaded.runner.forward([Entry(0, 10, ids[10:])])[0]
+    truth = last_logits(build_model(FAMILIES["phi3-longrope"](), 1), [ids])
+    assert (ours - truth).abs().max() < 1e-5

@@ -1,0 +1,191 @@
+"""Settings: where a value comes from, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specsplit.core import defaults
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.settings import FLAT_KEYS, KEYS, OrchestratorSettings, load_settings, override
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in KEYS:
+        monkeypatch.delenv(_variable(key), raising=False)
+    monkeypatch.delenv("SPECSPLIT_CONFIG", raising=False)
+
+
+def _variable(key: str) -> str:
+    return f"SPECSPLIT_{key.replace('.', '_').upper()}"
+
+
+def _config(folder: Path, text: str) -> Path:
+    path = folder / "specsplit.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = _config(tmp_path, "[orchestrator]\nnodes = 1\ndepth = 1\nbranching = 1\n[draft]\nthreads = 1\n")
+    monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_NODES", "2")
+    monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_DEPTH", "2")
+    effective = load_settings({"nodes": 3}, config=config, as_options=True)
+    chosen = effective.settings.orchestrator
+    assert (chosen.nodes, chosen.depth, chosen.branching) == (3, 2, 1)
+    assert chosen.max_new_tokens == defaults.MAX_NEW_TOKENS
+    layers = {key: layer for key, _, layer in effective.rows()}
+    assert layers["orchestrator.nodes"] == "command line"
+    assert layers["orchestrator.depth"] == "environment"
+    assert layers["orchestrator.branching"] == f"file {config}"
+    assert layers["orchestrator.temperature"] == "default"
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPECSPLIT_CONFIG", str(_config(tmp_path, "[target]\nthreads = 3\n")))
+    assert load_settings().settings.target.threads == 3
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("STOP", "[END]", "stop", ("[END]",)),
+        ("STOP", '["a", "b"]', "stop", ("a", "b")),
+        ("STOP", "5", "stop", ("5",)),
+        ("LOGIT_BIAS", "5=1.5, 7=-2", "logit_bias", ((5, 1.5), (7, -2.0))),
+        ("CHAT", "true", "chat", True),
+        ("TOP_P", "0.9", "top_p", 0.9),
+        ("SEED", str(2**64 - 1), "seed", 2**64 - 1),
+        ("SEED", "", "seed", None),
+    ],
+)
+def test_every_kind_of_value_can_come_from_the_environment(
+    variable: str, text: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(f"SPECSPLIT_ORCHESTRATOR_{variable}", text)
+    assert getattr(load_settings().settings.orchestrator, field) == value
+
+
+def test_a_file_writes_biases_as_a_table_or_as_the_command_line_does(tmp_path: Path):
+    table = _config(tmp_path, '[orchestrator]\nlogit_bias = {"5" = 1.5}\n')
+    assert load_settings(config=table).settings.orchestrator.logit_bias == ((5, 1.5),)
+    listed = _config(tmp_path, '[orchestrator]\nlogit_bias = ["5=1.5"]\n')
+    assert load_settings(config=listed).settings.orchestrator.logit_bias == ((5, 1.5),)
+
+
+def test_shared_options_reach_both_engines():
+    settings = load_settings({"dtype": "bf16", "threads": 2, "device": "cuda"}).settings
+    assert (settings.draft.dtype, settings.draft.threads, settings.draft.device) == ("bf16", 2, "cuda")
+    assert (settings.target.dtype, settings.target.threads, settings.target.device) == ("bf16", 2, "cuda")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_setting_has_a_flat_name_or_belongs_to_one_role_only(key: str):
+    assert key == "draft.context" or any(key in keys for keys in FLAT_KEYS.values())
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("SPECSPLIT_TARGET_THREAD", "SPECSPLIT_TARGET_THREADS"),
+        ("SPECSPLIT_ORCHESTRATOR_TEMPRATURE", "SPECSPLIT_ORCHESTRATOR_TEMPERATURE"),
+        ("SPECSPLIT_CONFG", "SPECSPLIT_CONFIG"),
+        ("SPECSPLIT_DRAFT", "SPECSPLIT_DRAFT_MODEL"),
+    ],
+)
+def test_an_unknown_variable_is_refused_by_name(variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(InvalidSettings, match=rf"{variable}; the nearest one is {nearest}\.$"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[target]\nmodle = 'x'\n", r"There is no setting target\.modle; the nearest one is target\.model\.$"),
+        ("[targets]\nmodel = 'x'\n", r"There is no table targets; the nearest one is target\.$"),
+        ("target = 'x'\n", r"target must be a table"),
+        ("[target\n", r"is not valid TOML"),
+        ("[target]\nthreads = 0\n", r"^target\.threads in .*specsplit\.toml must be greater than or equal to 1, not 0\.$"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, tmp_path: Path):
+    with pytest.raises(InvalidSettings, match=message):
+        load_settings(config=_config(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        load_settings(config=tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nodes": 0}, r"^--nodes must be greater than or equal to 1, not 0\.$"),
+        ({"dtype": "int8"}, r"^--dtype must be 'fp32', 'bf16' or 'fp16', not 'int8'\.$"),
+        ({"seed": -1}, r"^--seed must be greater than or equal to 0, not -1\.$"),
+        ({"logit_bias": ["5"]}, r"^--logit-bias must look like ID=X"),
+        ({"logit_bias": ["x=5"]}, r"^--logit-bias must be a valid integer, not 'x'\.$"),
+        ({"stop": [""]}, r"^--stop must have at least 1 character"),
+        ({"target_model": ""}, r"^--target-model must have at least 1 character"),
+        ({"threds": 2}, r"^There is no setting threds; the nearest one is threads\.$"),
+    ],
+)
+def test_a_wrong_option_is_named_as_it_was_typed(given: dict[str, object], message: str):
+    with pytest.raises(InvalidSettings, match=message):
+        load_settings(given, as_options=True)
+
+
+def test_a_wrong_variable_is_named_as_it_was_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPECSPLIT_TARGET_THREADS", "many")
+    with pytest.raises(InvalidSettings, match=r"^SPECSPLIT_TARGET_THREADS must be a valid integer, not 'many'\.$"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "lacks_draft"),
+    [
+        ({}, "embedded", False),
+        ({"target_model": "large"}, None, True),
+        ({"target_model": "large", "draft_model": "small"}, "small", False),
+        ({"draft_model": "small"}, "small", False),
+        ({"mode": "plain"}, None, False),
+        ({"mode": "plain", "draft_model": "small"}, None, False),
+    ],
+)
+def test_the_embedded_draft_serves_the_embedded_target_only(
+    given: dict[str, object], draft: str | None, lacks_draft: bool
+):
+    settings = load_settings(given).settings
+    assert (settings.draft_source, settings.lacks_draft) == (draft, lacks_draft)
+
+
+def test_pingpong_without_a_draft_is_refused():
+    with pytest.raises(InvalidSettings, match="--draft-model"):
+        load_settings({"mode": "pingpong", "target_model": "large"})
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"min_p": 2.0}, {"top_k": -1}]
+)
+def test_sampling_values_out_of_range_are_refused_as_requests(given: dict[str, float]):
+    with pytest.raises(InvalidRequest, match=next(iter(given))):
+        load_settings(given).settings.orchestrator.sampling()
+
+
+def test_a_request_overrides_settings_and_none_leaves_them():
+    settings = override(OrchestratorSettings(seed=1), temperature=0.5, seed=None)
+    assert (settings.temperature, settings.seed) == (0.5, 1)
+    with pytest.raises(InvalidSettings, match="the nearest one is temperature"):
+        override(settings, temprature=1)
+    with pytest.raises(InvalidSettings, match="max_new_tokens"):
+        override(settings, max_new_tokens=0)
+
+
+def test_settings_cannot_be_changed():
+    settings = load_settings().settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.target.model = "other"  # pyright: ignore[reportAttributeAccessIssue]
