@@ -97,8 +97,8 @@ class Pipeline:
         self._thread.start()
         self._turn = asyncio.Lock()
         self._tasks: set[_Finished] = set()
-        self._running = assembly.running(models)
-        self._workers = self._submit(self._running.__aenter__()).result()
+        self._engines = assembly.running(models)
+        self._workers = self._submit(self._engines.__aenter__()).result()
         self._is_closed = False
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
@@ -161,14 +161,14 @@ class Pipeline:
 
     def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Chunk, None, None]:
         inbox: queue.SimpleQueue[Chunk | _Finished] = queue.SimpleQueue()
-        task = self._submit(self._start(prompt, settings, inbox.put)).result()
+        running = self._start(prompt, settings, inbox.put)
         item: Chunk | _Finished | None = None
         try:
             while isinstance(item := inbox.get(), Chunk):
                 yield item
-            item.result()
+            _raise_failure(item)
         finally:
-            self._cancel(task)
+            running.cancel()
             while not isinstance(item, asyncio.Task):  # it has freed its slots once it has come to its end
                 item = inbox.get()
 
@@ -180,31 +180,19 @@ class Pipeline:
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits for it
                 callers_loop.call_soon_threadsafe(inbox.put_nowait, item)
 
-        task = await asyncio.wrap_future(self._submit(self._start(prompt, settings, deliver)))
+        running = self._start(prompt, settings, deliver)
         item: Chunk | _Finished | None = None
         try:
             while isinstance(item := await inbox.get(), Chunk):
                 yield item
-            item.result()
+            _raise_failure(item)
         finally:
-            self._cancel(task)
+            running.cancel()
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _cancel(self, task: _Finished) -> None:
-        if not task.done():  # after close() it is, and the loop takes no more calls
-            self._loop.call_soon_threadsafe(task.cancel)
-
-    async def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _Finished:
-        """Begin a request on the pipeline's loop; its chunks, then its finished task, go to `deliver`."""
-        task = asyncio.create_task(self._run(prompt, settings, deliver))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(deliver)
-        return task
+    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _Running:
+        return _Running(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
         request = assembly.make_request(self._workers.tokenizer, prompt, settings)
@@ -212,11 +200,55 @@ class Pipeline:
             async for chunk in chunks:
                 deliver(chunk)
 
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     async def _end_all(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._running.__aexit__(None, None, None)
+        await self._engines.__aexit__(None, None, None)
+        await self._loop.shutdown_default_executor()
+
+
+class _Running:
+    """A request on the pipeline's loop; `deliver` gets its chunks and then, always and last, its finished task.
+
+    The loop takes calls in order, so `cancel` finds the task whenever it comes, even before the task's first step.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tasks: set[_Finished],
+        work: Callable[[], Coroutine[Any, Any, None]],
+        deliver: _Deliver,
+    ) -> None:
+        self._loop, self._tasks, self._work, self._deliver = loop, tasks, work, deliver
+        self._task: _Finished | None = None
+        loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._work())
+        self._tasks.add(self._task)
+        self._task.add_done_callback(self._tasks.discard)
+        self._task.add_done_callback(self._deliver)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """End the request where it stands; one that has ended stays as it is."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and closing ended every request
+            self._loop.call_soon_threadsafe(self._cancel)
+
+
+def _raise_failure(task: _Finished) -> None:
+    """Raise what ended a request before its end, if anything did."""
+    if task.cancelled():
+        raise InvalidRequest("The pipeline was closed before this request came to its end.")
+    task.result()
 
 
 def _last_result(chunks: Sequence[Chunk]) -> Result:

@@ -5,8 +5,9 @@ The only file that sees engines and orchestrator together. Importing it is cheap
 
 from __future__ import annotations
 
+import importlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ def require_worker_extra() -> None:
         MissingExtra: torch or one of its companions is not installed.
     """
     try:
-        import specsplit.model.loader  # noqa: F401 - imported for its cost and its errors
+        importlib.import_module("specsplit.model.loader")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
             raise
@@ -80,7 +81,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
 
-    report = progress or (lambda phase, fraction: None)
+    report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
     node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes)
@@ -112,6 +113,10 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
     return Models(target, draft)
 
 
+def _ignore(phase: str, fraction: float) -> None:
+    pass
+
+
 def check_vocabularies(target: Identity, draft: Identity) -> None:
     """Refuse a draft of another vocabulary.
 
@@ -126,7 +131,7 @@ def check_vocabularies(target: Identity, draft: Identity) -> None:
 
 
 @asynccontextmanager
-async def running(models: Models) -> AsyncIterator[Workers]:
+async def running(models: Models) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block."""
     from specsplit.draft.engine import DraftEngine
     from specsplit.target.engine import TargetEngine

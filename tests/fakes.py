@@ -344,9 +344,11 @@ class FakeDraft(_FakeWorker):
     ) -> None:
         super().__init__(faults, context=context, vocab_hash=vocab_hash)
         self.guess, self.oversize = guess, oversize
+        self.known_nodes: list[int] = []
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         await self._pause(turn)
+        self.known_nodes.append(known_nodes)
         slot, answer = self._begin(turn, (turn, known_nodes, budget))
         if isinstance(answer, Proposal):
             return answer

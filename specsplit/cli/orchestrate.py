@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from specsplit import assembly
 from specsplit.cli import render
 from specsplit.cli.print_config import print_config
-from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Chunk, Request, Result
@@ -115,7 +115,7 @@ def _read_file(name: str) -> str:
 
 
 @contextmanager
-def _fast_start() -> Iterator[None]:
+def _fast_start() -> Generator[None]:
     """Keep the garbage collector out of the imports: they make many objects that live as long as the process."""
     gc.disable()
     try:
@@ -138,6 +138,9 @@ class _TextOutput:
     def chunk(self, chunk: Chunk) -> None:
         self._text.write(chunk.pieces)
 
+    def fail(self) -> None:
+        self._text.end()
+
     def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
         self._text.end()
         render.note(transcript.summary(request))
@@ -156,6 +159,9 @@ class _JsonOutput:
         pass
 
     def chunk(self, chunk: Chunk) -> None:
+        pass
+
+    def fail(self) -> None:
         pass
 
     def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
@@ -183,11 +189,15 @@ async def _generate(
     async with assembly.running(models) as workers:
         orchestrator = workers.orchestrator(settings.orchestrator)
         show.begin(speculates=workers.drafter is not None)
-        await ctrl_c.run(_follow(orchestrator, request, transcript, show.chunk))
+        try:
+            await ctrl_c.run(_follow(orchestrator, request, transcript, show.chunk))
+        except SpecSplitError:
+            show.fail()  # the message that follows shall begin a line of its own
+            raise
         if compare and not ctrl_c.was_pressed:
             reference = workers.orchestrator(settings.orchestrator.model_copy(update={"mode": "plain"}))
             await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
-    show.end(transcript, request, plain.result)
+        show.end(transcript, request, plain.result)
     return _INTERRUPTED if ctrl_c.was_pressed else 0
 
 

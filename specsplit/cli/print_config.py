@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, cast
 
 from specsplit.core.settings import EffectiveSettings
 
@@ -57,6 +57,7 @@ def _as_toml(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -
 
 def _toml_value(value: Any) -> str:
     """Write a scalar, a list of strings, or pairs of token id and bias; JSON's spelling of these is TOML's."""
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        value = [f"{token_id}={bias}" for token_id, bias in value]
+    if isinstance(value, tuple):
+        entries = cast("tuple[str | tuple[int, float], ...]", value)
+        value = [entry if isinstance(entry, str) else f"{entry[0]}={entry[1]}" for entry in entries]
     return json.dumps(value, ensure_ascii=False)

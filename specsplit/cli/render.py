@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -65,6 +65,7 @@ class TextStream:
         """Close the last line, if there is one."""
         if self._last not in ("", "\n"):
             self._stream.write("\n")
+            self._last = "\n"
         self._stream.flush()
 
 
@@ -134,7 +135,7 @@ def _difference(result: Result, plain: Result) -> str:
 
 
 @contextmanager
-def loading_bar() -> Iterator[Callable[[str, float], None] | None]:
+def loading_bar() -> Generator[Callable[[str, float], None] | None]:
     """Show a bar on stderr for the length of the block; None, and nothing shown, where stderr is no terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None

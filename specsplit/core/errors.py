@@ -14,6 +14,7 @@ SpecSplitError
 │   ├── DeviceUnavailable       no such device
 │   ├── OutOfMemory             weights or KV slots do not fit
 │   ├── NoFreeSlot              every KV slot is in use
+│   ├── WorkerClosed            the engine has been shut down
 │   └── MissingExtra            an optional dependency is not installed
 └── SessionError                the session contract between orchestrator and worker
     ├── SlotBehind              the slot holds fewer tokens than base_length, or other ones
@@ -86,6 +87,10 @@ class OutOfMemory(ResourceError):
 
 class NoFreeSlot(ResourceError):
     """Every KV slot is in use."""
+
+
+class WorkerClosed(ResourceError):
+    """The engine has been shut down."""
 
 
 class MissingExtra(ResourceError):

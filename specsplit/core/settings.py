@@ -91,8 +91,8 @@ class OrchestratorSettings(_Frozen):
 
     mode: Mode = defaults.MODE
     nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
-    depth: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_DEPTH
-    branching: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_BRANCHING
+    depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
+    branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
     max_new_tokens: Positive = defaults.MAX_NEW_TOKENS
     temperature: float = defaults.TEMPERATURE
     top_p: float = defaults.TOP_P

@@ -19,7 +19,7 @@ import torch
 from opentelemetry.context import Context
 from torch import Tensor
 
-from specsplit.core.errors import OutOfMemory
+from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.core.types import Timings
 from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
@@ -69,7 +69,9 @@ class Worker:
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._waiting: list[Task] = []
         self._running: dict[str, Task] = {}
-        self._closing = False
+        self._is_closed = False
+        """Set by the caller: no new work. `_is_ending` is the thread's own: what was accepted before is finished."""
+        self._is_ending = False
         self._thread = threading.Thread(target=self._loop, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
 
@@ -77,7 +79,12 @@ class Worker:
         """Do the work that `start` makes (on the worker's thread) and return its result.
 
         Cancelling the caller ends the work before its next step; it has ended once this coroutine has.
+
+        Raises:
+            WorkerClosed: after `close`.
         """
+        if self._is_closed:
+            raise WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
         loop = asyncio.get_running_loop()
         task = Task(session, start, loop, loop.create_future(), loop.create_future(), spans.current())
         self._inbox.put(task)
@@ -89,14 +96,15 @@ class Worker:
             raise
 
     async def close(self) -> None:
-        """End the thread once the steps under way are done."""
+        """End the thread once the work under way is done; closing again does nothing."""
+        self._is_closed = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def _loop(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)       # OpenMP keeps this per thread, so engines do not disturb each other
-        while not (self._closing and not self._running and not self._waiting):
+        while not (self._is_ending and not self._running and not self._waiting):
             self._schedule()
             ready = list(self._running.values())
             if ready:
@@ -109,7 +117,7 @@ class Worker:
             task = self._inbox.get()
             is_idle = False
             if task is None:
-                self._closing = True
+                self._is_ending = True
             else:
                 self._waiting.append(task)
         waiting, self._waiting = self._waiting, []

@@ -108,7 +108,8 @@ def load_model(
     path, name = _resolve(source, role)
     report("config", 0.05)
     with _translated(path, name):
-        config = AutoConfig.from_pretrained(path)
+        # Left out, trust_remote_code makes transformers ask the terminal whether to run the repository's code.
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config)
     report("weights", 0.15)
     model = _load_weights(path, name, config, _dtype(dtype, target_device), target_device)
@@ -123,7 +124,7 @@ def load_model(
     if record:
         runner.record()
     report("tokenizer", 0.95)
-    tokenizer, eos_ids = _tokenizer(path, config)
+    tokenizer, eos_ids = _tokenizer(path, name, config)
     report("ready", 1.0)
     return LoadedModel(
         name=name,
@@ -197,13 +198,26 @@ def _load_weights(
                 trust_remote_code=False,
                 attn_implementation="eager",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,          # they are reported in `info`, and refused below by name
             )
-            missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-            if missing:
-                raise ModelDamaged(f"{name} lacks weights that its config asks for, the first being {missing[0]}.")
+            _refuse_incomplete(name, info)
             return _laid_out(model.eval().requires_grad_(False).to(device))
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
+    """Refuse weights of which transformers made some up, since the files lack them or have them in another shape."""
+    if info["mismatched_keys"]:
+        key, found, wanted = min(info["mismatched_keys"])
+        raise ModelDamaged(
+            f"The weights of {name} do not have the shapes that its config asks for: {key} is {list(found)}, "
+            f"not {list(wanted)}."
+        )
+    if info["missing_keys"]:
+        raise ModelDamaged(
+            f"{name} lacks weights that its config asks for, the first being {min(info['missing_keys'])}."
+        )
 
 
 def _laid_out(model: PreTrainedModel) -> PreTrainedModel:
@@ -229,7 +243,7 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 
 
 @contextmanager
-def _translated(path: str, name: str) -> Iterator[None]:
+def _translated(path: str, name: str, part: str = "model") -> Iterator[None]:
     """Translate what reading a model can raise into our error tree; the one place that knows the libraries' exceptions."""
     try:
         yield
@@ -239,25 +253,35 @@ def _translated(path: str, name: str) -> Iterator[None]:
         raise ModelDamaged(f"The weights of {name} are truncated or damaged ({error}).") from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16.") from error
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        raise _model_error(path, name, error) from error
+    except hub_errors.StrictDataclassError as error:
+        raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
+    except Exception as error:                         # tokenizers raises bare Exceptions
+        raise _model_error(path, name, part, error) from error
 
 
-def _model_error(path: str, name: str, error: Exception) -> SpecSplitError:
+def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplitError:
     for cause in _causes(error):
         for kind, message in _HUB_ERRORS:
             if isinstance(cause, kind):
                 return ModelNotFound(message.format(name=name))
-    text = " ".join(str(error).split())
+    text = _one_line(error)
     if "gated repo" in text:
         return ModelNotFound(_GATED.format(name=name))
-    if "trust_remote_code" in text or "auto_map" in text:
+    if "trust_remote_code" in str(error) or "auto_map" in str(error):
         return ModelUnsupported(f"{name} needs code from its repository, which is never run here.")
     if not Path(path).is_dir():
+        if "does not appear to have" in text:
+            return ModelDamaged(f"{name} lacks files on the hub that are needed here: a config and safetensors weights.")
         return ModelNotFound(_UNREACHABLE.format(name=name))
+    if part == "tokenizer":
+        return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
     if isinstance(error, OSError | json.JSONDecodeError):
-        return ModelDamaged(f"The files of {name} cannot be read ({text[:200]}).")
-    return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text[:200]}).")
+        return ModelDamaged(f"The files of {name} cannot be read ({text}).")
+    return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text}).")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -302,15 +326,24 @@ def _check_logits(runner: Runner, model: PreTrainedModel, context: int, name: st
     check_against_eager(ours, eager_logits(model, token_ids), name)
 
 
-def _tokenizer(path: str, config: Any) -> tuple[TransformersTokenizer | None, tuple[int, ...]]:
-    """The tokenizer (None where the folder has none) and the ids that end a text."""
-    try:
-        ids: Any = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
-    eos_ids = tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
+def _tokenizer(path: str, name: str, config: Any) -> tuple[TransformersTokenizer | None, tuple[int, ...]]:
+    """Return the tokenizer (None where the folder has none) and the ids that end a text."""
+    eos_ids = _eos_ids(path, name, config)
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
         return None, eos_ids
-    with _translated(path, path):
+    with _translated(path, name, part="tokenizer"):
         tokenizer = TransformersTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False), eos_ids)
     return tokenizer, tokenizer.eos_ids
+
+
+def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
+    try:
+        ids: Any = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError) as error:
+        if (Path(path) / "generation_config.json").is_file():
+            raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({_one_line(error)}).") from error
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token_id, int) for token_id in listed):
+        raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")
+    return tuple(listed)

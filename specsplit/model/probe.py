@@ -135,7 +135,7 @@ def probe(model: PreTrainedModel) -> ProbeResult:
             f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."
         ) from error
     num_layers = model.config.get_text_config().num_hidden_layers
-    if sorted(seen.layers) != list(range(num_layers)):
+    if not seen.layers or sorted(seen.layers) != list(range(num_layers)):
         raise ModelUnsupported(
             f"{type(model).__name__} does not send every layer through transformers' attention interface "
             f"({len(seen.layers)} of {num_layers} layers), so SpecSplit cannot keep its KV cache."
@@ -170,7 +170,7 @@ def check_against_eager(ours: Tensor, truth: Tensor, model_name: str) -> None:
     """
     if not torch.isfinite(truth).all():
         raise ModelDamaged(f"{model_name} computes NaN or infinite logits; its weights are damaged.")
-    tolerance = 1e-3 if ours.dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if truth.dtype == torch.float32 else 5e-2         # ours are fp32 whatever the model computes in
     scale = truth.abs().max().float().clamp(min=1)
     error = (ours.float() - truth.float()).abs().max() / scale
     if not error <= tolerance:

@@ -42,8 +42,6 @@ class Link:
     committed tokens unless it says otherwise with SlotBehind.
     """
 
-    min_tail = 0
-
     def __init__(self, session: str, committed: Committed, opening: SessionParams) -> None:
         self.session = session
         self.epoch = 1
@@ -70,7 +68,7 @@ class Link:
 
     def _next_turn(self, verified: tuple[int, ...]) -> Turn:
         committed = self._committed
-        base_length = min(self._have, len(committed) - self.min_tail)
+        base_length = self._have
         self.round += 1
         return Turn(
             session=self.session,
@@ -85,9 +83,7 @@ class Link:
 
 
 class TargetLink(Link):
-    """The link to the target, whose answer needs the logits of the last committed token: its tail is never empty."""
-
-    min_tail = 1
+    """The link to the target. It holds all committed tokens but the bonus token, so its tail is never empty."""
 
     def __init__(self, verifier: Verifier, session: str, committed: Committed, opening: SessionParams) -> None:
         super().__init__(session, committed, opening)
@@ -102,7 +98,7 @@ class TargetLink(Link):
     async def verify(self, proposal: Proposal) -> Verdict:
         """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend."""
         verdict = await self._call(lambda turn: self._verifier.verify(turn, proposal))
-        self._have = verdict.length
+        self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
         self._next_node += len(proposal)
         return verdict
 

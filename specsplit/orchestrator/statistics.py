@@ -65,11 +65,10 @@ def path_depth(outcome: Outcome) -> int:
     first, accepted = proposal.first_node, verdict.accepted
     if not accepted:
         return max(depths[number - first] for number in verdict.verified)
-    last = accepted[-1]
-    below = {last}
+    below = {accepted[-1]}
     deepest = len(accepted)
     for number in verdict.verified:
-        if number > last and proposal.parents[number - first] in below:
+        if proposal.parents[number - first] in below:
             below.add(number)
             deepest = max(deepest, depths[number - first])
     return deepest

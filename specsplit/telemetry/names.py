@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SPANS = {
-    "round": "one propose and one verify of one session; parent of both",
+    "request": "one generation, from its prompt to the end of its sessions",
+    "round": "one propose and one verify of one session; parent of both, child of the request",
     "propose": "from asking the draft to its answer",
     "verify": "from asking the target to its verdict",
     "forward": "one step of one engine; its parent is the propose or verify that asked for it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -58,7 +58,7 @@ def _record(span: ReadableSpan) -> dict[str, object]:
 
 
 @contextmanager
-def trace_to_file(path: Path) -> Iterator[None]:
+def trace_to_file(path: Path) -> Generator[None]:
     """Record every span of the block in `path`, which is written anew and complete when the block ends.
 
     Raises:

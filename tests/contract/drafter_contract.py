@@ -122,5 +122,10 @@ class DrafterContract(SessionContract[Drafter, Proposal]):
     async def test_sessions_side_by_side_do_not_mix(self, worker: Drafter) -> None:
         prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], LONGER]
         apart = [await worker.propose(Script().first(prompt), 0, WIDE) for prompt in prompts]
-        together = await asyncio.gather(*(worker.propose(Script().first(prompt), 0, WIDE) for prompt in prompts))
-        assert together == apart
+
+        async def propose(prompt: tuple[int, ...]) -> Proposal:
+            return await worker.propose(Script().first(prompt), 0, WIDE)
+
+        async with asyncio.TaskGroup() as group:
+            together = [group.create_task(propose(prompt)) for prompt in prompts]
+        assert [task.result() for task in together] == apart

@@ -25,7 +25,7 @@ OTHER = (*PROMPT[:3], 13, 12, 6)
 Worker = TypeVar("Worker", Drafter, Verifier)
 Answer = TypeVar("Answer")
 Workers = Callable[[], AbstractAsyncContextManager[tuple[Drafter, Verifier]]]
-"""Opens a drafter and a verifier that share a vocabulary and hold no session yet."""
+"""Opens a drafter and a verifier that share a vocabulary, hold no session yet and have room for eight."""
 _keys = count(1)
 
 

@@ -152,5 +152,6 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
     async def test_sessions_side_by_side_do_not_mix(self, worker: Verifier) -> None:
         prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], PROMPT * 3]
         apart = [await decode_plainly(worker, prompt, 5) for prompt in prompts]
-        together = await asyncio.gather(*(decode_plainly(worker, prompt, 5) for prompt in prompts))
-        assert together == apart
+        async with asyncio.TaskGroup() as group:
+            together = [group.create_task(decode_plainly(worker, prompt, 5)) for prompt in prompts]
+        assert [task.result() for task in together] == apart

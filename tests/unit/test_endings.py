@@ -108,6 +108,17 @@ async def test_cancelling_twice_does_not_interrupt_the_closing() -> None:
     assert_nothing_is_left(target, draft)
 
 
+async def test_a_cancellation_during_the_closing_is_let_through_after_it() -> None:
+    target, draft = SlowlyClosing(), FakeDraft()
+    task = asyncio.create_task(collect(orchestrator(target, draft)))
+    await target.is_closing.wait()
+    task.cancel()
+    target.may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_nothing_is_left(target, draft)
+
+
 async def test_the_result_comes_after_the_sessions_are_closed() -> None:
     target, draft = FakeTarget(), FakeDraft()
     async for chunk in orchestrator(target, draft).stream(REQUEST):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -111,6 +112,7 @@ async def test_the_draft_is_told_its_own_numbers_and_the_target_gets_contiguous_
         next_node += len(proposal)
         assert len(proposal) <= 5
     assert any(turn.verified and turn.verified[-1] >= next_node for turn in draft.turns)
+    assert all(later > earlier for earlier, later in pairwise(draft.known_nodes))
 
 
 async def test_acceptance_is_counted_before_the_cut() -> None:

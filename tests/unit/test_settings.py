@@ -108,7 +108,10 @@ def test_an_unknown_variable_is_refused_by_name(variable: str, nearest: str, mon
         ("[targets]\nmodel = 'x'\n", r"There is no table targets; the nearest one is target\.$"),
         ("target = 'x'\n", r"target must be a table"),
         ("[target\n", r"is not valid TOML"),
-        ("[target]\nthreads = 0\n", r"^target\.threads in .*specsplit\.toml must be greater than or equal to 1, not 0\.$"),
+        (
+            "[target]\nthreads = 0\n",
+            r"^target\.threads in .*specsplit\.toml must be greater than or equal to 1, not 0\.$",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, tmp_path: Path):

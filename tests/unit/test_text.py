@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specsplit.orchestrator.records import Piece
 from specsplit.orchestrator.text import Detokenizer, StopStrings
-from tests.fakes import TOKENS, UNITS, VOCAB_SIZE, FakeTokenizer
+from tests.fakes import UNITS, VOCAB_SIZE, FakeTokenizer
 
 decode = FakeTokenizer().decode
 token_lists = st.lists(st.one_of(st.sampled_from(UNITS), st.integers(0, VOCAB_SIZE - 1)), max_size=80)
@@ -19,6 +19,14 @@ token_lists = st.lists(st.one_of(st.sampled_from(UNITS), st.integers(0, VOCAB_SI
 def spaced_decode(token_ids: Sequence[int]) -> str:
     """Decode words with a leading space each, the first of a text without: as SentencePiece vocabularies do."""
     return "".join(f" w{token_id}" for token_id in token_ids)[1:]
+
+
+def fallback_decode(token_ids: Sequence[int]) -> str:
+    """Decode bytes as vocabularies with byte fallback do: all of them are lost unless together they are whole."""
+    try:
+        return bytes(token_ids).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(token_ids)
 
 
 @given(token_lists)
@@ -48,8 +56,11 @@ def test_what_is_shown_does_not_depend_on_what_follows(token_ids: list[int], ext
         assert decode([*token_ids, *continuation[: extra + 1]]).startswith(text)
 
 
-@pytest.mark.parametrize("token_id", [ord("a"), 0xFF, 0xF0, TOKENS.index(b"ab")])
-def test_the_window_stays_short_whatever_the_length(token_id: int) -> None:
+@pytest.mark.parametrize("first", [[], [0xFF], [0xFF, 0xFF], [0xFF, 0xFF, 0xFF]], ids=len)
+@pytest.mark.parametrize(
+    "repeated", [b"a", b"\xff", b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xe2\x82\xff", "😀".encode()], ids=repr
+)
+def test_the_window_stays_short_whatever_the_length(first: list[int], repeated: bytes) -> None:
     longest = 0
 
     def watched(token_ids: Sequence[int]) -> str:
@@ -57,9 +68,10 @@ def test_the_window_stays_short_whatever_the_length(token_id: int) -> None:
         longest = max(longest, len(token_ids))
         return decode(token_ids)
 
+    token_ids = [*first, *repeated * 200]
     detokenizer = Detokenizer(watched)
-    text = "".join(detokenizer.push(token_id) for _ in range(1000)) + detokenizer.flush()
-    assert text == decode([token_id] * 1000)
+    text = "".join(map(detokenizer.push, token_ids))
+    assert text + detokenizer.flush() == decode(token_ids)
     assert longest <= 64
 
 
@@ -67,6 +79,12 @@ def test_a_tokenizer_that_drops_the_first_space_of_a_text_keeps_all_others() -> 
     detokenizer = Detokenizer(spaced_decode)
     text = "".join(detokenizer.push(token_id) for token_id in range(40)) + detokenizer.flush()
     assert text == spaced_decode(range(40))
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30))
+def test_the_window_begins_where_a_character_begins(text: str) -> None:
+    detokenizer = Detokenizer(fallback_decode)
+    assert "".join(map(detokenizer.push, text.encode())) == text
 
 
 def feed(stop: Sequence[str], texts: Sequence[str]) -> tuple[list[list[Piece]], bool]:

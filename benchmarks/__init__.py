@@ -1,0 +1,1 @@
+"""Measurements of SpecSplit against itself and its peers; see `python -m benchmarks --help`."""

@@ -1,0 +1,90 @@
+"""Whether systems wrote the same text, token for token, and how close the call was where they did not.
+
+Knows token ids only; the margin comes from whoever holds the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.systems import Sample, Task
+
+TIE_MARGIN = 1e-5
+"""Logits of the best two tokens that are closer than this in fp32 have no order that two programs must share."""
+
+Margin = Callable[[Sequence[int]], float]
+"""The difference between the target's best two logits after some tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a system left the reference's text; all that follows is a consequence."""
+
+    system: str
+    task: str
+    position: int
+    """New tokens before it."""
+    expected: int | None
+    """The reference's token; None where it has ended."""
+    got: int | None
+    margin: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin < TIE_MARGIN
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields in JSON types."""
+        return {
+            "system": self.system,
+            "task": self.task,
+            "position": self.position,
+            "expected": self.expected,
+            "got": self.got,
+            "margin": self.margin,
+            "is_tie": self.is_tie,
+        }
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Return the first position at which two texts differ, None where they are the same."""
+    if tuple(expected) == tuple(got):
+        return None
+    pairs = enumerate(zip(expected, got, strict=False))
+    return next((position for position, (a, b) in pairs if a != b), min(len(expected), len(got)))
+
+
+def differences(
+    tasks: Sequence[Task], reference: str, rounds: Iterable[Mapping[str, Sequence[Sample]]], margin: Margin
+) -> list[Difference]:
+    """Return each distinct difference from the reference's text of the first round, its own later rounds included."""
+    found: dict[tuple[str, str, int, int | None], Difference] = {}
+    expected: list[tuple[int, ...]] | None = None
+    for samples_of in rounds:
+        if expected is None:
+            expected = [sample.token_ids or () for sample in samples_of[reference]]
+        for system, samples in samples_of.items():
+            for task, wanted, sample in zip(tasks, expected, samples, strict=True):
+                if sample.token_ids is None:
+                    continue
+                difference = _difference(system, task, wanted, sample.token_ids, margin)
+                if difference is not None:
+                    found.setdefault((system, task.id, difference.position, difference.got), difference)
+    return list(found.values())
+
+
+def _difference(
+    system: str, task: Task, expected: tuple[int, ...], got: tuple[int, ...], margin: Margin
+) -> Difference | None:
+    position = first_difference(expected, got)
+    if position is None:
+        return None
+    return Difference(
+        system=system,
+        task=task.id,
+        position=position,
+        expected=expected[position] if position < len(expected) else None,
+        got=got[position] if position < len(got) else None,
+        margin=margin([*task.prompt_ids, *expected[:position]]),
+    )

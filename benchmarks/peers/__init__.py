@@ -1,0 +1,1 @@
+"""Systems under measurement, one adapter file each; every one meets `benchmarks.systems.System`."""

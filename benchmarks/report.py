@@ -1,0 +1,99 @@
+"""What a run shows: progress and tables on stderr, one JSON line last on stdout and, where asked for, in a file.
+
+Knows no measurement; gets finished records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from benchmarks.statistics import Estimate
+from specsplit.core.errors import InvalidSettings
+
+
+class Progress:
+    """A bar on stderr where that is a terminal, nothing elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def running(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Show a bar of `total` steps; the caller gets what counts one, told what is being done."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = RichProgress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        with bar:
+            task = bar.add_task(what, total=total)
+            yield lambda name: bar.update(task, advance=1, description=f"{what}: {name}")
+
+    def loading(self, phase: str, fraction: float) -> None:
+        """Say what is being loaded."""
+        if self._console.is_terminal and fraction < 1:
+            self._console.print(f"loading {phase}", end="\r", soft_wrap=True)
+
+
+def new_console() -> Console:
+    """Return where people read: stderr, wide enough for the tables where it is no terminal."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
+
+
+def spread(value: Estimate, digits: int = 2) -> str:
+    """Return a median with its interval, as the tables show it."""
+    return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table, its first column text and the others numbers."""
+    empty = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        empty.add_column(column, justify="right" if index else "left", no_wrap=index > 0)
+    return empty
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a results file that cannot be written, before anything is measured.
+
+    Raises:
+        InvalidSettings: naming the reason.
+    """
+    if path is not None:
+        _append(path, "")
+
+
+def emit(record: Mapping[str, object], path: Path | None) -> None:
+    """Write the record as one JSON line to stdout, and append it to `path`.
+
+    Raises:
+        InvalidSettings: the file cannot be written; stdout has the line already.
+    """
+    line = json.dumps(record, separators=(",", ":"))
+    print(line, flush=True)
+    if path is not None:
+        _append(path, line + "\n")
+
+
+def _append(path: Path, text: str) -> None:
+    """Add `text` whole or not at all."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                os.ftruncate(file.fileno(), size)
+                raise
+    except OSError as error:
+        raise InvalidSettings(
+            f"The results file {path} cannot be written ({error.strerror}); check --output."
+        ) from error

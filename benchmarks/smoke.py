@@ -1,0 +1,178 @@
+"""`smoke`: our plain decoding and pingpong against transformers on the embedded pair, alternately, in one process.
+
+Measures, then derives; what is printed is the report's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks import bars, workloads
+from benchmarks.agreement import Difference, differences
+from benchmarks.alternation import Measurement, Round, alternate, num_runs
+from benchmarks.bars import Bar
+from benchmarks.environment import provenance
+from benchmarks.metrics import Acceptance, acceptance, decode_tokens_per_s, overhead_ms
+from benchmarks.peers import transformers_assisted, transformers_generate, transformers_prompt_lookup
+from benchmarks.peers.ours import InProcess
+from benchmarks.peers.transformers_model import load
+from benchmarks.report import Progress
+from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate, median, quantile
+from benchmarks.systems import System, Task
+from specsplit.engine.session import MAX_STEP_TOKENS
+
+NUM_WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeSettings:
+    """What is run; the tree's shape is that of the package's defaults unless told otherwise."""
+
+    num_prompts: int
+    num_new_tokens: int
+    num_rounds: int
+    threads: int
+    nodes: int
+    depth: int
+    branching: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings in JSON types."""
+        return {
+            "pair": "embedded",
+            "dtype": "fp32",
+            "temperature": 0,
+            "num_prompts": self.num_prompts,
+            "num_new_tokens": self.num_new_tokens,
+            "num_rounds": self.num_rounds,
+            "num_warm_up_prompts": NUM_WARM_UPS,
+            "threads": self.threads,
+            "nodes": self.nodes,
+            "depth": self.depth,
+            "branching": self.branching,
+            "bootstrap_seed": BOOTSTRAP_SEED,
+            "confidence": CONFIDENCE,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Smoke:
+    """All that one run found."""
+
+    settings: SmokeSettings
+    provenance: dict[str, object]
+    prompts: dict[str, object]
+    num_rounds: int
+    was_interrupted: bool
+    rates: dict[str, Estimate]
+    decode_rates: dict[str, Estimate]
+    bars: list[Bar]
+    overhead_ms: dict[str, dict[str, float]]
+    acceptance: Acceptance
+    differences: list[Difference]
+    samples: dict[str, dict[str, object]]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the whole result in JSON types."""
+        return {
+            "benchmark": "smoke",
+            "is_complete": not self.was_interrupted,
+            "num_rounds": self.num_rounds,
+            "provenance": self.provenance,
+            "settings": self.settings.to_dict(),
+            "prompts": self.prompts,
+            "tokens_per_s": {name: value.to_dict() for name, value in self.rates.items()},
+            "decode_tokens_per_s": {name: value.to_dict() for name, value in self.decode_rates.items()},
+            "bars": [bar.to_dict() for bar in self.bars],
+            "overhead_ms": self.overhead_ms,
+            "acceptance": self.acceptance.to_dict(),
+            "num_differences": len(self.differences),
+            "num_ties": sum(difference.is_tie for difference in self.differences),
+            "differences": [difference.to_dict() for difference in self.differences],
+            "samples": self.samples,
+        }
+
+
+def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
+    """Load, measure, derive; None where the run was interrupted before its first round was whole.
+
+    Raises:
+        SpecSplitError: a model cannot be loaded, or the settings do not fit it.
+    """
+    prompts = workloads.read_prompts(workloads.CODE_PROMPTS, settings.num_prompts)
+    origin = provenance()
+    with InProcess(settings.threads, progress.loading) as ours:
+        tasks = [Task(prompt.id, ours.encode(prompt.text), settings.num_new_tokens) for prompt in prompts]
+        systems = _systems(ours, settings)
+        with progress.running("measuring", num_runs(systems, tasks, settings.num_rounds, NUM_WARM_UPS)) as tick:
+            measured = alternate(systems, tasks, settings.num_rounds, num_warm_ups=NUM_WARM_UPS, tick=tick)
+        if not measured.rounds:
+            return None
+        found = differences(tasks, bars.PLAIN, measured.rounds, ours.top2_margin)
+    told = {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)}
+    return derive(settings, origin, told, measured, found)
+
+
+def _systems(ours: InProcess, settings: SmokeSettings) -> list[System]:
+    target, threads = load("target"), settings.threads
+    return [
+        ours.plain(),
+        ours.pingpong(settings.nodes, settings.depth, settings.branching),
+        ours.bare_forward(),
+        *transformers_generate.systems(target, threads),
+        *transformers_assisted.systems(target, threads),
+        *transformers_prompt_lookup.systems(target, threads),
+    ]
+
+
+def derive(
+    settings: SmokeSettings,
+    origin: dict[str, object],
+    prompts: dict[str, object],
+    measured: Measurement,
+    found: list[Difference],
+) -> Smoke:
+    """Turn samples into the numbers of the report."""
+    samples = {name: measured.samples(name) for name in measured.rounds[0]}
+    num_tokens = settings.num_new_tokens
+    decode = {name: decode_tokens_per_s(rounds, num_tokens) for name, rounds in samples.items()}
+    return Smoke(
+        settings=settings,
+        provenance=origin,
+        prompts=prompts,
+        num_rounds=len(measured.rounds),
+        was_interrupted=measured.was_interrupted,
+        rates={name: estimate(values) for name, values in bars.rates(samples, num_tokens).items()},
+        decode_rates={name: estimate(values) for name, values in decode.items() if values is not None},
+        bars=bars.check_bars(samples, num_tokens, MAX_STEP_TOKENS),
+        overhead_ms={name: _overheads(samples, name) for name in (bars.PLAIN, bars.PINGPONG)},
+        acceptance=_acceptance(measured.rounds[0]),
+        differences=found,
+        samples={name: _raw(measured, name) for name in samples},
+    )
+
+
+def _acceptance(first_round: Round) -> Acceptance:
+    """Count each prompt once: what is accepted is the same in every round."""
+    return acceptance(result.speculative_decoding for result in bars.results([first_round[bars.PINGPONG]]))
+
+
+def _overheads(samples: bars.Samples, name: str) -> dict[str, float]:
+    values = [overhead_ms(result) for result in bars.results(samples[name])]
+    return {"median": median(values), "p95": quantile(values, 0.95)}
+
+
+def _raw(measured: Measurement, name: str) -> dict[str, object]:
+    rounds = measured.samples(name)
+    raw: dict[str, object] = {"wall_s": bars.wall_times(rounds)}
+    told = [[sample.result for sample in samples if sample.result is not None] for samples in rounds]
+    if told[0]:
+        timings = [[result.timings for result in row] for row in told]
+        raw["ttft_s"] = [[timing.ttft_s for timing in row] for row in timings]
+        raw["decode_s"] = [[timing.decode_s for timing in row] for row in timings]
+        raw["draft_device_s"] = [[timing.draft_device_s for timing in row] for row in timings]
+        raw["target_device_s"] = [[timing.target_device_s for timing in row] for row in timings]
+        raw["num_rounds"] = [result.num_rounds for result in told[0]]
+        raw["target_forwards"] = [result.target_forwards for result in told[0]]
+        raw["draft_forwards"] = [result.draft_forwards for result in told[0]]
+    return raw

@@ -1,0 +1,157 @@
+"""The Python API on the embedded pair: the same text whichever way it is asked for, and clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import specsplit
+from specsplit import Pipeline
+from specsplit.assembly import check_vocabularies
+from specsplit.core.errors import InvalidRequest, InvalidSettings, VocabularyMismatch
+from specsplit.core.settings import load_settings
+from specsplit.core.types import Identity
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Pipeline]:
+    with Pipeline(max_new_tokens=16) as opened:
+        yield opened
+
+
+def test_the_package_shows_the_pipeline_and_its_version():
+    assert specsplit.Pipeline is Pipeline
+    assert isinstance(specsplit.__version__, str)
+    assert set(specsplit.__all__) == {"Pipeline", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
+        _ = specsplit.Pipelines  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_generate_and_stream_give_the_same_text(pipeline: Pipeline):
+    result = pipeline.generate(PROMPT, temperature=0.8, seed=3)
+    chunks = list(pipeline.stream(PROMPT, temperature=0.8, seed=3))
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert len(chunks) > 1
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.token_ids == result.token_ids
+    assert (len(result.token_ids), result.seed, result.mode) == (16, 3, "pingpong")
+
+
+async def test_the_async_variants_give_the_same_text_and_leave_the_loop_free(pipeline: Pipeline):
+    expected = pipeline.generate(PROMPT)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    result, streamed = await asyncio.gather(pipeline.agenerate(PROMPT), _collect(pipeline))
+    ticking.cancel()
+    assert (result.text, streamed) == (expected.text, expected.text)
+    assert ticks > 2
+
+
+async def _collect(pipeline: Pipeline) -> str:
+    return "".join([chunk.text async for chunk in pipeline.astream(PROMPT)])
+
+
+def test_plain_decoding_gives_the_same_text(pipeline: Pipeline):
+    plain = pipeline.generate(PROMPT, mode="plain")
+    assert (plain.mode, plain.draft_forwards, plain.target_forwards) == ("plain", 0, 16)
+    assert plain.token_ids == pipeline.generate(PROMPT).token_ids
+
+
+def test_options_of_a_request_go_over_those_of_the_pipeline(pipeline: Pipeline):
+    assert len(pipeline.generate(PROMPT, max_new_tokens=3).token_ids) == 3
+    whole = pipeline.generate(PROMPT).text
+    stop = whole[5:9]
+    assert pipeline.generate(PROMPT, stop=stop).text == whole[: whole.index(stop)]
+    ids = pipeline.generate(PROMPT).prompt_token_ids
+    assert pipeline.generate(ids).text == whole
+    banned = pipeline.generate(PROMPT).token_ids[0]
+    assert pipeline.generate(PROMPT, logit_bias={banned: -100.0}).token_ids[0] != banned
+
+
+def test_without_a_seed_one_is_drawn_and_repeats_the_text(pipeline: Pipeline):
+    first = pipeline.generate(PROMPT, temperature=1.0)
+    second = pipeline.generate(PROMPT, temperature=1.0)
+    assert first.seed != second.seed
+    assert pipeline.generate(PROMPT, temperature=1.0, seed=first.seed).token_ids == first.token_ids
+
+
+def test_a_stream_closed_early_frees_the_slot_for_the_next_request(pipeline: Pipeline):
+    stream = pipeline.stream(PROMPT, max_new_tokens=2000, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert len(pipeline.generate(PROMPT).token_ids) == 16
+
+
+async def test_an_async_stream_closed_or_cancelled_early_frees_the_slot_too(pipeline: Pipeline):
+    stream = pipeline.astream(PROMPT, max_new_tokens=2000, ignore_eos=True)
+    await anext(stream)
+    await stream.aclose()
+    endless = asyncio.create_task(pipeline.agenerate(PROMPT, max_new_tokens=2000, ignore_eos=True))
+    await asyncio.sleep(0)
+    endless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+    assert len((await pipeline.agenerate(PROMPT)).token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "The prompt is empty"),
+        ([], {}, "The prompt is empty"),
+        ([4096], {}, "outside the vocabulary"),
+        ([-1], {}, "outside the vocabulary"),
+        ([1] * 3000, {}, "leaves no room"),
+        ("a", {"temperature": -1}, "temperature must be between"),
+        ("a", {"seed": 2**64}, "seed must be less than"),
+        ("a", {"chat": True}, "no chat template"),
+        ("a", {"temprature": 1}, "the nearest one is temperature"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_the_pipeline_goes_on(
+    prompt: str | list[int], options: dict[str, float], message: str, pipeline: Pipeline
+):
+    with pytest.raises((InvalidRequest, InvalidSettings), match=message):
+        pipeline.generate(prompt, **options)  # pyright: ignore[reportArgumentType]
+    assert len(pipeline.generate(PROMPT, max_new_tokens=1).token_ids) == 1
+
+
+def test_a_wrong_setting_is_refused_before_anything_is_loaded():
+    with pytest.raises(InvalidSettings, match=r"^There is no setting modle; the nearest one is mode\.$"):
+        Pipeline(modle="plain")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(InvalidRequest, match="top_p"):
+        Pipeline(top_p=0)
+
+
+def test_closing_ends_what_is_under_way_and_every_thread():
+    before = set(threading.enumerate())
+    pipeline = Pipeline.from_settings(load_settings({"mode": "plain"}).settings)
+    stream = pipeline.stream(PROMPT, max_new_tokens=2000, ignore_eos=True)
+    next(stream)
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(InvalidRequest, match="closed before this request came to its end"):
+        list(stream)
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(InvalidRequest, match="closed"):
+        pipeline.generate(PROMPT)
+
+
+def test_other_vocabularies_are_refused_naming_both_models():
+    target = Identity(role="target", model="large", vocab_size=8, vocab_hash="a", context=16)
+    draft = Identity(role="draft", model="small", vocab_size=8, vocab_hash="b", context=16)
+    with pytest.raises(VocabularyMismatch, match=r"draft small and the target large .*--draft-model"):
+        check_vocabularies(target, draft)

@@ -1,0 +1,244 @@
+"""The command line on the embedded pair, in processes of its own where pipes, terminals and Ctrl-C matter."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specsplit.cli.main import main
+from specsplit.telemetry import names
+
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED = ROOT / "specsplit" / "model" / "embedded"
+PROMPT = "def add(a, b):"
+ENDLESS = ["--prompt", PROMPT, "--max-new-tokens", "2000", "--ignore-eos"]
+LIMIT_S = 120
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECSPLIT_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm", **changes}
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "specsplit", *arguments]
+
+
+def _run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    done = subprocess.run(
+        _command(*arguments), input=stdin, capture_output=True, env=_environment(), timeout=LIMIT_S, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def _run_on_terminal(*arguments: str, **changes: str) -> tuple[int, str]:
+    """Run with a terminal for all three streams; return what it showed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, _command(*arguments), _environment(**changes))
+    shown = b""
+    try:
+        while data := os.read(terminal, 65536):
+            shown += data
+    except OSError:  # Linux answers EIO once the other side is closed
+        pass
+    finally:
+        os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_help_needs_nothing_heavy():
+    program = (
+        "import sys; from specsplit.cli.main import main; code = main(['orchestrate', '--help']);"
+        "heavy = {'torch', 'transformers', 'opentelemetry', 'pydantic_settings', 'tokenizers', 'asyncio'};"
+        "print(sorted(heavy & set(sys.modules)), code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, env=_environment(), timeout=LIMIT_S, check=True
+    )
+    assert done.stderr == b"[] 0\n"
+
+
+def test_json_is_one_object_on_one_line_with_the_fields_of_the_contract(tmp_path: Path):
+    trace = tmp_path / "spans.jsonl"
+    code, out, err = _run(
+        "orchestrate", "--prompt-file", "-", "--max-new-tokens", "24", "--json", "--trace-file", str(trace),
+        stdin=PROMPT.encode(),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    assert {
+        "text", "token_ids", "prompt_token_ids", "finish_reason", "seed", "mode", "timings", "speculative_decoding",
+        "target_forwards", "draft_forwards",
+    } <= answer.keys()  # fmt: skip
+    assert {"load_s", "ttft_s", "decode_s", "tokens_per_s"} <= answer["timings"].keys()
+    speculative = answer["speculative_decoding"]
+    assert {
+        "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
+        "draft_acceptance_rate", "acceptance_histogram",
+    } <= speculative.keys()  # fmt: skip
+    assert (len(answer["token_ids"]), answer["finish_reason"], answer["mode"]) == (24, "length", "pingpong")
+    assert answer["timings"]["tokens_per_s"] == pytest.approx(23 / answer["timings"]["decode_s"])
+    assert speculative["mean_acceptance_length"] == pytest.approx(
+        1 + speculative["num_accepted_draft_tokens"] / speculative["num_spec_steps"]
+    )
+    _check_trace(trace, answer)
+
+
+def _check_trace(path: Path, answer: dict[str, int]) -> None:
+    spans = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert {span["name"] for span in spans} >= {"round", "propose", "verify", "forward"}
+    assert {span["name"] for span in spans} <= names.SPANS.keys()
+    assert {name for span in spans for name in span["attributes"]} <= names.ATTRIBUTES.keys()
+    assert len({span["trace_id"] for span in spans}) == 1
+    by_id = {span["span_id"]: span for span in spans}
+    callers = {"draft": "propose", "target": "verify"}
+    forwards = [span for span in spans if span["name"] == "forward"]
+    for span in forwards:
+        assert by_id[span["parent_id"]]["name"] == callers[span["attributes"]["worker"]]
+    workers = [span["attributes"]["worker"] for span in forwards]
+    assert workers.count("target") == answer["target_forwards"]
+    assert workers.count("draft") == answer["draft_forwards"]
+
+
+def test_a_terminal_shows_the_same_text_with_marks_as_a_pipe_without(capfd: pytest.CaptureFixture[str]):
+    arguments = ("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "24", "--seed", "5")
+    code, shown = _run_on_terminal(*arguments)
+    assert code == 0
+    assert "\x1b[4;36mdrafted and accepted\x1b[0m, the target's own" in shown
+    answer = shown.split("the target's own\r\n")[1].split("24 tokens (length)")[0]
+    assert "\x1b[4;36m" in answer
+    capfd.readouterr()
+    assert main(arguments) == 0
+    piped, err = capfd.readouterr()
+    assert "\x1b" not in piped + err
+    assert answer.replace("\x1b[4;36m", "").replace("\x1b[0m", "").replace("\r\n", "\n") == piped
+
+
+@pytest.mark.slow
+def test_no_color_is_honoured_on_a_terminal():
+    code, shown = _run_on_terminal("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "12", NO_COLOR="1")
+    assert code == 0
+    assert "\x1b[" not in shown.rsplit("\x1b[2K", 1)[1]  # what the loading bar erased before it
+    assert "\x1b[4;36m" not in shown
+    assert "12 tokens (length)" in shown
+
+
+def _start(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        _command("orchestrate", *ENDLESS, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+    )
+
+
+def _is_interrupted_summary(err: bytes) -> bool:
+    return err.count(b"\n") == 1 and b" tokens (interrupted) | " in err and b" | seed " in err
+
+
+def test_ctrl_c_keeps_the_text_prints_the_summary_and_exits_130():
+    process = _start()
+    assert process.stdout is not None
+    begun = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert _is_interrupted_summary(err)
+    assert (begun + out).endswith(b"\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_half_object_and_a_whole_trace(tmp_path: Path):
+    trace = tmp_path / "spans.jsonl"
+    os.mkfifo(trace)  # reading from it tells when rounds have begun
+    process = _start("--json", "--trace-file", str(trace))
+    with trace.open("rb") as spans:
+        begun = spans.readline()
+        process.send_signal(signal.SIGINT)
+        lines = [begun, *spans]
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (130, b"")
+    assert _is_interrupted_summary(err)
+    assert {json.loads(line)["name"] for line in lines} >= {"round", "forward"}
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_is_no_traceback():
+    process = _start()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=LIMIT_S) == 1
+    assert err == b""
+    process.stderr.close()
+
+
+def test_a_target_of_its_own_decodes_plainly_and_says_so(capfd: pytest.CaptureFixture[str]):
+    own = str(EMBEDDED / "target")
+    assert main(["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "4", "--target-model", own, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == "No draft for this target: decoding plainly; name one with --draft-model to speculate.\n"
+    answer = json.loads(out)
+    assert (answer["mode"], answer["draft_forwards"], answer["target_forwards"]) == ("plain", 0, 4)
+
+
+def test_compare_sets_plain_decoding_beside(capfd: pytest.CaptureFixture[str]):
+    arguments = ["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "24", "--temperature", "1", "--seed", "5"]
+    assert main([*arguments, "--compare"]) == 0
+    text, err = capfd.readouterr()
+    summary, plain, pingpong, verdict = err.splitlines()
+    assert summary.startswith("24 tokens (length) | ")
+    assert summary.endswith(" | mode pingpong | seed 5")
+    assert (plain.split()[0], pingpong.split()[0]) == ("plain", "pingpong")
+    assert verdict.endswith("x plain decoding, texts identical")
+    assert main([*arguments, "--compare", "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["text"].rstrip("\n") == text.rstrip("\n")
+    assert answer["compare"]["identical"] is True
+    assert answer["compare"]["plain"]["token_ids"] == answer["token_ids"]
+
+
+def test_doctor_is_well_here(capfd: pytest.CaptureFixture[str]):
+    code = main(["doctor", "--json"])
+    report = json.loads(capfd.readouterr().out)
+    assert (code, report["ok"]) == (0, True)
+    found = {check["name"]: check["detail"] for check in report["checks"]}
+    assert found["vocabulary"] == "the same for draft and target"
+    assert found["target"].startswith("embedded: fp32 on cpu")
+    assert "GiB" in found["draft"]
+
+
+def test_a_missing_model_fails_the_doctor_and_the_command(capfd: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--target-model", "./no-such-model"]) == 1
+    out, _ = capfd.readouterr()
+    assert "no-such-model" in out
+    assert "fails" in out
+    assert main(["orchestrate", "--prompt", "a", "--target-model", "./no-such-model", "--mode", "plain"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "Error: There is no model folder at ./no-such-model.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--chat"], ["--prompt-file", "-"], ["--logit-bias", "4096=1"]])
+def test_what_only_the_model_can_refuse_is_one_sentence_and_exit_2(
+    arguments: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x = 1\n" * 2000)))
+    prompt = [] if "--prompt-file" in arguments else ["--prompt", "a"]
+    assert main(["orchestrate", *prompt, *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1

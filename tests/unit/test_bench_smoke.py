@@ -1,0 +1,350 @@
+"""The logic of the benchmarks: pairing, alternation, counts, agreement, the JSON line. No clock, no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bars, environment, report, smoke, sweep, workloads
+from benchmarks.agreement import TIE_MARGIN, differences, first_difference
+from benchmarks.alternation import Measurement, alternate, num_runs, running_order
+from benchmarks.metrics import acceptance, decode_forwards, decode_tokens_per_s, overhead_ms, tokens_per_s
+from benchmarks.statistics import estimate, median, paired_speedup, quantile
+from benchmarks.systems import Sample, Task
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+
+TASKS = [Task(f"task-{number}", tuple(range(1, 4 + number)), 5) for number in range(3)]
+SHAPE = {"nodes": 4, "depth": 3, "branching": 2}
+
+
+@dataclass
+class Echo:
+    """A system whose every run takes `wall_s`, without taking it; it stops the run after `runs_left` more."""
+
+    name: str
+    wall_s: float = 1.0
+    token_ids: tuple[int, ...] | None = (1, 2, 3, 4, 5)
+    result: Result | None = None
+    runs_left: int = 10**6
+    log: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+    def generate(self, task: Task) -> Sample:
+        if self.runs_left == 0:
+            raise KeyboardInterrupt
+        self.runs_left -= 1
+        self.log.append((task.id, self.name))
+        decode_s = self.result.timings.decode_s if self.result is not None else None
+        return Sample(self.wall_s, self.token_ids, decode_s, self.result)
+
+
+def _ignore(name: str) -> None: ...
+
+
+def _result(**changes: object) -> Result:
+    result = Result(
+        token_ids=(1, 2, 3, 4, 5),
+        text="",
+        prompt_token_ids=(7,) * 10,
+        finish_reason="length",
+        seed=0,
+        mode="pingpong",
+        timings=RequestTimings(0.1, 0.4, 10.0, draft_device_s=0.1, target_device_s=0.2),
+        speculative_decoding=SpeculativeDecoding(
+            num_spec_steps=2,
+            num_draft_tokens=8,
+            num_path_tokens=6,
+            num_accepted_draft_tokens=2,
+            acceptance_histogram=(1, 0, 1, 0),
+            tested_by_depth=(2, 1, 1),
+            accepted_by_depth=(1, 1, 0),
+        ),
+        num_rounds=2,
+        target_forwards=3,
+        draft_forwards=7,
+    )
+    return replace(result, **changes)
+
+
+def _systems() -> list[Echo]:
+    return [
+        Echo("plain", 2.0, result=_result(mode="plain", target_forwards=5, num_rounds=4)),
+        Echo("pingpong", 1.0, result=_result()),
+        Echo("bare forward", 0.35, token_ids=None),
+        Echo("transformers generate", 2.5),
+        Echo("transformers assisted, default", 3.0),
+        Echo("transformers assisted, constant 4", 2.0),
+        Echo("transformers prompt lookup, 4", 1.5),
+        Echo("transformers prompt lookup, 10", 1.6),
+    ]
+
+
+# --- statistics
+
+
+def test_quantiles_lie_between_the_nearest_samples():
+    assert quantile([4, 1, 3, 2], 0.5) == 2.5
+    assert quantile([5.0], 0.95) == 5.0
+    assert quantile([0, 10], 0.95) == pytest.approx(9.5)
+    assert median([3, 1, 2]) == 2
+
+
+def test_an_estimate_holds_its_median_inside_its_interval_and_repeats_exactly():
+    first = estimate([1.0, 5.0, 2.0, 4.0, 3.0])
+    assert first.low < first.median == 3.0 < first.high
+    assert first == estimate([1.0, 5.0, 2.0, 4.0, 3.0])
+    assert estimate([2.0] * 5).low == estimate([2.0] * 5).high == 2.0
+
+
+def test_a_paired_speedup_does_not_see_what_slows_both_down():
+    weather = [1.0, 9.0, 0.5, 30.0, 2.0]
+    baseline = [[2.0 * slow, 6.0 * slow] for slow in weather]
+    times = [[1.0 * slow, 2.0 * slow] for slow in weather]
+    speedup = paired_speedup(baseline, times)
+    assert speedup.low == pytest.approx(speedup.high)
+    assert speedup.samples == pytest.approx([8 / 3] * 5)
+
+
+def test_a_paired_speedup_is_a_ratio_of_summed_times_not_a_mean_of_ratios():
+    assert paired_speedup([[2.0, 6.0]] * 5, [[1.0, 2.0]] * 5).median == pytest.approx(8 / 3)
+    assert paired_speedup([[1.0, 1.0]] * 5, [[0.5, 2.0]] * 5).median == pytest.approx(2 / 2.5)
+
+
+def test_one_disturbed_run_does_not_move_a_paired_speedup():
+    times = [[1.0, 1.0] for _ in range(5)]
+    times[2][1] = 50.0
+    assert paired_speedup([[2.0, 2.0]] * 5, times).median == pytest.approx(2.0)
+
+
+def test_a_planted_slowdown_of_a_tenth_is_outside_the_interval():
+    jitter = [1.00, 1.02, 0.99, 1.01, 0.98]
+    baseline = [[1.0 * factor, 2.0 * factor] for factor in jitter]
+    slower = [[1.1 * factor, 2.2 * factor] for factor in reversed(jitter)]
+    assert paired_speedup(baseline, slower).high < 1 < paired_speedup(slower, baseline).low
+
+
+# --- alternation
+
+
+def test_every_system_does_every_task_once_a_round():
+    log: list[tuple[str, str]] = []
+    systems = [Echo(name, log=log) for name in "abcd"]
+    ticks: list[str] = []
+    measured = alternate(systems, TASKS, 3, num_warm_ups=1, tick=ticks.append)
+    assert len(measured.rounds) == 3
+    assert not measured.was_interrupted
+    assert len(ticks) == len(log) == num_runs(systems, TASKS, 3, 1)
+    body = log[len(systems) :]
+    per_round = [body[start : start + 12] for start in range(0, 36, 12)]
+    for entries in per_round:
+        assert sorted(entries) == sorted((task.id, name) for task in TASKS for name in "abcd")
+    assert [[len(samples) for samples in measured.samples(name)] for name in "abcd"] == [[3, 3, 3]] * 4
+
+
+def test_each_system_has_each_place_and_the_direction_turns():
+    systems = [Echo(name) for name in "abc"]
+    orders = [["".join(s.name for s in running_order(systems, r, t)) for t in range(3)] for r in range(4)]
+    for place in range(3):
+        assert {order[place] for row in orders for order in row} == set("abc")
+    assert orders[0] == ["abc", "bca", "cab"]
+    assert orders[1] == ["acb", "bac", "cba"]
+
+
+def test_an_interrupt_keeps_whole_rounds_only():
+    stopping = Echo("b", runs_left=1 + 3 + 2)
+    measured = alternate([Echo("a"), stopping], TASKS, 5, num_warm_ups=1, tick=_ignore)
+    assert measured.was_interrupted
+    assert [len(row) for row in measured.samples("b")] == [3]
+
+
+# --- metrics
+
+
+def test_acceptance_is_pooled_from_counts_not_averaged():
+    deep = SpeculativeDecoding(8, 32, 24, 16, (2, 1, 1, 3, 1), (8, 6, 5, 4), (6, 5, 4, 1))
+    shallow = SpeculativeDecoding(2, 8, 6, 2, (1, 0, 1), (2, 1), (1, 1))
+    pooled = acceptance([deep, shallow])
+    assert pooled.num_rounds == 10
+    assert pooled.mean_acceptance_length == pytest.approx(1 + 18 / 10)
+    assert pooled.path_acceptance_rate == pytest.approx(18 / 30)
+    assert pooled.node_acceptance_rate == pytest.approx(18 / 40)
+    assert pooled.histogram == (3, 1, 2, 3, 1)
+    assert pooled.by_depth == pytest.approx((7 / 10, 6 / 7, 4 / 5, 1 / 4))
+
+
+def test_a_depth_that_no_round_reached_has_no_rate():
+    assert acceptance([SpeculativeDecoding(1, 2, 2, 0, (1, 0, 0), (1, 0), (0, 0))]).by_depth == (0.0, None)
+    assert acceptance([]).mean_acceptance_length == 1
+
+
+def test_the_time_beside_the_forwards_is_per_round():
+    assert overhead_ms(_result()) == pytest.approx((0.4 - 0.1 - 0.2) * 1e3 / 2)
+
+
+def test_the_prompts_forwards_are_not_counted_as_rounds():
+    assert decode_forwards(_result(target_forwards=3), chunk_tokens=512) == 2
+    assert decode_forwards(_result(target_forwards=5, prompt_token_ids=(1,) * 1025), chunk_tokens=512) == 2
+    assert decode_forwards(_result(target_forwards=4, prompt_token_ids=(1,) * 1024), chunk_tokens=512) == 2
+
+
+def test_rates_are_tokens_over_summed_time():
+    rounds = [[Sample(1.0, (1,) * 6, 0.5), Sample(3.0, (1,) * 6, 1.5)]]
+    assert tokens_per_s(rounds, 6) == [3.0]
+    assert decode_tokens_per_s(rounds, 6) == [5.0]
+    assert decode_tokens_per_s([[Sample(1.0, (1,))]], 1) is None
+
+
+# --- agreement
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "position"),
+    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 9, 3), 1), ((1, 2, 3), (1, 2), 2), ((), (4,), 0)],
+)
+def test_the_first_difference_is_found(expected: tuple[int, ...], got: tuple[int, ...], position: int | None):
+    assert first_difference(expected, got) == position
+
+
+def test_differences_are_listed_once_with_the_margin_at_the_fork():
+    seen: list[list[int]] = []
+
+    def margin(token_ids: Iterable[int]) -> float:
+        seen.append(list(token_ids))
+        return TIE_MARGIN / 2
+
+    task = TASKS[0]
+    row = {
+        "plain": [Sample(1.0, (5, 6, 7))],
+        "peer": [Sample(1.0, (5, 8, 7))],
+        "bare forward": [Sample(1.0, None)],
+    }
+    (found,) = differences([task], "plain", [row, row], margin)
+    assert (found.system, found.task, found.position, found.expected, found.got) == ("peer", task.id, 1, 6, 8)
+    assert found.is_tie
+    assert seen[0] == [*task.prompt_ids, 5]
+
+
+def test_a_reference_that_contradicts_itself_is_a_difference():
+    rounds = [{"plain": [Sample(1.0, (5, 6))]}, {"plain": [Sample(1.0, (5, 7))]}]
+    (found,) = differences(TASKS[:1], "plain", rounds, lambda token_ids: 0.5)
+    assert (found.system, found.is_tie) == ("plain", False)
+
+
+# --- bars and the report
+
+
+def _smoke(num_rounds: int = 3, *, interrupted: bool = False) -> smoke.Smoke:
+    measured = alternate(_systems(), TASKS, num_rounds, tick=_ignore)
+    settings = smoke.SmokeSettings(num_prompts=3, num_new_tokens=5, num_rounds=3, threads=1, **SHAPE)
+    measured = Measurement(measured.rounds, interrupted)
+    return smoke.derive(settings, environment.provenance(), {"ids": []}, measured, [])
+
+
+def test_bars_compare_the_systems_they_name():
+    found = {(bar.id, bar.measure): bar for bar in _smoke().bars}
+    values = {key: bar.value.median for key, bar in found.items()}
+    assert values == pytest.approx(
+        {
+            ("P1", "plain / transformers generate"): 1.25,
+            ("P1", "plain / bare forward"): 0.35 / 0.4,
+            ("P2", "pingpong / plain"): 2.0,
+            ("P3", "pingpong / transformers assisted, constant 4"): 2.0,
+            ("P3", "pingpong / transformers prompt lookup, 4"): 1.5,
+            ("P4", "ms a round beside the forwards"): 50.0,
+            ("P9", "target forwards a round"): 1.0,
+        }
+    )
+    met = {key: bar.is_met for key, bar in found.items()}
+    assert not met.pop(("P1", "plain / bare forward"))
+    assert not met.pop(("P4", "ms a round beside the forwards"))
+    assert all(met.values())
+
+
+def test_one_generation_with_a_forward_too_many_breaks_p9():
+    systems = _systems()
+    systems[1].result = _result(target_forwards=4)
+    rounds = alternate(systems, TASKS, 1, tick=_ignore).rounds
+    samples = {name: [rounds[0][name]] for name in rounds[0]}
+    (bar,) = [bar for bar in bars.check_bars(samples, 5, 512) if bar.id == "P9"]
+    assert not bar.is_met
+
+
+def test_a_bare_forwards_rate_counts_its_own_steps():
+    assert _smoke().rates["bare forward"].median == pytest.approx(4 / 0.35)
+    assert _smoke().decode_rates.keys() == {"plain", "pingpong"}
+
+
+def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "results.jsonl"
+    for _ in range(2):
+        report.emit(_smoke().to_dict(), path)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == path.read_text(encoding="utf-8").splitlines()
+    record = json.loads(printed[-1])
+    assert record["is_complete"] is True
+    assert {"commit", "versions", "machine", "time"} <= record["provenance"].keys()
+    assert {"python", "torch", "transformers"} <= record["provenance"]["versions"].keys()
+    assert {"bootstrap_seed", "num_rounds", "threads", "nodes"} <= record["settings"].keys()
+    assert record["samples"]["pingpong"]["wall_s"] == [[1.0] * 3] * 3
+    assert record["samples"]["pingpong"]["num_rounds"] == [2, 2, 2]
+    assert record["acceptance"]["by_depth"] == [0.5, 1.0, 0.0]
+    assert record["acceptance"]["num_rounds"] == 6, "each prompt once, however many rounds were timed"
+    assert [bar["id"] for bar in record["bars"]] == ["P1", "P1", "P2", "P3", "P3", "P4", "P9"]
+
+
+def test_an_interrupted_run_says_that_it_is_not_whole():
+    record = _smoke(2, interrupted=True).to_dict()
+    assert (record["is_complete"], record["num_rounds"]) == (False, 2)
+
+
+def test_an_output_that_cannot_be_written_is_refused_beforehand(tmp_path: Path):
+    with pytest.raises(InvalidSettings, match="--output"):
+        report.check_output(tmp_path / "missing" / "results.jsonl")
+    report.check_output(None)
+
+
+def test_outside_a_checkout_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert environment.commit() == "unknown"
+
+
+# --- workloads and the sweep
+
+
+def test_the_first_prompts_of_the_file_are_taken():
+    prompts = workloads.read_prompts(workloads.CODE_PROMPTS, 50)
+    assert workloads.read_prompts(workloads.CODE_PROMPTS, 8) == prompts[:8]
+    assert len({prompt.id for prompt in prompts}) == len({prompt.text for prompt in prompts}) == 50
+    assert all(prompt.text == prompt.text.rstrip("\n") for prompt in prompts)
+    with pytest.raises(InvalidRequest, match="--prompts"):
+        workloads.read_prompts(workloads.CODE_PROMPTS, 51)
+
+
+def _sweep_settings(**changes: object) -> sweep.SweepSettings:
+    settings = sweep.SweepSettings((4, 8), (3, 4), (1, 2), (0.0,), 3, 5, 1, 1)
+    return replace(settings, **changes)
+
+
+def test_the_grid_holds_each_shape_once():
+    names = [shape.name for shape in _sweep_settings().shapes()]
+    assert sorted(names) == sorted(["3/3/1", "4/4/1", "4/3/2", "8/3/2", "8/4/2"])
+
+
+def test_the_sweep_ranks_shapes_by_their_mean_over_temperatures():
+    fast, slow = sweep.Shape(4, 3, 2), sweep.Shape(3, 3, 1)
+    rows: list[sweep.Row] = []
+    for temperature, seconds in ((0.0, (0.5, 1.0)), (1.0, (1.0, 0.8))):
+        systems = [
+            Echo("plain", 2.0),
+            *(Echo(s.name, t, result=_result()) for s, t in zip((fast, slow), seconds, strict=True)),
+        ]
+        rows += sweep.derive([fast, slow], temperature, alternate(systems, TASKS, 2, tick=_ignore))
+    found = sweep.Sweep(_sweep_settings(), {}, rows, [], was_interrupted=False)
+    assert found.overall() == [(fast, pytest.approx((4 * 2) ** 0.5)), (slow, pytest.approx((2 * 2.5) ** 0.5))]
+    assert json.loads(json.dumps(found.to_dict()))["rows"][0]["speedup"]["median"] == pytest.approx(4.0)

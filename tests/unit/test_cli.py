@@ -1,0 +1,300 @@
+"""The command line without a model: usage errors, help, settings printed, and what reaches a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from specsplit.cli import render
+from specsplit.cli.main import main
+from specsplit.cli.print_config import MASK
+from specsplit.core.settings import KEYS, Settings, load_settings
+from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.telemetry import spans
+from specsplit.telemetry.setup import trace_to_file
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "SPECSPLIT_DEBUG", "SPECSPLIT_CONFIG", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
+    """Run a command that must fail, and return its code and the sentence; stdout has to stay empty."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "There is no prompt; give one with --prompt TEXT or --prompt-file FILE."),
+        (["--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+        (["--prompt", ""], "The prompt is empty"),
+        (["--prompt", "a\udcff"], "not valid UTF-8"),
+        (["--prompt-file", "no/such/file"], "cannot be read (No such file or directory)"),
+        (["--prompt-file", "."], "cannot be read (Is a directory)"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be between 0 and 100"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be between 0 and 100"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be above 0"),
+        (["--prompt", "a", "--nodes", "0"], "--nodes must be greater than or equal to 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens must be greater than or equal to 1"),
+        (["--prompt", "a", "--logit-bias", "5"], "--logit-bias must look like ID=X"),
+        (["--prompt", "a", "--mode", "fast"], "--mode"),
+        (["--prompt", "a", "--nodes", "many"], "--nodes"),
+        (["--prompt", "a", "--top"], "--top"),
+        (["--prompt", "a", "--mode", "pingpong", "--target-model", "m"], "--draft-model"),
+        (["--prompt", "a", "--compare", "--target-model", "m"], "nothing to compare without a draft"),
+        (["--prompt", "a", "--config", "no/such.toml"], "cannot be read"),
+        (["--prompt", "a", "--trace-file", "no/such/folder/f"], "cannot be written (No such file or directory)"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_2(arguments: list[str], message: str, capsys: Capture):
+    code, err = _error(["orchestrate", *arguments], capsys)
+    assert code == 2
+    assert message in err
+
+
+def test_a_prompt_file_must_be_utf_8(tmp_path: Path, capsys: Capture):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"ab\xff")
+    code, err = _error(["orchestrate", "--prompt-file", str(path)], capsys)
+    assert (code, "not UTF-8 (byte 2)" in err) == (2, True)
+
+
+def test_an_empty_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    code, err = _error(["orchestrate", "--prompt-file", "-"], capsys)
+    assert (code, "The prompt is empty" in err) == (2, True)
+
+
+def test_an_unknown_command_is_exit_2(capsys: Capture):
+    code, err = _error(["orchestate"], capsys)
+    assert (code, "orchestate" in err) == (2, True)
+
+
+def test_a_missing_worker_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith("specsplit.model")]:
+        monkeypatch.delitem(sys.modules, name)
+    code, err = _error(["orchestrate", "--prompt", "a"], capsys)
+    assert code == 1
+    assert err == "Error: Running a model here needs torch: pip install 'specsplit[worker]'.\n"
+
+
+def test_an_unexpected_error_is_one_sentence_and_its_traceback_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    monkeypatch.setitem(sys.modules, "specsplit.cli.doctor", object())
+    code, err = _error(["doctor"], capsys)
+    assert code == 1
+    assert "Set SPECSPLIT_DEBUG=1 for the traceback." in err
+    monkeypatch.setenv("SPECSPLIT_DEBUG", "1")
+    assert main(["doctor"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_has_five_panels_every_default_and_three_examples(capsys: Capture):
+    assert main(["orchestrate", "--help"]) == 0
+    out = capsys.readouterr().out
+    titles = re.findall(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)
+    assert [title for title in titles if title != "Options"] == [
+        "Prompt",
+        "Sampling",
+        "Speculation",
+        "Models",
+        "Output",
+    ]
+    assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
+    assert len(re.findall(r"^ specsplit orchestrate --", out[out.index("Examples:") :], flags=re.MULTILINE)) == 3
+
+
+def test_help_shows_the_defaults_that_the_settings_have(capsys: Capture):
+    main(["orchestrate", "--help"])
+    out = capsys.readouterr().out
+    for field, value in Settings().orchestrator.model_dump().items():
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            line = next(line for line in out.splitlines() if f"--{field.replace('_', '-')} " in line)
+            assert f"[default: {value}]" in line
+
+
+def test_print_config_shows_each_value_with_its_source_and_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_DEPTH", "3")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    arguments = ["--nodes", "5", "--stop", 'say "a"\n', "--logit-bias", "7=-1.5", "--seed", str(2**64 - 1), "--chat"]
+    assert main(["orchestrate", "--print-config", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^nodes = 5 +# command line$", out, flags=re.MULTILINE)
+    assert re.search(r"^depth = 3 +# environment$", out, flags=re.MULTILINE)
+    assert re.search(r"^# dtype is not set +# default$", out, flags=re.MULTILINE)
+    assert "hf_abcdefgh" not in out
+    assert f"# HF_TOKEN={MASK}" in out
+    path = tmp_path / "printed.toml"
+    path.write_text(out, encoding="utf-8")
+    assert tomllib.loads(out)["orchestrator"]["stop"] == ['say "a"\n']
+    monkeypatch.delenv("SPECSPLIT_ORCHESTRATOR_DEPTH")
+    again = load_settings(config=path).settings
+    assert again.orchestrator.model_dump(include={"nodes", "depth", "logit_bias", "seed", "chat"}) == {
+        "nodes": 5,
+        "depth": 3,
+        "logit_bias": ((7, -1.5),),
+        "seed": 2**64 - 1,
+        "chat": True,
+    }
+
+
+def test_print_config_masks_the_password_of_an_address(capsys: Capture):
+    assert main(["orchestrate", "--print-config", "--json", "--target-model", "https://me:pw@hub/m"]) == 0
+    out = capsys.readouterr().out
+    printed = json.loads(out)["settings"]
+    assert list(printed) == list(KEYS)
+    assert printed["target.model"] == {"value": f"https://{MASK}@hub/m", "source": "command line"}
+    assert "pw" not in out
+
+
+def test_doctor_reports_wrong_settings_as_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    monkeypatch.setenv("SPECSPLIT_TARGET_THREADS", "none")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert [check["name"] for check in report["checks"] if not check["is_ok"]] == ["settings"]
+
+
+PIECES = (("def f(", False), ("x):\n    return", True), (" x\n", True))
+
+
+def test_text_in_a_pipe_is_the_text():
+    stream = io.StringIO()
+    text = render.TextStream(stream)
+    text.write([*PIECES, ("\x1b[2J\r", True)])
+    text.end()
+    assert text.legend is None
+    assert stream.getvalue() == "def f(x):\n    return x\n\x1b[2J\r\n"
+
+
+def test_a_terminal_sees_drafted_text_marked_and_blanks_left_alone():
+    stream = Terminal()
+    text = render.TextStream(stream)
+    text.write(PIECES)
+    text.end()
+    assert text.legend is not None
+    mark, reset = "\x1b[4;36m", "\x1b[0m"
+    assert stream.getvalue() == f"def f({mark}x):{reset}\n    {mark}return{reset} {mark}x{reset}\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_escapes_reach_a_terminal_that_wants_none(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, value)
+    stream = Terminal()
+    text = render.TextStream(stream)
+    text.write([*PIECES, ("\x1b]0;title\x07", True)])
+    assert text.legend is None
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("a\tb\n", "a\tb\n"),
+        ("\x1b[31m\r\x00", "␛[31m␍␀"),
+        ("\x7f\x9b0m", "␡\\x9b0m"),
+        ("a\u202eb\u2066", "a\\u202eb\\u2066"),
+        ("é€😀", "é€😀"),
+    ],
+)
+def test_control_characters_of_the_model_become_visible(raw: str, shown: str):
+    assert render.visible(raw) == shown
+
+
+def test_an_answer_without_text_leaves_no_empty_line():
+    stream = io.StringIO()
+    text = render.TextStream(stream)
+    text.write([("", True)])
+    text.end()
+    assert stream.getvalue() == ""
+
+
+def _result(token_ids: tuple[int, ...], rate: float) -> Result:
+    return Result(
+        token_ids=token_ids,
+        text="",
+        prompt_token_ids=(1,),
+        finish_reason="length",
+        seed=7,
+        mode="pingpong",
+        timings=RequestTimings(ttft_s=0.1, decode_s=1.0, tokens_per_s=rate),
+        speculative_decoding=SpeculativeDecoding(
+            num_spec_steps=2, num_draft_tokens=8, num_path_tokens=4, num_accepted_draft_tokens=3
+        ),
+        num_rounds=2,
+        target_forwards=3,
+        draft_forwards=4,
+    )
+
+
+def test_the_summary_names_speed_acceptance_mode_and_seed():
+    assert render.summary(_result((1, 2, 3), 12.5)) == (
+        "3 tokens (length) | 12.5 tok/s | mean acceptance length 2.50 | acceptance rate 75% | 3 target forwards | "
+        "mode pingpong | seed 7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "rate", "verdict"),
+    [
+        ((1, 2, 3), 6.25, "2.00x plain decoding, texts identical"),
+        ((1, 5, 3), 6.25, "2.00x plain decoding, texts differ from token 1 on"),
+        ((1, 2), 6.25, "2.00x plain decoding, texts differ from token 2 on"),
+        ((1, 2, 3), 0.0, "too short to compare speeds, texts identical"),
+    ],
+)
+def test_a_comparison_ends_with_ratio_and_agreement(token_ids: tuple[int, ...], rate: float, verdict: str):
+    assert render.comparison(_result((1, 2, 3), 12.5), _result(token_ids, rate))[-1] == verdict
+
+
+def test_spans_are_written_one_json_line_each_and_only_inside_the_block(tmp_path: Path):
+    path = tmp_path / "spans.jsonl"
+    with trace_to_file(path):
+        with spans.span("outer", nodes=2):
+            context = spans.current()
+            spans.record("inner", context, 1_000_000, 3_500_000, worker="draft")
+        assert spans.is_enabled()
+    with spans.span("later"):
+        assert not spans.is_enabled()
+    inner, outer = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert (inner["name"], outer["name"]) == ("inner", "outer")
+    assert inner["parent_id"] == outer["span_id"]
+    assert inner["trace_id"] == outer["trace_id"]
+    assert outer["parent_id"] is None
+    assert (inner["start_ns"], inner["end_ns"], inner["duration_ms"]) == (1_000_000, 3_500_000, 2.5)
+    assert (inner["attributes"], outer["attributes"]) == ({"worker": "draft"}, {"nodes": 2})
+
+
+def test_an_error_inside_the_block_keeps_the_spans_written_so_far(tmp_path: Path):
+    path = tmp_path / "spans.jsonl"
+    with pytest.raises(KeyError), trace_to_file(path), spans.span("outer"):
+        raise KeyError
+    assert json.loads(path.read_text(encoding="utf-8"))["name"] == "outer"
+    assert not spans.is_enabled()
