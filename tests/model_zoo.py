@@ -76,9 +76,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "smollm3": _small(tf.SmolLM3Config, no_rope_layers=[1, 1, 0]),
     "gpt-oss": _small(
-        tf.GptOssConfig, **_WINDOWS, num_local_experts=4, num_experts_per_tok=2, rope_parameters={
-            "rope_type": "default", "rope_theta": 10000.0
-        }
+        tf.GptOssConfig,
+        **_WINDOWS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "phi3-longrope": _small(
         tf.Phi3Config,

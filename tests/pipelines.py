@@ -41,9 +41,7 @@ def run(
 def request(prompt_ids: Sequence[int], *, seed: int = 7, tokens: int = 32, **sampling: float) -> Request:
     """Return a request that no end-of-sequence token cuts short."""
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return Request(
-        prompt_ids=tuple(prompt_ids), max_new_tokens=tokens, sampling=params, seed=seed, ignore_eos=True
-    )
+    return Request(prompt_ids=tuple(prompt_ids), max_new_tokens=tokens, sampling=params, seed=seed, ignore_eos=True)
 
 
 @torch.inference_mode()
@@ -53,7 +51,9 @@ def top2_margin(model: torch.nn.Module, token_ids: Sequence[int]) -> float:
     return float(logits[0] - logits[1])
 
 
-def assert_same_tokens(ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, prompt: Sequence[int]) -> None:
+def assert_same_tokens(
+    ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, prompt: Sequence[int]
+) -> None:
     """Compare token for token up to the first near tie of the target's own arithmetic."""
     for index, (one, other) in enumerate(zip(ours, truth, strict=True)):
         if one != other:

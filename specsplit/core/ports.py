@@ -1,4 +1,4 @@
-"""The seams. Engines implement them in process, RPC clients remotely, tests/fakes for tests; one contract suite covers all."""
+"""The seams: engines implement them in process, RPC clients remotely, fakes in tests; one contract suite covers all."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def check_proposal(proposal: Proposal, *, vocab_size: int, max_nodes: int, max_d
         raise InvalidRequest(f"The token tree has {count} nodes; the limit is {max_nodes}.", param="proposal")
     if count and proposal.first_node < 1:
         raise InvalidRequest("Node numbers start at 1.", param="proposal")
-    if count and not (0 <= min(proposal.token_ids) and max(proposal.token_ids) < vocab_size):
+    if count and (min(proposal.token_ids) < 0 or max(proposal.token_ids) >= vocab_size):
         raise InvalidRequest(f"The token tree has a token id outside the vocabulary of {vocab_size}.", param="proposal")
     if count and max(depths(parent_indices(proposal))) > max_depth:
         raise InvalidRequest(f"The token tree is deeper than {max_depth} levels.", param="proposal")

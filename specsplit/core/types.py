@@ -44,7 +44,12 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
-        _require(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "above 0 and at most 100")
+        _require(
+            0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0 and at most 100",
+        )
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
             _require(math.isfinite(bias), "logit_bias", bias, "finite")
@@ -59,7 +64,7 @@ class SamplingParams:
 
 
 def _require(holds: bool, name: str, value: float, allowed: str) -> None:
-    if not holds:                                      # NaN fails every comparison, so it ends up here too
+    if not holds:  # NaN fails every comparison, so it ends up here too
         raise InvalidRequest(f"{name} must be {allowed}, not {value}.", param=name)
 
 
@@ -129,7 +134,8 @@ class Proposal:
     """A token tree as parallel arrays; entry i is node number `first_node + i`.
 
     `parents[i]` is a node number lower than `first_node + i`, or ROOT, the token at `root_position`.
-    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is (`quantised_log_prob`).
+    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is; it is a
+    `quantised_log_prob`.
     """
 
     first_node: int

@@ -61,7 +61,7 @@ class DraftEngine:
         length = turn.base_length + len(turn.tail)
         if length > self._model.context:
             raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
-        if turn.tail and not (0 <= min(turn.tail) and max(turn.tail) < self._model.vocab_size):
+        if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._model.vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
         if budget.max_new_nodes > self._model.node_limit:
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
@@ -92,7 +92,7 @@ class _Grower:
         try:
             yield from self._grow(pending, budget)
         except BaseException:
-            self._tree = DraftTree()                         # a row may have been promised to a node and never written
+            self._tree = DraftTree()  # a row may have been promised to a node and never written
             raise
         return self._proposal(known_nodes, budget.max_new_nodes)
 
@@ -109,7 +109,7 @@ class _Grower:
             return self._reroot(path, tail)
         if keep < held or tail:
             self._tree = DraftTree()
-            if not tail:                                     # nothing new: the last token is forwarded again for its logits
+            if not tail:  # nothing new: the last token is forwarded again for its logits
                 tail, keep = session.ids[keep - 1 : keep], keep - 1
             session.truncate(keep)
         elif not tree.is_root_expanded:
@@ -143,7 +143,7 @@ class _Grower:
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
         """Return the nodes to expand in the next level: those that would be sent now and have no children yet.
 
-        A node outside the best cannot come back into them, nor can its descendants, so the final choice is the true best.
+        A node outside the best cannot come back into them, nor can its descendants: the final choice is the true best.
         """
         tree = self._tree
         if not tree.is_root_expanded:
@@ -180,7 +180,7 @@ class _Grower:
             scored = sampler.scores(logits, session.ids, row_depths, paths)
             token_ids, best = top_candidates(scored, branching)
             log_probs = best.double() - scored.float().logsumexp(-1, keepdim=True)
-            rows = torch.cat([token_ids.double(), log_probs], 1).tolist()     # one transfer; ids are exact in fp64
+            rows = torch.cat([token_ids.double(), log_probs], 1).tolist()  # one transfer; ids are exact in fp64
         tree.is_root_expanded = True
         for node, row in zip(frontier, rows, strict=True):
             width = len(row) // 2

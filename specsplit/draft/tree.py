@@ -1,6 +1,7 @@
 """The draft's own token tree: best-first growth by estimated acceptance, and re-rooting that keeps what was computed.
 
-Parallel arrays, plain Python; the engine moves the KV rows that `reroot` names. Rows count from behind the committed tokens.
+Parallel arrays, plain Python; the engine moves the KV rows that `reroot` names. Rows count from behind the committed
+tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DraftTree:
         return sorted(unsent, key=lambda node: (-self.path_log_probs[node], node))[:count]
 
     def preorder(self, nodes: Sequence[int]) -> list[int]:
-        """Order nodes depth first, the likeliest child first: then the likeliest path lies contiguous in a target's slot."""
+        """Order nodes depth first, the likeliest child first, so that the likeliest path lies contiguous in a slot."""
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda node: self.log_probs[node]):
             children.setdefault(self.parents[node], []).append(node)
@@ -100,7 +101,7 @@ class DraftTree:
         return path
 
     def reroot(self, path: Sequence[int]) -> tuple[DraftTree, list[int], list[int]]:
-        """Return the subtree below `path`'s last node, that path's old rows, and the old rows of the kept nodes, ascending.
+        """Return the subtree below `path`'s last node, the path's old rows, and the kept nodes' old rows, ascending.
 
         Path nodes that were never forwarded are left out of the path's rows; only the last one can be.
         """

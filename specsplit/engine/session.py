@@ -1,4 +1,4 @@
-"""One session on one worker: its slot, the ids in it, and the length rule that makes rollback, retry and replay one operation.
+"""One session on one worker: its slot, the ids in it, and the length rule, one operation for rollback and replay.
 
 Used by draft and target alike; knows nothing of trees or of what is done with the slot.
 """
@@ -17,7 +17,6 @@ from specsplit.model.plan import Entry
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
-
 
 MAX_STEP_TOKENS = 512
 """Tokens one session may bring to a step before its tree: the size of a prefill chunk."""
@@ -72,7 +71,7 @@ class WorkerSession:
         """What this round was answered, None while it runs: a repeat of the round gets it again."""
 
     def admit(self, turn: Turn, body: object) -> bool:
-        """Check epoch, round and the length rule before anything changes; return whether this repeats the last round.
+        """Check epoch, round and length rule before anything changes; return whether this repeats the last round.
 
         Raises:
             StaleEpoch, StaleRound: a later one was seen.
@@ -85,7 +84,7 @@ class WorkerSession:
             raise StaleRound(f"round {turn.round} of this session is over; round {self.round} was the last")
         if turn.epoch == self.epoch and turn.round == self.round:
             if (turn, body) != self._body:
-                raise InvalidRequest(f"Round {turn.round} of this session was already asked with another body.", "round")
+                raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
             if self.answer is not None:
                 return True
         if turn.base_length > len(self.ids):
@@ -97,7 +96,7 @@ class WorkerSession:
         return False
 
     def begin(self, turn: Turn, body: object, vocab_size: int, device: torch.device) -> bool:
-        """Take over the turn's epoch, round and parameters; return whether it opens an epoch. `admit` has been passed."""
+        """Take over the turn's epoch, round and parameters, once `admit` passed; return whether it opens an epoch."""
         is_new_epoch = turn.epoch > self.epoch
         if turn.opening is not None and (self.sampler is None or self.sampler.params != turn.opening):
             self.sampler = Sampler(turn.opening, vocab_size, device)

@@ -51,4 +51,4 @@ class SessionTable:
         if not self._sessions:
             self._pool.check_integrity()
         return
-        yield                                          # a generator without a forward
+        yield  # a generator without a forward

@@ -1,7 +1,7 @@
 """The one thread that touches a device: step = schedule, run, postprocess.
 
-Work comes as generators that yield the Entry they want forwarded and are sent its logits, so a verify, a prefill in chunks
-and a draft's levels of several sessions all meet in the same packed steps. Knows nothing of drafts or targets.
+Work comes as generators that yield the Entry they want forwarded and are sent its logits, so a verify, a prefill in
+chunks and a draft's levels of several sessions all meet in the same packed steps. Knows nothing of drafts or targets.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Worker:
 
     def _loop(self) -> None:
         if self._threads is not None:
-            torch.set_num_threads(self._threads)       # OpenMP keeps this per thread, so engines do not disturb each other
+            torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
         while not (self._is_ending and not self._running and not self._waiting):
             self._schedule()
             ready = list(self._running.values())
@@ -123,7 +123,7 @@ class Worker:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
             if task.session in self._running:
-                self._waiting.append(task)             # its session's earlier task has not ended yet
+                self._waiting.append(task)  # its session's earlier task has not ended yet
             else:
                 self._begin(task)
 
@@ -195,13 +195,13 @@ class Worker:
         def settle() -> None:
             task.ended.set_result(None)
             if task.future.done():
-                return                                 # cancelled meanwhile: nobody is waiting for the outcome
+                return  # cancelled meanwhile: nobody is waiting for the outcome
             if error is not None:
                 task.future.set_exception(error)
             else:
                 task.future.set_result((result, timings))
 
-        with contextlib.suppress(RuntimeError):        # the caller's loop may be closed, and the caller gone with it
+        with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
             task.loop.call_soon_threadsafe(settle)
 
 

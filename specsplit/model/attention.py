@@ -1,4 +1,4 @@
-"""Our attention function behind transformers' attention interface: it writes K and V into static slots and attends there.
+"""Our attention function behind transformers' interface: it writes K and V into static slots and attends there.
 
 One function serves every decoder-only family whose attention goes through that interface; what a layer needs beyond
 q, k, v (scale, soft-cap, sinks, window) was seen by the probing forward (`probe`) and is held in its LayerSpec. It is
@@ -107,8 +107,8 @@ def _attend_spans(
 ) -> Tensor:
     """Attend span by span; queries of one KV head are folded into its rows [H, G * t, D], so no K or V is repeated.
 
-    `spans` rows are (slot, start, stop, first_row, end_row, bias offset or -1); a span's bias [G * t, end_row] begins at G * offset
-    of the flat `biases`.
+    `spans` rows are (slot, start, stop, first_row, end_row, bias offset or -1); a span's bias [G * t, end_row] begins
+    at G * offset of the flat `biases`.
     Soft-caps (Gemma 2) and sinks (gpt-oss: a score per head that takes mass and gives none) need the explicit formula.
     """
     outputs: list[Tensor] = []
@@ -148,7 +148,7 @@ def _attend_spans(
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)        # TorchScript is deprecated, not gone: docs/adr/0002
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
     attend_spans: Callable[..., Tensor] = torch.jit.script(_attend_spans)
 
 

@@ -1,7 +1,7 @@
 """Static KV slots: memory that is allocated once, and the pool that hands it out.
 
-Legend: L layers, S slot capacity, H KV heads, D head size. A slot's rows [0, length) are the committed tokens; rows behind
-`length` belong to the tree of the last step. Rollback sets `length`; nothing is ever cleared.
+Legend: L layers, S slot capacity, H KV heads, D head size. A slot's rows [0, length) are the committed tokens; rows
+behind `length` belong to the tree of the last step. Rollback sets `length`; nothing is ever cleared.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """From a name to a model that is ready to serve: files, weights, probe, KV slots, recording.
 
-The only file that knows where models come from: "embedded", a folder, or a hub id. Weights are read from safetensors only
-and code from a repository is never run.
+The only file that knows where models come from: "embedded", a folder, or a hub id. Weights are read from safetensors
+only and code from a repository is never run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +95,8 @@ def load_model(
     """Load a decoder-only model and prepare its KV slots.
 
     `source` is "embedded", a folder or a hub id; `dtype` defaults to fp32 on the CPU and the checkpoint's own on CUDA.
-    `record=False` keeps the model's forward in Python, for hooks and profiles. `progress` is called with a phase and the
-    fraction done.
+    `record=False` keeps the model's forward in Python, for hooks and profiles. `progress` is called with a phase and
+    the fraction done.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
@@ -175,7 +175,7 @@ def _resolve(source: str, role: Role) -> tuple[str, str]:
     if not has_weights:
         pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
         raise ModelDamaged(
-            f"{source} holds only pickled weights ({pickled[0].name}), which are never opened; convert them to safetensors."
+            f"{source} holds only pickled weights ({pickled[0].name}), never opened here; convert them to safetensors."
             if pickled
             else f"{source} holds no safetensors weights."
         )
@@ -190,7 +190,7 @@ def _load_weights(
     transformers_logging.set_verbosity_error()
     try:
         with _translated(path, name):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -198,8 +198,9 @@ def _load_weights(
                 trust_remote_code=False,
                 attn_implementation="eager",
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,          # they are reported in `info`, and refused below by name
+                ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
             )
+            model, info = loaded
             _refuse_incomplete(name, info)
             return _laid_out(model.eval().requires_grad_(False).to(device))
     finally:
@@ -243,8 +244,8 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 
 
 @contextmanager
-def _translated(path: str, name: str, part: str = "model") -> Iterator[None]:
-    """Translate what reading a model can raise into our error tree; the one place that knows the libraries' exceptions."""
+def _translated(path: str, name: str, part: str = "model") -> Generator[None]:
+    """Translate what reading a model can raise into our error tree; the one place that knows those exceptions."""
     try:
         yield
     except SpecSplitError:
@@ -252,10 +253,12 @@ def _translated(path: str, name: str, part: str = "model") -> Iterator[None]:
     except SafetensorError as error:
         raise ModelDamaged(f"The weights of {name} are truncated or damaged ({error}).") from error
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16.") from error
+        raise OutOfMemory(
+            f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
+        ) from error
     except hub_errors.StrictDataclassError as error:
         raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
-    except Exception as error:                         # tokenizers raises bare Exceptions
+    except Exception as error:  # tokenizers raises bare Exceptions
         raise _model_error(path, name, part, error) from error
 
 
@@ -271,7 +274,9 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
         return ModelUnsupported(f"{name} needs code from its repository, which is never run here.")
     if not Path(path).is_dir():
         if "does not appear to have" in text:
-            return ModelDamaged(f"{name} lacks files on the hub that are needed here: a config and safetensors weights.")
+            return ModelDamaged(
+                f"{name} lacks files on the hub that are needed here: a config and safetensors weights."
+            )
         return ModelNotFound(_UNREACHABLE.format(name=name))
     if part == "tokenizer":
         return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
@@ -300,7 +305,8 @@ def _context(config: Any, context: int | None, name: str) -> int:
         raise InvalidRequest(f"context must be at least 2 tokens, not {context}.", param="context")
     if limit is not None and context > limit:
         raise InvalidRequest(
-            f"{name} was made for contexts of up to {limit} tokens, so --context {context} is too long.", param="context"
+            f"{name} was made for contexts of up to {limit} tokens, so --context {context} is too long.",
+            param="context",
         )
     return context
 

@@ -26,7 +26,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_limit() -> list[int]:
-    """The memory left under a container's limit, where there is one."""
+    """Return the memory left under a container's limit, where there is one."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
@@ -46,7 +46,9 @@ def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int,
         raise out_of_memory(per_token, context, node_limit, max_sessions, device)
 
 
-def out_of_memory(per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device) -> OutOfMemory:
+def out_of_memory(
+    per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device
+) -> OutOfMemory:
     """Return the error that says what was needed, what there is, and which --context fits."""
     needed = per_token * (context + node_limit) * max_sessions
     free = available_bytes(device) or 0

@@ -55,8 +55,9 @@ class Plan:
     """One step as tensors, E entries in T tokens.
 
     `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits]; `spans` [E, 6], on the CPU: slot, start, stop
-    (tokens of the step), first_row, end_row (rows of the slot), bias offset (-1: every row is visible). `biases` holds, per kind, the
-    spans' biases [group * t, end_row] one behind the other, 0 or -inf; a span's begins at its offset times the group.
+    (tokens of the step), first_row, end_row (rows of the slot), bias offset (-1: every row is visible). `biases` holds,
+    per kind, the spans' biases [group * t, end_row] one behind the other, 0 or -inf; a span's begins at its offset
+    times the group.
     """
 
     token_ids: Tensor
@@ -114,9 +115,7 @@ def _row_positions(entry: Entry) -> Sequence[int]:
     return positions
 
 
-def _biases(
-    entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind], dtype: torch.dtype
-) -> list[Tensor]:
+def _biases(entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind], dtype: torch.dtype) -> list[Tensor]:
     """Return per kind what the entry's tokens may see, flat [group * t * end_row]."""
     count, num_rows, base = len(entry.token_ids), len(row_positions), entry.base_length
     tree = _chain_bias(num_rows) if entry.parents is None else _tree_bias(entry.parents)

@@ -1,7 +1,7 @@
 """The probing forward: finds out, at load, what each attention layer passes, and refuses what we could not honour.
 
-transformers merely logs where a model bypasses the attention interface; here a model is served only if exactly one call per
-layer was seen, every keyword is understood, and the logits equal those of transformers' own eager attention.
+transformers merely logs where a model bypasses the attention interface; here a model is served only if exactly one call
+per layer was seen, every keyword is understood, and the logits equal those of transformers' own eager attention.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specsplit.model.plan import BiasKind, evaluate_mask
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {
-    "dropout",              # zero in eval mode
-    "sliding_window",       # said by the mask rule already, in positions
+    "dropout",  # zero in eval mode
+    "sliding_window",  # said by the mask rule already, in positions
     "position_ids",
     "use_cache",
     "output_attentions",
@@ -60,8 +60,8 @@ def refuse_by_config(config: Any) -> None:
     kinds = {rope.get("rope_type")} | {kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)}
     if "dynamic" in kinds:
         raise ModelUnsupported(
-            f"This {config.model_type} model uses dynamic RoPE, whose frequencies change with the length, so cached keys "
-            "would become wrong; set another rope_type in its config.json."
+            f"This {config.model_type} model uses dynamic RoPE, whose frequencies change with the length, so cached "
+            "keys would become wrong; set another rope_type in its config.json."
         )
 
 
@@ -170,7 +170,7 @@ def check_against_eager(ours: Tensor, truth: Tensor, model_name: str) -> None:
     """
     if not torch.isfinite(truth).all():
         raise ModelDamaged(f"{model_name} computes NaN or infinite logits; its weights are damaged.")
-    tolerance = 1e-3 if truth.dtype == torch.float32 else 5e-2         # ours are fp32 whatever the model computes in
+    tolerance = 1e-3 if truth.dtype == torch.float32 else 5e-2  # ours are fp32 whatever the model computes in
     scale = truth.abs().max().float().clamp(min=1)
     error = (ours.float() - truth.float()).abs().max() / scale
     if not error <= tolerance:

@@ -1,8 +1,8 @@
 """One forward of one model over a packed step; holds the KV cache and the recorded graph.
 
-The forward is recorded once (torch.jit.trace) and replayed: the same operators in the same order, without the Python of some
-hundred module calls and without the interpreter lock. Where a recording does not reproduce the model (routing that depends on the
-data), the model runs as it is. See docs/adr/0002.
+The forward is recorded once (torch.jit.trace) and replayed: the same operators in the same order, without the Python of
+some hundred module calls and without the interpreter lock. Where a recording does not reproduce the model (routing that
+depends on the data), the model runs as it is. See docs/adr/0002.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Runner:
         return list(logits.split([entry.num_logits for entry in entries]))
 
     def _arguments(self, plan: Plan) -> tuple[Tensor, ...]:
-        """The step and all the memory it touches: a recording may hold no tensor that changes."""
+        """Return the step and all the memory it touches: a recording may hold no tensor that changes."""
         step = (plan.token_ids, plan.position_ids, plan.logit_rows, plan.spans)
         return (*step, *plan.biases, *self.cache.keys, *self.cache.values)
 
@@ -88,10 +89,10 @@ class Runner:
     def record(self) -> bool:
         """Record the forward and use the recording if it reproduces the model; return whether it does."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")            # the tracer warns about every shape it sees as a number
+            warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
             try:
                 example = self._example(num_tokens=min(5, self._context), first_row=0, seed=0)
-                recorded: Forward = torch.jit.trace(self._model_forward, example, check_trace=False)
+                recorded: Any = torch.jit.trace(self._model_forward, example, check_trace=False)
                 self.is_recorded = self._reproduces(recorded)
             except (RuntimeError, TypeError, ValueError):
                 return False
@@ -108,7 +109,9 @@ class Runner:
     def _reproduces(self, recorded: Forward) -> bool:
         far = max(0, self._context - 8)
         # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
-        for seed, (num_tokens, first_row) in enumerate([(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2), (40, 0)]):
+        for seed, (num_tokens, first_row) in enumerate(
+            [(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2), (40, 0)]
+        ):
             example = self._example(min(num_tokens, self._context), min(first_row, far), seed + 1)
             truth, replayed = self._model_forward(*example), recorded(*example)
             scale = truth.abs().max().float().clamp(min=1)

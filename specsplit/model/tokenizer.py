@@ -16,8 +16,9 @@ class TransformersTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        own: Any = tokenizer.eos_token_id
-        self._eos_ids = tuple(dict.fromkeys([*eos_ids, *([own] if own is not None else [])]))
+        own: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
+        all_ids: list[int] = [*eos_ids, *([] if own is None else [own])]
+        self._eos_ids = tuple(sorted(set(all_ids)))
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
         self._vocab_hash = hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = len(tokenizer)
@@ -52,4 +53,6 @@ class TransformersTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )

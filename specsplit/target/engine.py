@@ -11,8 +11,8 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Identity, Proposal, Turn, Verdict
-from specsplit.engine.sessions import SessionTable
 from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.sessions import SessionTable
 from specsplit.engine.worker import Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
@@ -62,8 +62,10 @@ class TargetEngine:
         if not turn.tail:
             raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")
         if length > self._model.context:
-            raise InvalidRequest(f"The session is longer than the context of {self._model.context} tokens.", param="tail")
-        if not (0 <= min(turn.tail) and max(turn.tail) < self._model.vocab_size):
+            raise InvalidRequest(
+                f"The session is longer than the context of {self._model.context} tokens.", param="tail"
+            )
+        if not (min(turn.tail) >= 0 and max(turn.tail) < self._model.vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
         if len(proposal) and proposal.root_position != length - 1:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
@@ -73,7 +75,7 @@ class TargetEngine:
         if isinstance(session.answer, Verdict):
             return session.answer
         length = turn.base_length + len(turn.tail)
-        keep = min(session.common_length(turn), length - 1)        # the last token is always forwarded: its logits are needed
+        keep = min(session.common_length(turn), length - 1)  # the last token is always forwarded: its logits are needed
         session.truncate(keep)
         tail = turn.tail[keep - turn.base_length :]
         tail = yield from prefill(session, tail)
@@ -94,7 +96,7 @@ class TargetEngine:
 
     @staticmethod
     def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
-        last = len(tail) - 1                                       # the tree's root among the rows behind base_length
+        last = len(tail) - 1  # the tree's root among the rows behind base_length
         is_chain = all(parent == node - 1 for node, parent in enumerate(tree))
         parents = None if is_chain else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids = [*tail, *proposal.token_ids]

@@ -1,5 +1,6 @@
-"""The central property over real models: whatever the draft and the tree, the output is plain decoding's, and greedy output is
-that of transformers. `make test` takes choices pairwise; `make test-all` takes the full product.
+"""The central property over real models: whatever the draft and the tree, the output is plain decoding's.
+
+Greedy output is moreover that of transformers. `make test` takes choices pairwise, `make test-all` the full product.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ SAMPLING: dict[str, dict[str, float]] = {
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "top-k": {"temperature": 0.6, "top_k": 5},
     "min-p": {"temperature": 1.0, "min_p": 0.1},
-    "penalties": {
-        "temperature": 1.0, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.3
-    },
+    "penalties": {"temperature": 1.0, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
     "greedy-penalties": {"frequency_penalty": 2.0, "repetition_penalty": 1.5},
     "bias": {"temperature": 1.0, "logit_bias": ((5, 4.0), (9, -8.0))},  # type: ignore[dict-item]
 }
@@ -53,9 +52,7 @@ def model(family: str, role: str, seed: int) -> LoadedModel:
 @cache
 def prompts() -> tuple[tuple[int, ...], ...]:
     generator = torch.Generator().manual_seed(5)
-    return tuple(
-        tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in (1, 9, 40)
-    )
+    return tuple(tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in (1, 9, 40))
 
 
 def draft_for(family: str, kind: str) -> LoadedModel:
@@ -64,7 +61,7 @@ def draft_for(family: str, kind: str) -> LoadedModel:
 
 
 def pairwise() -> list[tuple[str, str, str, str]]:
-    """Each family with each tree, draft and way of sampling at least once over the families, not in every combination."""
+    """Return cases where every tree, draft and way of sampling occurs over the families, not every combination."""
     trees, samplings = list(TREES), list(SAMPLING)
     cases: set[tuple[str, str, str, str]] = set()
     for index, family in enumerate(FAMILIES):

@@ -1,4 +1,4 @@
-"""Every family is served exactly: packed steps give the logits of transformers' eager attention, or the model is refused."""
+"""Every family is served exactly: packed steps give the logits of transformers' eager attention, or it is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 
 def tree_entries(runner: Runner) -> tuple[list[Entry], list[list[list[int]]]]:
-    """Prefill three sessions but for their last tokens; return entries of tail and tree, and each row's whole context."""
+    """Prefill three sessions but for their tails; return entries of tail and tree, and each row's whole context."""
     entries: list[Entry] = []
     contexts: list[list[list[int]]] = []
     for slot, (length, tree) in enumerate(zip(LENGTHS, TREES, strict=True)):

@@ -1,0 +1,75 @@
+"""A real runner whose steps a test can watch, hold and fail: what a slow or a broken device looks like to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Self
+
+from torch import Tensor
+
+from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+from specsplit.model.runner import Runner
+
+_PATIENCE_S = 60.0
+"""How long a broken test may hang; a sound one never waits for it."""
+
+
+class SteeredRunner(Runner):
+    """Runs the forwards of the runner that it is made `over`, over the same memory."""
+
+    steps: list[list[Entry]]
+    """The entries of every step so far, failed ones included."""
+    logits: list[list[Tensor]]
+    """What those steps gave, failed ones left out."""
+    failures: dict[int, Exception]
+    """Steps to come, counted from 0, that raise instead."""
+
+    @classmethod
+    def over(cls, runner: Runner) -> Self:
+        steered = cls.__new__(cls)
+        steered.__dict__.update(runner.__dict__)
+        steered.steps, steered.logits, steered.failures = [], [], {}
+        steered._entered, steered._gate = threading.Event(), threading.Event()
+        steered._gate.set()
+        return steered
+
+    def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
+        index = len(self.steps)
+        self.steps.append(list(entries))
+        self._entered.set()
+        assert self._gate.wait(_PATIENCE_S), "nobody released the step"
+        if index in self.failures:
+            raise self.failures[index]
+        self.logits.append(super().forward(entries))
+        return self.logits[-1]
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Hold the next step, and those after it, within the block."""
+        self._entered.clear()
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    async def wait_entered(self) -> None:
+        """Wait until a step is being held."""
+        assert await asyncio.to_thread(self._entered.wait, _PATIENCE_S), "no step began"
+
+    def pass_one(self) -> None:
+        """Let the step that is being held run, and hold the next one."""
+        self._entered.clear()
+        self._gate.set()
+        assert self._entered.wait(_PATIENCE_S)
+
+
+def steered(model: LoadedModel) -> tuple[LoadedModel, SteeredRunner]:
+    """Return the model over a steered runner, and that runner."""
+    runner = SteeredRunner.over(model.runner)
+    return replace(model, runner=runner), runner
