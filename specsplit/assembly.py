@@ -134,16 +134,19 @@ def check_vocabularies(target: Identity, draft: Identity) -> None:
 async def running(models: Models) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block."""
     from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.worker import DeviceThread
     from specsplit.target.engine import TargetEngine
 
-    target = TargetEngine(models.target)
-    draft = DraftEngine(models.draft) if models.draft is not None else None
+    thread = DeviceThread("engines", models.target.threads)  # one for both: they take turns
+    target = TargetEngine(models.target, thread)
+    draft = DraftEngine(models.draft, thread) if models.draft is not None else None
     try:
         yield Workers(target, draft, models.tokenizer)
     finally:
         await target.aclose()
         if draft is not None:
             await draft.aclose()
+        await thread.close()
 
 
 def check_prompt(prompt: str | Sequence[int]) -> None:

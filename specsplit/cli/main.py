@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an odd locale may lack a character, which is no reason to fail
             stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings, we say in our own words
     try:
         code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False)
         sys.stdout.flush()

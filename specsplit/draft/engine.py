@@ -16,7 +16,7 @@ from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantis
 from specsplit.draft.tree import NO_ROW, ROOT_INDEX, DraftTree
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import Worker
+from specsplit.engine.worker import DeviceThread, Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import top_candidates
@@ -25,11 +25,11 @@ from specsplit.sampling.pick import top_candidates
 class DraftEngine:
     """Proposes the nodes most likely to be the target's picks; the draft ranks them with the target's own noise."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, thread: DeviceThread | None = None) -> None:
         self._model = model
         self._sessions = SessionTable(model)
         self._growers: dict[str, _Grower] = {}
-        self._worker = Worker(model.runner, name="draft", threads=model.threads)
+        self._worker = Worker(model.runner, name="draft", threads=model.threads, thread=thread)
 
     async def ping(self) -> Identity:
         return self._model.identity
@@ -54,11 +54,13 @@ class DraftEngine:
         await self._worker.run(session, work)
 
     async def aclose(self) -> None:
-        """End the worker's thread."""
+        """Take no more work; a shared thread is its owner's to close."""
         await self._worker.close()
 
     def _check(self, turn: Turn, budget: Budget) -> None:
         length = turn.base_length + len(turn.tail)
+        if length < 1:
+            raise InvalidRequest("A tree needs a token to hang on; the session has none.", param="tail")
         if length > self._model.context:
             raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
         if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._model.vocab_size):
@@ -88,13 +90,16 @@ class _Grower:
     def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
         """Bring the tree to the turn's tokens, grow it, and return the nodes numbered above `known_nodes`."""
         self._last_number = max(self._last_number, known_nodes)
+        self._tree.forget_numbers_above(known_nodes)
         pending = self._align(turn)
+        length = turn.base_length + len(turn.tail)
+        max_depth = min(budget.max_depth, self._model.context - length)
         try:
-            yield from self._grow(pending, budget)
+            yield from self._grow(pending, budget, max_depth)
         except BaseException:
             self._tree = DraftTree()  # a row may have been promised to a node and never written
             raise
-        return self._proposal(known_nodes, budget.max_new_nodes)
+        return self._proposal(length - 1, budget.max_new_nodes, max_depth)
 
     def _align(self, turn: Turn) -> Sequence[int]:
         """Bring slot and tree to the turn's committed tokens; return the tokens that still need a forward.
@@ -126,10 +131,9 @@ class _Grower:
         session.extend(tail[: len(path_rows)])
         return tail[len(path_rows) :]
 
-    def _grow(self, pending: Sequence[int], budget: Budget) -> Generator[Entry, Tensor, None]:
+    def _grow(self, pending: Sequence[int], budget: Budget, max_depth: int) -> Generator[Entry, Tensor, None]:
         """Forward level by level until the best `max_new_nodes` nodes are known."""
         pending = yield from prefill(self._session, pending)
-        max_depth = min(budget.max_depth, self._model.context - len(self._session.ids) - len(pending))
         while max_depth > 0:
             frontier = self._frontier(budget.max_new_nodes, max_depth)
             if not frontier:
@@ -153,7 +157,7 @@ class _Grower:
         room = self._model.node_limit - len(tree.row_nodes)
         return [
             node
-            for node in sorted(tree.best_unsent(max_nodes))
+            for node in sorted(tree.best_unsent(max_nodes, max_depth))
             if tree.rows[node] == NO_ROW
             and tree.depths[node] < max_depth
             and tree.token_ids[node] not in sampler.params.eos_ids
@@ -179,7 +183,8 @@ class _Grower:
         with torch.inference_mode():
             scored = sampler.scores(logits, session.ids, row_depths, paths)
             token_ids, best = top_candidates(scored, branching)
-            log_probs = best.double() - scored.float().logsumexp(-1, keepdim=True)
+            # Rounding must not lift a near-certain child above its parent, or it would be sent without it.
+            log_probs = (best.double() - scored.float().logsumexp(-1, keepdim=True)).clamp_(max=0)
             rows = torch.cat([token_ids.double(), log_probs], 1).tolist()  # one transfer; ids are exact in fp64
         tree.is_root_expanded = True
         for node, row in zip(frontier, rows, strict=True):
@@ -188,15 +193,16 @@ class _Grower:
                 if log_prob != float("-inf"):
                     tree.add(node, int(token_id), log_prob)
 
-    def _proposal(self, known_nodes: int, max_nodes: int) -> Proposal:
+    def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
         tree = self._tree
-        for node in tree.preorder(tree.best_unsent(max_nodes)):
+        new = tree.preorder(tree.best_unsent(max_nodes, max_depth))
+        first_node = self._last_number + 1
+        for node in new:
             self._last_number += 1
             tree.numbers[node] = self._last_number
-        new = sorted((node for node, n in enumerate(tree.numbers) if n > known_nodes), key=tree.numbers.__getitem__)
         return Proposal(
-            first_node=tree.numbers[new[0]] if new else self._last_number + 1,
-            root_position=len(self._session.ids) - 1,
+            first_node=first_node,
+            root_position=root_position,
             token_ids=tuple(tree.token_ids[node] for node in new),
             parents=tuple(ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new),
             log_probs=tuple(quantised_log_prob(tree.log_probs[node]) for node in new),

@@ -67,9 +67,13 @@ class DraftTree:
     def num_sent(self) -> int:
         return sum(number > 0 for number in self.numbers)
 
-    def best_unsent(self, count: int) -> list[int]:
+    def forget_numbers_above(self, known_nodes: int) -> None:
+        """Count nodes as unsent that the other side has not heard of: their message was lost."""
+        self.numbers = [number if number <= known_nodes else 0 for number in self.numbers]
+
+    def best_unsent(self, count: int, max_depth: int) -> list[int]:
         """Return the `count` most probable nodes not yet sent; with those sent before they are a tree."""
-        unsent = [node for node, number in enumerate(self.numbers) if not number]
+        unsent = [node for node, number in enumerate(self.numbers) if not number and self.depths[node] <= max_depth]
         if len(unsent) <= count:
             return unsent
         return sorted(unsent, key=lambda node: (-self.path_log_probs[node], node))[:count]

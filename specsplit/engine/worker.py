@@ -61,19 +61,70 @@ class Task:
         )
 
 
-class Worker:
-    """Runs tasks on its own thread, packing all that are ready into one forward a step."""
+class DeviceThread:
+    """A thread that drives one or several workers in turn.
 
-    def __init__(self, runner: Runner, *, name: str, threads: int | None = None) -> None:
-        self._runner, self._name, self._threads = runner, name, threads
-        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._waiting: list[Task] = []
-        self._running: dict[str, Task] = {}
-        self._is_closed = False
-        """Set by the caller: no new work. `_is_ending` is the thread's own: what was accepted before is finished."""
+    Engines on the same CPU that take turns share one: two threads would keep two OpenMP teams, which put each other to
+    sleep between any two operators.
+    """
+
+    def __init__(self, name: str, threads: int | None = None) -> None:
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[tuple[Worker, Task] | None] = queue.SimpleQueue()
+        self._workers: dict[Worker, None] = {}
+        """Those that have work, in the order in which they came."""
         self._is_ending = False
         self._thread = threading.Thread(target=self._loop, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
+
+    def submit(self, worker: Worker, task: Task) -> None:
+        """Hand a task to its worker, on the thread."""
+        self._inbox.put((worker, task))
+
+    async def close(self) -> None:
+        """End the thread once the work that it has is done."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _loop(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
+        while self._workers or not self._is_ending:
+            self._receive()
+            for worker in list(self._workers):
+                worker.step()
+                if not worker.has_work:
+                    del self._workers[worker]
+
+    def _receive(self) -> None:
+        """Take in what has arrived, waiting for it only when there is nothing to do."""
+        is_idle = not self._workers
+        while is_idle or not self._inbox.empty():
+            message = self._inbox.get()
+            is_idle = False
+            if message is None:
+                self._is_ending = True
+            else:
+                worker, task = message
+                worker.accept(task)
+                self._workers[worker] = None
+
+
+class Worker:
+    """Runs tasks over one model, packing all that are ready into one forward a step.
+
+    Without a `thread` it owns one, with `threads` for the operators; a shared one is its owner's to close.
+    """
+
+    def __init__(
+        self, runner: Runner, *, name: str, threads: int | None = None, thread: DeviceThread | None = None
+    ) -> None:
+        self._runner, self._name = runner, name
+        self._waiting: list[Task] = []
+        self._running: dict[str, Task] = {}
+        self._is_closed = False
+        self._owns_thread = thread is None
+        self._thread = thread or DeviceThread(name, threads)
 
     async def run(self, session: str, start: Callable[[], Work]) -> tuple[Any, Timings]:
         """Do the work that `start` makes (on the worker's thread) and return its result.
@@ -87,7 +138,7 @@ class Worker:
             raise WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
         loop = asyncio.get_running_loop()
         task = Task(session, start, loop, loop.create_future(), loop.create_future(), spans.current())
-        self._inbox.put(task)
+        self._thread.submit(self, task)
         try:
             return await task.future
         except asyncio.CancelledError:
@@ -96,43 +147,42 @@ class Worker:
             raise
 
     async def close(self) -> None:
-        """End the thread once the work under way is done; closing again does nothing."""
-        self._is_closed = True
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        """Take no more work, and end the thread if it is the worker's own; closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._owns_thread:
+                await self._thread.close()
 
-    def _loop(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
-        while not (self._is_ending and not self._running and not self._waiting):
-            self._schedule()
-            ready = list(self._running.values())
-            if ready:
-                self._step(ready)
+    # What follows runs on the thread.
 
-    def _schedule(self) -> None:
-        """Take in what has arrived, waiting for it only when there is nothing to do."""
-        is_idle = not self._running and not self._waiting
-        while is_idle or not self._inbox.empty():
-            task = self._inbox.get()
-            is_idle = False
-            if task is None:
-                self._is_ending = True
-            else:
-                self._waiting.append(task)
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def accept(self, task: Task) -> None:
+        """Queue a task."""
+        self._waiting.append(task)
+
+    def step(self) -> None:
+        """Begin what can begin, then forward all that is ready at once."""
         waiting, self._waiting = self._waiting, []
         for task in waiting:
             if task.session in self._running:
                 self._waiting.append(task)  # its session's earlier task has not ended yet
             else:
                 self._begin(task)
+        if self._running:
+            self._forward(list(self._running.values()))
 
     def _begin(self, task: Task) -> None:
         task.begun_s = time.perf_counter()
         self._running[task.session] = task
-        self._advance(task, None)
+        if task.cancelled:
+            self._finish(task)
+        else:
+            self._advance(task, None)
 
-    def _step(self, ready: list[Task]) -> None:
+    def _forward(self, ready: list[Task]) -> None:
         ready = [task for task in ready if not self._end_if_cancelled(task)]
         if not ready:
             return

@@ -241,6 +241,8 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.HfHubHTTPError, _UNREACHABLE),
     (ConnectionError, _UNREACHABLE),
 )
+_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
+"""What transformers raises over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
 
 
 @contextmanager
@@ -258,7 +260,9 @@ def _translated(path: str, name: str, part: str = "model") -> Generator[None]:
         ) from error
     except hub_errors.StrictDataclassError as error:
         raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
-    except Exception as error:  # tokenizers raises bare Exceptions
+    except Exception as error:
+        if part != "tokenizer" and not isinstance(error, _READING_ERRORS):
+            raise
         raise _model_error(path, name, part, error) from error
 
 

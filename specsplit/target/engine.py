@@ -13,7 +13,7 @@ from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Identity, Proposal, Turn, Verdict
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import Worker
+from specsplit.engine.worker import DeviceThread, Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
@@ -25,10 +25,10 @@ _MAX_DEPTH = 64
 class TargetEngine:
     """Scores trees with the large model; what it picks is the truth."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, thread: DeviceThread | None = None) -> None:
         self._model = model
         self._sessions = SessionTable(model)
-        self._worker = Worker(model.runner, name="target", threads=model.threads)
+        self._worker = Worker(model.runner, name="target", threads=model.threads, thread=thread)
 
     async def ping(self) -> Identity:
         return self._model.identity
@@ -48,7 +48,7 @@ class TargetEngine:
         await self._worker.run(session, lambda: self._sessions.close(session))
 
     async def aclose(self) -> None:
-        """End the worker's thread."""
+        """Take no more work; a shared thread is its owner's to close."""
         await self._worker.close()
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:

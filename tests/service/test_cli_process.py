@@ -240,5 +240,12 @@ def test_what_only_the_model_can_refuse_is_one_sentence_and_exit_2(
     assert main(["orchestrate", *prompt, *arguments]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith("Error: ")
+    assert err.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.slow
+def test_a_prompt_beyond_the_context_is_one_sentence_and_none_of_the_libraries():
+    code, out, err = _run("orchestrate", "--prompt-file", "-", stdin=b"x = 1\n" * 2000)
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: The prompt has 8000 tokens")
     assert err.count("\n") == 1

@@ -28,7 +28,7 @@ def grown_trees(draw: st.DrawFn) -> Grown:
     tree = grown.tree
     for _ in range(draw(st.integers(0, 12))):
         if draw(st.integers(0, 3)) == 0:
-            batch = tree.preorder(tree.best_unsent(draw(st.integers(1, 6))))
+            batch = tree.preorder(tree.best_unsent(draw(st.integers(1, 6)), draw(st.integers(1, 9))))
             for node in batch:
                 tree.numbers[node] = max(tree.numbers) + 1
             grown.sendings.append(batch)
@@ -62,21 +62,23 @@ def below(tree: DraftTree, top: int) -> list[int]:
     return [node for node in range(len(tree)) if top in line(tree, node) and node != top]
 
 
-@given(grown_trees(), st.integers(0, 8))
-def test_the_best_unsent_are_a_tree_together_with_what_was_sent(grown: Grown, count: int) -> None:
+@given(grown_trees(), st.integers(0, 8), st.integers(0, 4))
+def test_the_best_unsent_are_a_tree_together_with_what_was_sent(grown: Grown, count: int, max_depth: int) -> None:
     tree = grown.tree
-    best = tree.best_unsent(count)
+    best = tree.best_unsent(count, max_depth)
     held = {ROOT_INDEX, *best, *(node for node, number in enumerate(tree.numbers) if number)}
-    assert len(best) == len(set(best)) == min(count, tree.numbers.count(0))
-    assert not any(tree.numbers[node] for node in best)
+    offered = [node for node in range(len(tree)) if not tree.numbers[node] and tree.depths[node] <= max_depth]
+    assert set(best) <= set(offered)
+    assert len(best) == len(set(best)) == min(count, len(offered))
     assert all(tree.parents[node] in held for node in best)
 
 
-@given(grown_trees(), st.integers(0, 8))
-def test_the_best_unsent_are_the_most_probable(grown: Grown, count: int) -> None:
+@given(grown_trees(), st.integers(0, 8), st.integers(0, 4))
+def test_the_best_unsent_are_the_most_probable(grown: Grown, count: int, max_depth: int) -> None:
     tree = grown.tree
-    best = tree.best_unsent(count)
-    rest = [node for node, number in enumerate(tree.numbers) if not number and node not in best]
+    best = tree.best_unsent(count, max_depth)
+    unsent = [node for node, number in enumerate(tree.numbers) if not number]
+    rest = [node for node in unsent if node not in best and tree.depths[node] <= max_depth]
     path_sums = [sum(tree.log_probs[above] for above in line(tree, node)) for node in range(len(tree))]
     assert tree.path_log_probs == path_sums
     assert all(path_sums[chosen] >= path_sums[other] for chosen in best for other in rest)
@@ -102,7 +104,7 @@ def test_preorder_puts_parents_first_and_keeps_every_line_of_likeliest_children_
     grown: Grown, data: st.DataObject
 ) -> None:
     tree = grown.tree
-    chosen = tree.best_unsent(data.draw(st.integers(0, len(tree))))
+    chosen = tree.best_unsent(data.draw(st.integers(0, len(tree))), data.draw(st.integers(1, 9)))
     order = tree.preorder(chosen)
     assert sorted(order) == sorted(chosen)
     for index, node in enumerate(order):
@@ -120,6 +122,18 @@ def test_what_is_sent_in_one_go_has_parents_sent_before(grown: Grown) -> None:
         for node in batch:
             assert grown.tree.parents[node] in sent
             sent.add(node)
+
+
+@given(grown_trees(), st.data())
+def test_nodes_that_the_other_side_has_not_heard_of_count_as_unsent(grown: Grown, data: st.DataObject) -> None:
+    tree = grown.tree
+    known = data.draw(st.integers(0, tree.num_sent))
+    before = list(tree.numbers)
+    tree.forget_numbers_above(known)
+    assert tree.numbers == [number if number <= known else 0 for number in before]
+    assert tree.num_sent == known
+    sent = [node for node, number in enumerate(tree.numbers) if number]
+    assert all(tree.parents[node] in (ROOT_INDEX, *sent) for node in sent)
 
 
 def spelled(tree: DraftTree, token_ids: Sequence[int]) -> list[list[int]]:
@@ -195,11 +209,11 @@ def test_a_tie_goes_to_the_parent() -> None:
     child = tree.add(first, 2, 0.0)
     tree.place(child)
     tree.add(child, 3, 0.0)
-    assert tree.best_unsent(1) == [first]
-    assert tree.best_unsent(2) == [first, child]
+    assert tree.best_unsent(1, 9) == [first]
+    assert tree.best_unsent(2, 9) == [first, child]
 
 
 def test_of_equally_probable_nodes_the_first_is_sent() -> None:
     tree = DraftTree(is_root_expanded=True)
     nodes = [tree.add(ROOT_INDEX, token, -1.0) for token in range(4)]
-    assert tree.best_unsent(2) == nodes[:2]
+    assert tree.best_unsent(2, 9) == nodes[:2]
