@@ -47,9 +47,10 @@ def smoke(
     require_worker_extra()
     from benchmarks import smoke as smoke_run
     from benchmarks import smoke_report
+    from benchmarks.peers.factories import Shape
 
     console = report.new_console()
-    settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, nodes, depth, branching)
+    settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, Shape(nodes, depth, branching))
     found = smoke_run.run(settings, report.Progress(console))
     if found is None:
         console.print(NOTHING_WHOLE)

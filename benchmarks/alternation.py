@@ -5,8 +5,11 @@ Knows no system and no statistics. An interrupted run keeps its whole rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from benchmarks.systems import Sample, System, Task
 
@@ -14,6 +17,8 @@ Round = dict[str, list[Sample]]
 """Each system's samples of one round, in the order of the tasks."""
 Tick = Callable[[str], None]
 """Called with a system's name when it has done a task."""
+ShouldStop = Callable[[], bool]
+"""Asked between any two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +49,51 @@ def num_runs(systems: Sequence[System], tasks: Sequence[Task], num_rounds: int, 
 
 
 def alternate(
-    systems: Sequence[System], tasks: Sequence[Task], num_rounds: int, *, num_warm_ups: int = 2, tick: Tick
+    systems: Sequence[System],
+    tasks: Sequence[Task],
+    num_rounds: int,
+    *,
+    num_warm_ups: int,
+    tick: Tick,
+    should_stop: ShouldStop,
 ) -> Measurement:
-    """Have every system do every task once a round; the first `num_warm_ups` tasks are done once before, unrecorded.
-
-    A keyboard interrupt ends the measurement; the rounds that were whole by then are returned.
-    """
+    """Have every system do every task once a round; the first `num_warm_ups` tasks are done once before, unrecorded."""
     rounds: list[Round] = []
-    try:
-        for task in tasks[:num_warm_ups]:
-            for system in systems:
-                system.generate(task)
-                tick(system.name)
-        for number in range(num_rounds):
-            rounds.append(_run_round(systems, tasks, number, tick))  # noqa: PERF401 - an interrupt keeps what is appended
-    except KeyboardInterrupt:
+    if _run_round(systems, tasks[:num_warm_ups], 0, tick, should_stop) is None:
         return Measurement(rounds, was_interrupted=True)
+    for number in range(num_rounds):
+        samples = _run_round(systems, tasks, number, tick, should_stop)
+        if samples is None:
+            return Measurement(rounds, was_interrupted=True)
+        rounds.append(samples)
     return Measurement(rounds, was_interrupted=False)
 
 
-def _run_round(systems: Sequence[System], tasks: Sequence[Task], number: int, tick: Tick) -> Round:
+def _run_round(
+    systems: Sequence[System], tasks: Sequence[Task], number: int, tick: Tick, should_stop: ShouldStop
+) -> Round | None:
     samples: Round = {system.name: [] for system in systems}
     for task_number, task in enumerate(tasks):
         for system in running_order(systems, number, task_number):
+            if should_stop():
+                return None
             samples[system.name].append(system.generate(task))
             tick(system.name)
     return samples
+
+
+@contextmanager
+def interrupts_between_runs() -> Iterator[ShouldStop]:
+    """Let the first Ctrl-C end the measurement after the run that is under way, and the second one everything."""
+    seen: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

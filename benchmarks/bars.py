@@ -14,8 +14,9 @@ from benchmarks.statistics import Estimate, estimate, median, paired_speedup, qu
 from benchmarks.systems import Sample
 from specsplit.orchestrator.records import Result
 
-BARE, GENERATE, PINGPONG, PLAIN = "bare forward", "transformers generate", "pingpong", "plain"
+PLAIN, PINGPONG, BARE, GENERATE = "plain", "pingpong", "bare forward", "transformers generate"
 ASSISTED_PREFIX, LOOKUP_PREFIX = "transformers assisted", "transformers prompt lookup"
+"""The names by which the adapters under `peers/` call their systems."""
 
 Samples = dict[str, list[list[Sample]]]
 """[rounds][tasks] by system."""

@@ -20,6 +20,8 @@ from rich.table import Table
 from benchmarks.statistics import Estimate
 from specsplit.core.errors import InvalidSettings
 
+BUSY_SHARE = 0.03
+
 
 class Progress:
     """A bar on stderr where that is a terminal, nothing elsewhere."""
@@ -35,11 +37,6 @@ class Progress:
         with bar:
             task = bar.add_task(what, total=total)
             yield lambda name: bar.update(task, advance=1, description=f"{what}: {name}")
-
-    def loading(self, phase: str, fraction: float) -> None:
-        """Say what is being loaded."""
-        if self._console.is_terminal and fraction < 1:
-            self._console.print(f"loading {phase}", end="\r", soft_wrap=True)
 
 
 def new_console() -> Console:
@@ -58,6 +55,12 @@ def table(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         empty.add_column(column, justify="right" if index else "left", no_wrap=index > 0)
     return empty
+
+
+def show_neighbours(console: Console, share: float | None) -> None:
+    """Warn of figures from a machine that others were using."""
+    if share is not None and share > BUSY_SHARE:
+        console.print(f"Warning: others used {share:.0%} of the processors meanwhile; repeat this on a quiet machine.")
 
 
 def check_output(path: Path | None) -> None:

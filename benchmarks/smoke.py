@@ -1,25 +1,26 @@
-"""`smoke`: our plain decoding and pingpong against transformers on the embedded pair, alternately, in one process.
+"""`smoke`: our plain decoding and pingpong against transformers on the embedded pair, alternately.
 
 Measures, then derives; what is printed is the report's business.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks import bars, workloads
 from benchmarks.agreement import Difference, differences
-from benchmarks.alternation import Measurement, Round, alternate, num_runs
+from benchmarks.alternation import Measurement, Round, Tick, alternate, interrupts_between_runs, num_runs
 from benchmarks.bars import Bar
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance, decode_tokens_per_s, overhead_ms
-from benchmarks.peers import transformers_assisted, transformers_generate, transformers_prompt_lookup
-from benchmarks.peers.ours import InProcess
-from benchmarks.peers.transformers_model import load
+from benchmarks.neighbours import Neighbours
+from benchmarks.peers.factories import ServeBareForward, ServeOurs, ServeTransformers, Shape
+from benchmarks.processes import Child
 from benchmarks.report import Progress
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate, median, quantile
 from benchmarks.systems import System, Task
-from specsplit.engine.session import MAX_STEP_TOKENS
 
 NUM_WARM_UPS = 2
 
@@ -32,9 +33,7 @@ class SmokeSettings:
     num_new_tokens: int
     num_rounds: int
     threads: int
-    nodes: int
-    depth: int
-    branching: int
+    shape: Shape
 
     def to_dict(self) -> dict[str, object]:
         """Return the settings in JSON types."""
@@ -47,9 +46,9 @@ class SmokeSettings:
             "num_rounds": self.num_rounds,
             "num_warm_up_prompts": NUM_WARM_UPS,
             "threads": self.threads,
-            "nodes": self.nodes,
-            "depth": self.depth,
-            "branching": self.branching,
+            "nodes": self.shape.nodes,
+            "depth": self.shape.depth,
+            "branching": self.shape.branching,
             "bootstrap_seed": BOOTSTRAP_SEED,
             "confidence": CONFIDENCE,
         }
@@ -64,6 +63,7 @@ class Smoke:
     prompts: dict[str, object]
     num_rounds: int
     was_interrupted: bool
+    neighbours_share: float | None
     rates: dict[str, Estimate]
     decode_rates: dict[str, Estimate]
     bars: list[Bar]
@@ -78,6 +78,7 @@ class Smoke:
             "benchmark": "smoke",
             "is_complete": not self.was_interrupted,
             "num_rounds": self.num_rounds,
+            "neighbours_share": self.neighbours_share,
             "provenance": self.provenance,
             "settings": self.settings.to_dict(),
             "prompts": self.prompts,
@@ -100,37 +101,43 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
         SpecSplitError: a model cannot be loaded, or the settings do not fit it.
     """
     prompts = workloads.read_prompts(workloads.CODE_PROMPTS, settings.num_prompts)
-    origin = provenance()
-    with InProcess(settings.threads, progress.loading) as ours:
-        tasks = [Task(prompt.id, ours.encode(prompt.text), settings.num_new_tokens) for prompt in prompts]
-        systems = _systems(ours, settings)
-        with progress.running("measuring", num_runs(systems, tasks, settings.num_rounds, NUM_WARM_UPS)) as tick:
-            measured = alternate(systems, tasks, settings.num_rounds, num_warm_ups=NUM_WARM_UPS, tick=tick)
+    origin, threads = provenance(), settings.threads
+    with ExitStack() as scope:
+        ours = scope.enter_context(Child("SpecSplit", ServeOurs(threads, ((bars.PINGPONG, settings.shape),))))
+        others = [("the bare forward", ServeBareForward(threads)), ("transformers", ServeTransformers(threads))]
+        children = [ours, *(scope.enter_context(Child(name, serve)) for name, serve in others)]
+        with progress.running("loading", len(children)) as loaded:
+            systems = [system for child in children for system in _loaded(child, loaded)]
+        chunk_tokens = ours.ask("prefill_chunk_tokens")
+        tasks = [Task(prompt.id, ours.ask("encode", prompt.text), settings.num_new_tokens) for prompt in prompts]
+        runs = num_runs(systems, tasks, settings.num_rounds, NUM_WARM_UPS)
+        neighbours = Neighbours([child.pid for child in children])
+        with interrupts_between_runs() as should_stop, progress.running("measuring", runs) as tick:
+            measured = alternate(
+                systems, tasks, settings.num_rounds, num_warm_ups=NUM_WARM_UPS, tick=tick, should_stop=should_stop
+            )
+        share = neighbours.share()
         if not measured.rounds:
             return None
-        found = differences(tasks, bars.PLAIN, measured.rounds, ours.top2_margin)
-    told = {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)}
-    return derive(settings, origin, told, measured, found)
+        found = differences(tasks, bars.PLAIN, measured.rounds, partial(ours.ask, "top2_margin"))
+    told: dict[str, object] = {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)}
+    return derive(settings, chunk_tokens, origin, told, measured, found, share)
 
 
-def _systems(ours: InProcess, settings: SmokeSettings) -> list[System]:
-    target, threads = load("target"), settings.threads
-    return [
-        ours.plain(),
-        ours.pingpong(settings.nodes, settings.depth, settings.branching),
-        ours.bare_forward(),
-        *transformers_generate.systems(target, threads),
-        *transformers_assisted.systems(target, threads),
-        *transformers_prompt_lookup.systems(target, threads),
-    ]
+def _loaded(child: Child, tick: Tick) -> list[System]:
+    systems = child.wait_systems()
+    tick(", ".join(system.name for system in systems[:2]))
+    return systems
 
 
 def derive(
     settings: SmokeSettings,
+    chunk_tokens: int,
     origin: dict[str, object],
     prompts: dict[str, object],
     measured: Measurement,
     found: list[Difference],
+    neighbours_share: float | None,
 ) -> Smoke:
     """Turn samples into the numbers of the report."""
     samples = {name: measured.samples(name) for name in measured.rounds[0]}
@@ -142,9 +149,10 @@ def derive(
         prompts=prompts,
         num_rounds=len(measured.rounds),
         was_interrupted=measured.was_interrupted,
+        neighbours_share=neighbours_share,
         rates={name: estimate(values) for name, values in bars.rates(samples, num_tokens).items()},
         decode_rates={name: estimate(values) for name, values in decode.items() if values is not None},
-        bars=bars.check_bars(samples, num_tokens, MAX_STEP_TOKENS),
+        bars=bars.check_bars(samples, num_tokens, chunk_tokens),
         overhead_ms={name: _overheads(samples, name) for name in (bars.PLAIN, bars.PINGPONG)},
         acceptance=_acceptance(measured.rounds[0]),
         differences=found,

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.agreement import TIE_MARGIN
-from benchmarks.report import spread, table
+from benchmarks.report import show_neighbours, spread, table
 from benchmarks.smoke import Smoke
 
 
@@ -15,9 +15,10 @@ def show(console: Console, smoke: Smoke) -> None:
     settings = smoke.settings
     console.print(
         f"embedded pair, fp32, greedy, {settings.num_prompts} prompts x {settings.num_new_tokens} tokens, "
-        f"{settings.threads} threads, tree {settings.nodes} nodes / depth {settings.depth} / "
-        f"branching {settings.branching}; median of {smoke.num_rounds} alternating rounds, 95 % interval"
+        f"{settings.threads} threads, tree {settings.shape.name} (nodes/depth/branching); "
+        f"median of {smoke.num_rounds} alternating rounds, 95 % interval"
     )
+    show_neighbours(console, smoke.neighbours_share)
     if smoke.was_interrupted:
         console.print(f"Interrupted: {smoke.num_rounds} of {settings.num_rounds} rounds are whole and shown.")
     _show_rates(console, smoke)

@@ -8,34 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from benchmarks import bars, workloads
-from benchmarks.agreement import Difference, differences
-from benchmarks.alternation import Measurement, alternate, num_runs
+from benchmarks.agreement import Difference, Margin, differences
+from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance
-from benchmarks.peers.ours import InProcess
-from benchmarks.report import Progress, spread, table
+from benchmarks.neighbours import Neighbours
+from benchmarks.peers.factories import ServeOurs, Shape
+from benchmarks.processes import Child
+from benchmarks.report import Progress, show_neighbours, spread, table
 from benchmarks.statistics import Estimate, paired_speedup
-from benchmarks.systems import System, Task
+from benchmarks.systems import Task
 from specsplit.core.types import SamplingParams
 
 SEED = 1
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """A tree's bounds."""
-
-    nodes: int
-    depth: int
-    branching: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.nodes}/{self.depth}/{self.branching}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,7 @@ class Sweep:
     rows: list[Row]
     differences: list[Difference]
     was_interrupted: bool
+    neighbours_share: float | None = None
 
     def overall(self) -> list[tuple[Shape, float]]:
         """Return each shape's geometric mean speed-up over the temperatures, best first."""
@@ -109,6 +100,7 @@ class Sweep:
         return {
             "benchmark": "sweep-tree",
             "is_complete": not self.was_interrupted,
+            "neighbours_share": self.neighbours_share,
             "provenance": self.provenance,
             "settings": {
                 "pair": "embedded",
@@ -136,24 +128,28 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
     rows: list[Row] = []
     found: list[Difference] = []
     was_interrupted = False
-    with InProcess(settings.threads, progress.loading) as ours:
-        shapes = settings.shapes()
-        systems: list[System] = [
-            ours.plain(),
-            *(ours.pingpong(shape.nodes, shape.depth, shape.branching, shape.name) for shape in shapes),
-        ]
+    shapes = settings.shapes()
+    serve = ServeOurs(settings.threads, tuple((shape.name, shape) for shape in shapes))
+    with Child("SpecSplit", serve) as ours, interrupts_between_runs() as should_stop:
+        systems = ours.wait_systems()
+        prompt_ids = {prompt.id: ours.ask("encode", prompt.text) for prompt in prompts}
+        margin: Margin = partial(ours.ask, "top2_margin")
+        neighbours = Neighbours([ours.pid])
         for temperature in settings.temperatures:
             sampling = SamplingParams(temperature=temperature)
-            tasks = [Task(p.id, ours.encode(p.text), settings.num_new_tokens, sampling, SEED) for p in prompts]
+            tasks = [Task(name, ids, settings.num_new_tokens, sampling, SEED) for name, ids in prompt_ids.items()]
             with progress.running(f"T {temperature:g}", num_runs(systems, tasks, settings.num_rounds, 1)) as tick:
-                measured = alternate(systems, tasks, settings.num_rounds, num_warm_ups=1, tick=tick)
+                measured = alternate(
+                    systems, tasks, settings.num_rounds, num_warm_ups=1, tick=tick, should_stop=should_stop
+                )
             if measured.rounds:
                 rows.extend(derive(shapes, temperature, measured))
-                found.extend(differences(tasks, bars.PLAIN, measured.rounds, ours.top2_margin))
+                found.extend(differences(tasks, bars.PLAIN, measured.rounds, margin))
             if measured.was_interrupted:
                 was_interrupted = True
                 break
-    return Sweep(settings, provenance(), rows, found, was_interrupted) if rows else None
+        share = neighbours.share()
+    return Sweep(settings, provenance(), rows, found, was_interrupted, share) if rows else None
 
 
 def derive(shapes: Sequence[Shape], temperature: float, measured: Measurement) -> list[Row]:
@@ -186,6 +182,7 @@ def show(console: Console, sweep: Sweep) -> None:
     best = ", ".join(f"{shape.name} {mean:.2f}" for shape, mean in sweep.overall()[:5])
     console.print(f"Geometric mean over the temperatures: {best}")
     console.print(f"Differences from plain: {len(sweep.differences)}")
+    show_neighbours(console, sweep.neighbours_share)
     if sweep.was_interrupted:
         console.print("Interrupted: only whole rounds are shown.")
 

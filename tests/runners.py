@@ -28,21 +28,24 @@ class SteeredRunner(Runner):
     """What those steps gave, failed ones left out."""
     failures: dict[int, Exception]
     """Steps to come, counted from 0, that raise instead."""
+    _entered: threading.Event
+    _permits: threading.Semaphore | None
+    """One permit a step while steps are held."""
 
     @classmethod
     def over(cls, runner: Runner) -> Self:
         steered = cls.__new__(cls)
         steered.__dict__.update(runner.__dict__)
         steered.steps, steered.logits, steered.failures = [], [], {}
-        steered._entered, steered._gate = threading.Event(), threading.Event()
-        steered._gate.set()
+        steered._entered, steered._permits = threading.Event(), None
         return steered
 
     def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
-        index = len(self.steps)
+        index, permits = len(self.steps), self._permits
         self.steps.append(list(entries))
-        self._entered.set()
-        assert self._gate.wait(_PATIENCE_S), "nobody released the step"
+        if permits is not None:
+            self._entered.set()
+            assert permits.acquire(timeout=_PATIENCE_S), "nobody released the step"
         if index in self.failures:
             raise self.failures[index]
         self.logits.append(super().forward(entries))
@@ -50,23 +53,25 @@ class SteeredRunner(Runner):
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """Hold the next step, and those after it, within the block."""
+        """Hold every step that begins within the block; leaving it releases the one that is held."""
         self._entered.clear()
-        self._gate.clear()
+        self._permits = permits = threading.Semaphore(0)
         try:
             yield
         finally:
-            self._gate.set()
+            self._permits = None
+            permits.release()
 
     async def wait_entered(self) -> None:
         """Wait until a step is being held."""
         assert await asyncio.to_thread(self._entered.wait, _PATIENCE_S), "no step began"
 
-    def pass_one(self) -> None:
-        """Let the step that is being held run, and hold the next one."""
+    async def pass_one(self) -> None:
+        """Let the step that is being held run, and wait until the next one is being held."""
+        assert self._permits is not None
         self._entered.clear()
-        self._gate.set()
-        assert self._entered.wait(_PATIENCE_S)
+        self._permits.release()
+        await self.wait_entered()
 
 
 def steered(model: LoadedModel) -> tuple[LoadedModel, SteeredRunner]:

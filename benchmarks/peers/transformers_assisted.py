@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from benchmarks.bars import ASSISTED_PREFIX
 from benchmarks.peers.transformers_model import TransformersSystem, load
 
-NAMES = ("transformers assisted, default", "transformers assisted, constant 4")
+NAMES = (f"{ASSISTED_PREFIX}, default", f"{ASSISTED_PREFIX}, constant 4")
 
 
 def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:

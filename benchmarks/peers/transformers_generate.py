@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from benchmarks.bars import GENERATE
 from benchmarks.peers.transformers_model import TransformersSystem
-
-NAME = "transformers generate"
 
 
 def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:
     """Return the one way to run it."""
-    return [TransformersSystem(NAME, target, threads)]
+    return [TransformersSystem(GENERATE, target, threads)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from benchmarks.bars import LOOKUP_PREFIX
 from benchmarks.peers.transformers_model import TransformersSystem
 
 NUM_TOKENS = (4, 10)
-NAMES = tuple(f"transformers prompt lookup, {count}" for count in NUM_TOKENS)
+NAMES = tuple(f"{LOOKUP_PREFIX}, {count}" for count in NUM_TOKENS)
 
 
 def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:

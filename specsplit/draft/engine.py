@@ -13,13 +13,13 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantised_log_prob
-from specsplit.draft.tree import NO_ROW, ROOT_INDEX, DraftTree
+from specsplit.draft.tree import ROOT_INDEX, DraftTree
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
 from specsplit.engine.worker import DeviceThread, Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
-from specsplit.sampling.pick import top_candidates
+from specsplit.sampling.pick import candidate_estimates
 
 
 class DraftEngine:
@@ -145,23 +145,17 @@ class _Grower:
             self._expand(frontier, logits, budget.max_branching)
 
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
-        """Return the nodes to expand in the next level: those that would be sent now and have no children yet.
-
-        A node outside the best cannot come back into them, nor can its descendants: the final choice is the true best.
-        """
+        """Return the nodes to expand in the next level, as many as there is room for in the slot."""
         tree = self._tree
         if not tree.is_root_expanded:
             return [ROOT_INDEX]
         sampler = self._session.sampler
         assert sampler is not None
         room = self._model.node_limit - len(tree.row_nodes)
-        return [
-            node
-            for node in sorted(tree.best_unsent(max_nodes, max_depth))
-            if tree.rows[node] == NO_ROW
-            and tree.depths[node] < max_depth
-            and tree.token_ids[node] not in sampler.params.eos_ids
-        ][:room]
+        eos_ids = sampler.params.eos_ids
+        return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids][
+            :room
+        ]
 
     def _entry(self, pending: Sequence[int], frontier: list[int]) -> Entry:
         tree, slot = self._tree, self._session.slot
@@ -182,16 +176,11 @@ class _Grower:
         paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
         with torch.inference_mode():
             scored = sampler.scores(logits, session.ids, row_depths, paths)
-            token_ids, best = top_candidates(scored, branching)
-            # Rounding must not lift a near-certain child above its parent, or it would be sent without it.
-            log_probs = (best.double() - scored.float().logsumexp(-1, keepdim=True)).clamp_(max=0)
-            rows = torch.cat([token_ids.double(), log_probs], 1).tolist()  # one transfer; ids are exact in fp64
+            token_ids, log_probs = candidate_estimates(scored, branching)
         tree.is_root_expanded = True
-        for node, row in zip(frontier, rows, strict=True):
-            width = len(row) // 2
-            for token_id, log_prob in zip(row[:width], row[width:], strict=True):
-                if log_prob != float("-inf"):
-                    tree.add(node, int(token_id), log_prob)
+        for node, children, estimates in zip(frontier, token_ids, log_probs, strict=True):
+            for token_id, log_prob in zip(children, estimates, strict=True):
+                tree.add(node, token_id, log_prob)
 
     def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
         tree = self._tree

@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,9 +75,20 @@ class DraftTree:
     def best_unsent(self, count: int, max_depth: int) -> list[int]:
         """Return the `count` most probable nodes not yet sent; with those sent before they are a tree."""
         unsent = [node for node, number in enumerate(self.numbers) if not number and self.depths[node] <= max_depth]
-        if len(unsent) <= count:
-            return unsent
-        return sorted(unsent, key=lambda node: (-self.path_log_probs[node], node))[:count]
+        return sorted(unsent, key=self._rank)[:count]
+
+    def worth_expanding(self, count: int, max_depth: int) -> list[int]:
+        """Return the nodes without children whose children may be among the `count` best unsent, the likeliest first.
+
+        A child ranks behind its parent. So once this is empty, no growth would change what is best.
+        """
+        best = self.best_unsent(count, max_depth)
+        last = self._rank(best[-1]) if len(best) == count else (math.inf, 0)
+        childless = (node for node, row in enumerate(self.rows) if row == NO_ROW and self.depths[node] < max_depth)
+        return sorted((node for node in childless if self._rank(node) < last), key=self._rank)
+
+    def _rank(self, node: int) -> tuple[float, int]:
+        return -self.path_log_probs[node], node
 
     def preorder(self, nodes: Sequence[int]) -> list[int]:
         """Order nodes depth first, the likeliest child first, so that the likeliest path lies contiguous in a slot."""

@@ -102,8 +102,6 @@ def load_model(
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
     """
     report = progress or (lambda phase, fraction: None)
-    if threads is not None:
-        torch.set_num_threads(threads)
     target_device = _device(device)
     path, name = _resolve(source, role)
     report("config", 0.05)
@@ -232,12 +230,14 @@ def _laid_out(model: PreTrainedModel) -> PreTrainedModel:
 
 _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
 _UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
+_INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.GatedRepoError, _GATED),
     (hub_errors.RepositoryNotFoundError, "There is no model {name} on the hub, and no folder of that name."),
     (hub_errors.HFValidationError, "{name} is neither a model folder nor a valid hub id."),
     (hub_errors.OfflineModeIsEnabled, _UNREACHABLE),
     (hub_errors.LocalEntryNotFoundError, _UNREACHABLE),
+    (hub_errors.RemoteEntryNotFoundError, _INCOMPLETE),
     (hub_errors.HfHubHTTPError, _UNREACHABLE),
     (ConnectionError, _UNREACHABLE),
 )
@@ -253,7 +253,7 @@ def _translated(path: str, name: str, part: str = "model") -> Generator[None]:
     except SpecSplitError:
         raise
     except SafetensorError as error:
-        raise ModelDamaged(f"The weights of {name} are truncated or damaged ({error}).") from error
+        raise ModelDamaged(f"The weights of {name} are truncated or damaged ({_one_line(error)}).") from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(
             f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
@@ -271,16 +271,14 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
         for kind, message in _HUB_ERRORS:
             if isinstance(cause, kind):
                 return ModelNotFound(message.format(name=name))
-    text = _one_line(error)
-    if "gated repo" in text:
+    said, text = str(error), _one_line(error)
+    if "gated repo" in said:
         return ModelNotFound(_GATED.format(name=name))
-    if "trust_remote_code" in str(error) or "auto_map" in str(error):
+    if "trust_remote_code" in said or "auto_map" in said:
         return ModelUnsupported(f"{name} needs code from its repository, which is never run here.")
-    if not Path(path).is_dir():
-        if "does not appear to have" in text:
-            return ModelDamaged(
-                f"{name} lacks files on the hub that are needed here: a config and safetensors weights."
-            )
+    if not Path(path).is_dir() and ("does not appear to have" in said or "Should have a `model_type`" in said):
+        return ModelNotFound(_INCOMPLETE.format(name=name))
+    if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
         return ModelNotFound(_UNREACHABLE.format(name=name))
     if part == "tokenizer":
         return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")

@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks import bars, environment, report, smoke, sweep, workloads
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
-from benchmarks.alternation import Measurement, alternate, num_runs, running_order
+from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs, running_order
 from benchmarks.metrics import acceptance, decode_forwards, decode_tokens_per_s, overhead_ms, tokens_per_s
+from benchmarks.neighbours import Neighbours
+from benchmarks.peers.factories import Shape
+from benchmarks.processes import Child
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
-from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
 
 TASKS = [Task(f"task-{number}", tuple(range(1, 4 + number)), 5) for number in range(3)]
-SHAPE = {"nodes": 4, "depth": 3, "branching": 2}
 
 
 @dataclass
 class Echo:
-    """A system whose every run takes `wall_s`, without taking it; it stops the run after `runs_left` more."""
+    """A system whose every run takes `wall_s`, without taking it."""
 
     name: str
     wall_s: float = 1.0
     token_ids: tuple[int, ...] | None = (1, 2, 3, 4, 5)
     result: Result | None = None
-    runs_left: int = 10**6
     log: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     def generate(self, task: Task) -> Sample:
-        if self.runs_left == 0:
-            raise KeyboardInterrupt
-        self.runs_left -= 1
         self.log.append((task.id, self.name))
         decode_s = self.result.timings.decode_s if self.result is not None else None
         return Sample(self.wall_s, self.token_ids, decode_s, self.result)
 
 
-def _ignore(name: str) -> None: ...
+def _alternate(
+    systems: Sequence[Echo], num_rounds: int, *, num_warm_ups: int = 0, runs_until_stop: int | None = None
+) -> tuple[Measurement, list[str]]:
+    ticks: list[str] = []
+    measured = alternate(
+        systems,
+        TASKS,
+        num_rounds,
+        num_warm_ups=num_warm_ups,
+        tick=ticks.append,
+        should_stop=lambda: len(ticks) == runs_until_stop,
+    )
+    return measured, ticks
 
 
 def _result(**changes: object) -> Result:
@@ -133,8 +146,7 @@ def test_a_planted_slowdown_of_a_tenth_is_outside_the_interval():
 def test_every_system_does_every_task_once_a_round():
     log: list[tuple[str, str]] = []
     systems = [Echo(name, log=log) for name in "abcd"]
-    ticks: list[str] = []
-    measured = alternate(systems, TASKS, 3, num_warm_ups=1, tick=ticks.append)
+    measured, ticks = _alternate(systems, 3, num_warm_ups=1)
     assert len(measured.rounds) == 3
     assert not measured.was_interrupted
     assert len(ticks) == len(log) == num_runs(systems, TASKS, 3, 1)
@@ -154,11 +166,23 @@ def test_each_system_has_each_place_and_the_direction_turns():
     assert orders[1] == ["acb", "bac", "cba"]
 
 
-def test_an_interrupt_keeps_whole_rounds_only():
-    stopping = Echo("b", runs_left=1 + 3 + 2)
-    measured = alternate([Echo("a"), stopping], TASKS, 5, num_warm_ups=1, tick=_ignore)
+@pytest.mark.parametrize(("runs_until_stop", "whole_rounds"), [(0, 0), (1, 0), (7, 0), (8, 1), (13, 1), (14, 2)])
+def test_an_interrupt_keeps_whole_rounds_only(runs_until_stop: int, whole_rounds: int):
+    measured, ticks = _alternate([Echo("a"), Echo("b")], 5, num_warm_ups=1, runs_until_stop=runs_until_stop)
     assert measured.was_interrupted
-    assert [len(row) for row in measured.samples("b")] == [3]
+    assert [len(row) for row in measured.samples("b")] == [len(TASKS)] * whole_rounds
+    assert len(ticks) == runs_until_stop
+
+
+def test_the_first_interrupt_asks_and_the_second_one_insists():
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_between_runs() as should_stop:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # --- metrics
@@ -238,10 +262,10 @@ def test_a_reference_that_contradicts_itself_is_a_difference():
 
 
 def _smoke(num_rounds: int = 3, *, interrupted: bool = False) -> smoke.Smoke:
-    measured = alternate(_systems(), TASKS, num_rounds, tick=_ignore)
-    settings = smoke.SmokeSettings(num_prompts=3, num_new_tokens=5, num_rounds=3, threads=1, **SHAPE)
+    measured, _ = _alternate(_systems(), num_rounds)
+    settings = smoke.SmokeSettings(num_prompts=3, num_new_tokens=5, num_rounds=3, threads=1, shape=Shape(4, 3, 2))
     measured = Measurement(measured.rounds, interrupted)
-    return smoke.derive(settings, environment.provenance(), {"ids": []}, measured, [])
+    return smoke.derive(settings, 512, environment.provenance(), {"ids": []}, measured, [], neighbours_share=0.25)
 
 
 def test_bars_compare_the_systems_they_name():
@@ -267,8 +291,8 @@ def test_bars_compare_the_systems_they_name():
 def test_one_generation_with_a_forward_too_many_breaks_p9():
     systems = _systems()
     systems[1].result = _result(target_forwards=4)
-    rounds = alternate(systems, TASKS, 1, tick=_ignore).rounds
-    samples = {name: [rounds[0][name]] for name in rounds[0]}
+    measured, _ = _alternate(systems, 1)
+    samples = {system.name: measured.samples(system.name) for system in systems}
     (bar,) = [bar for bar in bars.check_bars(samples, 5, 512) if bar.id == "P9"]
     assert not bar.is_met
 
@@ -288,6 +312,7 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
     assert printed == path.read_text(encoding="utf-8").splitlines()
     record = json.loads(printed[-1])
     assert record["is_complete"] is True
+    assert record["neighbours_share"] == 0.25
     assert {"commit", "versions", "machine", "time"} <= record["provenance"].keys()
     assert {"python", "torch", "transformers"} <= record["provenance"]["versions"].keys()
     assert {"bootstrap_seed", "num_rounds", "threads", "nodes"} <= record["settings"].keys()
@@ -337,14 +362,59 @@ def test_the_grid_holds_each_shape_once():
 
 
 def test_the_sweep_ranks_shapes_by_their_mean_over_temperatures():
-    fast, slow = sweep.Shape(4, 3, 2), sweep.Shape(3, 3, 1)
+    fast, slow = Shape(4, 3, 2), Shape(3, 3, 1)
     rows: list[sweep.Row] = []
     for temperature, seconds in ((0.0, (0.5, 1.0)), (1.0, (1.0, 0.8))):
         systems = [
             Echo("plain", 2.0),
             *(Echo(s.name, t, result=_result()) for s, t in zip((fast, slow), seconds, strict=True)),
         ]
-        rows += sweep.derive([fast, slow], temperature, alternate(systems, TASKS, 2, tick=_ignore))
+        rows += sweep.derive([fast, slow], temperature, _alternate(systems, 2)[0])
     found = sweep.Sweep(_sweep_settings(), {}, rows, [], was_interrupted=False)
     assert found.overall() == [(fast, pytest.approx((4 * 2) ** 0.5)), (slow, pytest.approx((2 * 2.5) ** 0.5))]
     assert json.loads(json.dumps(found.to_dict()))["rows"][0]["speedup"]["median"] == pytest.approx(4.0)
+
+
+# --- processes
+
+
+class _Served:
+    systems = (Echo("echo"), Echo("other", 2.0))
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def refuse(self) -> None:
+        raise InvalidRequest("No.", param="nothing")
+
+    def die(self) -> None:
+        raise SystemExit
+
+
+@contextmanager
+def _serve(refusal: str = "") -> Iterator[_Served]:
+    if refusal:
+        raise InvalidSettings(refusal)
+    yield _Served()
+
+
+def test_a_child_does_tasks_answers_questions_and_tells_its_errors():
+    with Child("a test", _serve) as child:
+        systems = child.wait_systems()
+        assert [system.name for system in systems] == ["echo", "other"]
+        assert systems[1].generate(TASKS[0]) == Sample(2.0, (1, 2, 3, 4, 5))
+        assert child.ask("double", 21) == 42
+        share = Neighbours([child.pid]).share()
+        assert share is None or 0 <= share <= 1
+        with pytest.raises(InvalidRequest, match="No"):
+            child.ask("refuse")
+
+
+def test_a_child_that_ends_is_told_from_one_that_refuses():
+    refusing = partial(_serve, "There is no such model.")
+    with Child("a test", refusing) as child, Child("another", _serve) as other:
+        with pytest.raises(InvalidSettings, match="no such model"):
+            child.wait_systems()
+        other.wait_systems()
+        with pytest.raises(ResourceError, match="another"):
+            other.ask("die")

@@ -1,4 +1,4 @@
-"""The draft reuses what it computed and never pays for it with another tree: over a tiny real model, round after round."""
+"""The draft reuses what it computed, round after round, and offers what a fresh one would: over a tiny real model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.plan import Entry
 from tests.contract.session_contract import Script
 from tests.model_zoo import FAMILIES, save_model
-from tests.runners import SteeredRunner, steered
+from tests.runners import steered
 
 CONTEXT = 256
 NODE_LIMIT = 40
@@ -113,10 +113,17 @@ Engines = Callable[[LoadedModel], AbstractAsyncContextManager[DraftEngine]]
 
 
 async def commit_some(talk: Conversation, proposal: Proposal, rng: random.Random) -> None:
-    """Commit as a verdict would: nothing, a part or all of a path, then a token of the target's or of the draft's own."""
+    """Commit as a verdict would: nothing, a part or all of a path, then a token of the target's or of the draft."""
     node = rng.choice([-1, rng.randrange(len(proposal)), deepest(proposal)])
     talk.ids.extend(path_tokens(proposal, node))
-    talk.ids.append(await talk.best_next() if rng.random() < 0.5 else rng.randrange(3, 258))
+    offered = {child for child, parent in enumerate(parent_indices(proposal)) if parent == node}
+    while True:
+        bonus = await talk.best_next() if rng.random() < 0.5 else rng.randrange(3, 258)
+        accepted = [child for child in offered if proposal.token_ids[child] == bonus]
+        talk.ids.append(bonus)
+        if not accepted:
+            return
+        offered = {child for child, parent in enumerate(parent_indices(proposal)) if parent == accepted[0]}
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -132,7 +139,7 @@ async def test_after_any_rounds_the_proposal_is_that_of_a_fresh_session(
             proposal = await talk.propose(budget)
             fresh = await talk.fresh_proposal(budget)
             assert shape(proposal) == shape(fresh)
-            assert proposal.timings.num_forwards <= budget.max_depth
+            assert proposal.timings.num_forwards <= min(budget.max_depth, budget.max_new_nodes)
             assert max(depths(parent_indices(proposal))) <= budget.max_depth
             await commit_some(talk, proposal, rng)
 
@@ -192,28 +199,24 @@ async def test_full_acceptance_costs_no_extra_forward(bonus: str) -> None:
         assert shape(second) == shape(await talk.fresh_proposal(CHAIN))
 
 
-async def test_what_was_drafted_below_the_bonus_token_is_not_drafted_again() -> None:
-    """The root is accepted, and the bonus token is the second child that was drafted but not offered."""
+async def test_growing_ahead_goes_on_below_leaves_that_were_offered() -> None:
     async with engine(load("llama")) as drafter:
-        talk = Conversation(drafter, random_ids(20, 7))
-        first = await talk.propose(Budget(1, 4, 1))
-        ahead = await talk.propose(Budget(3, 4, 1))
-        assert ahead.first_node == 2
-        talk.ids.extend([*first.token_ids, *ahead.token_ids[:2]])
-        kept = await talk.propose(Budget(1, 1, 1))
-        assert (kept.timings.num_tokens, kept.timings.num_forwards) == (1, 1)
-        assert kept.token_ids == (await talk.fresh_proposal(Budget(1, 1, 1))).token_ids
+        talk = Conversation(drafter, random_ids(20, 17))
+        first = await talk.propose(CHAIN)
+        talk.ids.append(first.token_ids[0])
+        more = await talk.propose(CHAIN)
+        assert (more.first_node, more.parents) == (5, (4,))
+        whole = await talk.fresh_proposal(Budget(4, 4, 1))
+        assert (*first.token_ids[1:], *more.token_ids) == whole.token_ids
+        assert (more.timings.num_forwards, more.timings.num_tokens) == (1, 1)
 
 
 @pytest.mark.parametrize("length", range(44, 49))
 async def test_nodes_stay_below_the_context(length: int) -> None:
     async with engine(load("llama", context=48)) as drafter:
-        talk = Conversation(drafter, random_ids(length, 8))
-        for _ in range(2):
-            proposal = await talk.propose(BUSHY)
-            assert proposal.root_position == length - 1
-            reach = max(depths(parent_indices(proposal)), default=0)
-            assert reach == min(BUSHY.max_depth, 48 - length)
+        proposal = await Conversation(drafter, random_ids(length, 8)).propose(LONG_CHAIN)
+        assert proposal.root_position == length - 1
+        assert len(proposal) == min(LONG_CHAIN.max_new_nodes, 48 - length)
 
 
 async def test_the_node_limit_holds_when_growing_ahead_many_times() -> None:
@@ -226,9 +229,8 @@ async def test_the_node_limit_holds_when_growing_ahead_many_times() -> None:
             assert proposal.first_node == known + 1
             known += len(proposal)
         assert known > NODE_LIMIT
-        deep = await talk.best_next()
-        talk.ids.append(deep)
-        assert len(await talk.propose(TREE)) == TREE.max_new_nodes
+        talk.ids.append(299)
+        assert shape(await talk.propose(TREE)) == shape(await talk.fresh_proposal(TREE))
     rows = [entry.num_tree_rows for step in runner.steps for entry in step if entry.parents is not None]
     assert max(rows) == NODE_LIMIT
 
@@ -288,7 +290,7 @@ async def test_a_propose_cancelled_within_a_forward_leaves_a_session_like_a_fres
             cancelled = asyncio.create_task(talk.propose(budget))
             await runner.wait_entered()
             for _ in range(min(held_step, budget.max_depth - 1)):
-                await asyncio.to_thread(runner.pass_one)
+                await runner.pass_one()
             cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled

@@ -84,6 +84,36 @@ def test_the_best_unsent_are_the_most_probable(grown: Grown, count: int, max_dep
     assert all(path_sums[chosen] >= path_sums[other] for chosen in best for other in rest)
 
 
+@given(grown_trees(), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_growth_where_it_is_not_worth_it_never_changes_the_best(
+    grown: Grown, count: int, max_depth: int, data: st.DataObject
+) -> None:
+    tree = grown.tree
+    worth = tree.worth_expanding(count, max_depth)
+    assert all(tree.rows[node] == NO_ROW and tree.depths[node] < max_depth for node in worth)
+    assert worth == sorted(worth, key=lambda node: (-tree.path_log_probs[node], node))
+    best = tree.best_unsent(count, max_depth)
+    for node in range(len(tree)):
+        if tree.rows[node] == NO_ROW and node not in worth:
+            tree.place(node)
+            tree.add(node, 9, data.draw(log_probs))
+    assert tree.best_unsent(count, max_depth) == best
+
+
+@given(grown_trees(), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_where_growth_is_worth_it_a_certain_child_is_among_the_best(
+    grown: Grown, count: int, max_depth: int, data: st.DataObject
+) -> None:
+    tree = grown.tree
+    worth = tree.worth_expanding(count, max_depth)
+    if worth:
+        node = data.draw(st.sampled_from(worth))
+        tree.place(node)
+        child = tree.add(node, 9, 0.0)
+        better = sum(tree.path_log_probs[other] >= tree.path_log_probs[node] for other in range(child))
+        assert child in tree.best_unsent(count + better, max_depth)
+
+
 @given(grown_trees())
 def test_depths_paths_and_rows_agree_with_the_parents(grown: Grown) -> None:
     tree = grown.tree

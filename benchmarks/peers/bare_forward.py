@@ -1,0 +1,33 @@
+"""The target's one-token forward with nothing around it: the ceiling of decoding without speculation."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.bars import BARE
+from benchmarks.systems import Sample, Task
+from specsplit.core.defaults import EMBEDDED
+from specsplit.model.loader import load_model
+from specsplit.model.plan import Entry
+
+
+class BareForward:
+    """One-token forwards at the context lengths that decoding has, by the thread that loaded the model."""
+
+    name = BARE
+
+    def __init__(self, threads: int) -> None:
+        self._target = load_model(EMBEDDED, role="target", dtype="fp32", threads=threads)
+
+    @torch.inference_mode()
+    def generate(self, task: Task) -> Sample:
+        """Forward as often as decoding needs after the prompt; which token is fed makes no difference to the time."""
+        runner, length, token_ids = self._target.runner, len(task.prompt_ids), task.prompt_ids[-1:]
+        runner.forward([Entry(0, 0, task.prompt_ids)])
+        start_s = time.perf_counter()
+        for position in range(length, length + task.num_tokens - 1):
+            runner.forward([Entry(0, position, token_ids)])
+        elapsed_s = time.perf_counter() - start_s
+        return Sample(elapsed_s, None, elapsed_s)

@@ -1,0 +1,112 @@
+"""Systems in processes of their own: what one leaves behind (threads, caches, settings of torch) must not slow another.
+
+The parent asks one child at a time; times are taken inside the children.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from benchmarks.systems import Sample, System, Task
+from specsplit.core.errors import ResourceError, SpecSplitError
+
+
+class Served(Protocol):
+    """What a child offers: systems, and for some more methods that the parent may `ask` for."""
+
+    @property
+    def systems(self) -> Sequence[System]: ...
+
+
+Factory = Callable[[], AbstractContextManager[Served]]
+"""Makes what is served, inside the child; has to be picklable."""
+
+
+class Child:
+    """A process that serves some systems; it starts at once, and ends with the `with` block."""
+
+    def __init__(self, name: str, factory: Factory) -> None:
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, factory), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._connection.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "it has been started"
+        return self._process.pid
+
+    def wait_systems(self) -> list[System]:
+        """Wait until the models are loaded and return the systems, as seen from here.
+
+        Raises:
+            SpecSplitError: they cannot be loaded.
+        """
+        return [RemoteSystem(self, name) for name in self._answer()]
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of what is served.
+
+        Raises:
+            SpecSplitError: as the method did, or the process has ended.
+        """
+        self._connection.send((method, arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            has_failed, value = self._connection.recv()
+        except EOFError:
+            raise ResourceError(f"The process of {self._name} has ended; is there enough memory?") from None
+        if has_failed:
+            raise value
+        return value
+
+
+class RemoteSystem:
+    """A system of a child."""
+
+    def __init__(self, child: Child, name: str) -> None:
+        self.name = name
+        self._child = child
+
+    def generate(self, task: Task) -> Sample:
+        return self._child.ask("generate", self.name, task)
+
+
+def _serve(connection: Connection, factory: Factory) -> None:
+    """Load, tell the systems' names, then answer until the parent hangs up; Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with factory() as served:
+            systems = {system.name: system for system in served.systems}
+            connection.send((False, list(systems)))
+            while True:
+                method, arguments = connection.recv()
+                if method == "generate":
+                    name, task = arguments
+                    answer: Any = systems[name].generate(task)
+                else:
+                    answer = getattr(served, method)(*arguments)
+                connection.send((False, answer))
+    except (EOFError, BrokenPipeError):
+        return
+    except SpecSplitError as error:
+        connection.send((True, error))

@@ -1,0 +1,290 @@
+"""The thread at a device: who shares a step, in which order, and what happens to the others when one ends badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import WorkerClosed
+from specsplit.engine.worker import Worker
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.plan import Entry
+from tests.model_zoo import FAMILIES, save_model
+from tests.runners import SteeredRunner, steered
+
+MAX_SESSIONS = 4
+_models: list[LoadedModel] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = save_model(tmp_path_factory.mktemp("worker"), FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
+
+
+@asynccontextmanager
+async def worker_over_a_steered_runner() -> AsyncIterator[tuple[Worker, SteeredRunner]]:
+    loaded, runner = steered(_models[0])
+    worker = Worker(loaded.runner, name="tested")
+    try:
+        yield worker, runner
+    finally:
+        await worker.close()
+
+
+Work = Generator[Entry, Tensor, str]
+
+
+@dataclass
+class Diary:
+    """What the works of a test did, in the order in which they did it."""
+
+    lines: list[str] = field(default_factory=list[str])
+
+    def work(
+        self, name: str, num_forwards: int = 1, *, slot: int = 0, error: Exception | None = None
+    ) -> Callable[[], Work]:
+        """Return work that feeds `num_forwards` tokens, then raises `error` or returns its name."""
+
+        def start() -> Work:
+            self.lines.append(f"{name} begins")
+            try:
+                for position in range(num_forwards):
+                    logits = yield Entry(slot, position, [7])
+                    assert logits.shape == (1, 320)
+                    self.lines.append(f"{name} got logits")
+            except GeneratorExit:
+                self.lines.append(f"{name} is closed")
+                raise
+            if error is not None:
+                raise error
+            return name
+
+        return start
+
+
+async def submitted(*tasks: asyncio.Task[object]) -> None:
+    """Give tasks just made the turn in which they hand their work over."""
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+
+
+async def test_the_work_gets_its_logits_and_its_caller_the_result_with_timings() -> None:
+    async with worker_over_a_steered_runner() as (worker, runner):
+        result, timings = await worker.run("a", Diary().work("a", 3))
+    assert result == "a"
+    assert (timings.num_forwards, timings.num_tokens, timings.batch_size) == (3, 3, 1)
+    assert len(runner.steps) == 3
+
+
+async def test_work_without_a_forward_needs_no_step() -> None:
+    async with worker_over_a_steered_runner() as (worker, runner):
+        result, timings = await worker.run("a", Diary().work("a", 0))
+    assert (result, timings.num_forwards, runner.steps) == ("a", 0, [])
+
+
+async def test_tasks_of_one_session_run_one_after_another_in_their_order() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            tasks = [asyncio.create_task(worker.run("a", diary.work(name, 2))) for name in "xyz"]
+            await runner.wait_entered()
+            assert diary.lines == ["x begins"]
+        results = [result for result, _ in await asyncio.gather(*tasks)]
+    assert results == ["x", "y", "z"]
+    assert diary.lines == [
+        line for name in "xyz" for line in (f"{name} begins", f"{name} got logits", f"{name} got logits")
+    ]
+    assert [len(step) for step in runner.steps] == [1] * 6
+
+
+async def test_sessions_that_wait_meet_in_one_step_and_leave_it_one_by_one() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            first = asyncio.create_task(worker.run("a", diary.work("a", 2)))
+            await runner.wait_entered()
+            others = [
+                asyncio.create_task(worker.run(name, diary.work(name, slot, slot=slot)))
+                for slot, name in enumerate("bcd", 1)
+            ]
+            await submitted(first, *others)
+        outcomes = await asyncio.gather(first, *others)
+    assert [[entry.slot for entry in step] for step in runner.steps] == [[0], [0, 1, 2, 3], [2, 3], [3]]
+    assert [(result, timings.batch_size) for result, timings in outcomes] == [("a", 4), ("b", 4), ("c", 4), ("d", 4)]
+    assert [timings.num_forwards for _, timings in outcomes] == [2, 1, 2, 3]
+
+
+async def test_each_entry_of_a_common_step_gets_its_own_logits() -> None:
+    def prefill(slot: int, token_ids: list[int]) -> Callable[[], Generator[Entry, Tensor, Tensor]]:
+        def start() -> Generator[Entry, Tensor, Tensor]:
+            return (yield Entry(slot, 0, token_ids, num_logits=len(token_ids)))
+
+        return start
+
+    prompts = [[5, 9, 2], [7], [11, 3, 8, 1]]
+    async with worker_over_a_steered_runner() as (worker, runner):
+        alone = [(await worker.run("x", prefill(slot, prompt)))[0] for slot, prompt in enumerate(prompts)]
+        with runner.held():
+            blocker = asyncio.create_task(worker.run("x", Diary().work("x", slot=3)))
+            await runner.wait_entered()
+            tasks = [
+                asyncio.create_task(worker.run(str(slot), prefill(slot, prompt))) for slot, prompt in enumerate(prompts)
+            ]
+            await submitted(*tasks)
+        await blocker
+        together = [(await task)[0] for task in tasks]
+    assert len(runner.steps[-1]) == 3
+    for one, other in zip(alone, together, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+
+
+async def test_an_error_of_the_work_reaches_its_caller_only() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            first = asyncio.create_task(worker.run("a", diary.work("a", 3)))
+            await runner.wait_entered()
+            broken = asyncio.create_task(worker.run("b", diary.work("b", slot=1, error=ValueError("the work's own"))))
+            await submitted(first, broken)
+        with pytest.raises(ValueError, match="the work's own"):
+            await broken
+        assert (await first)[0] == "a"
+        assert (await worker.run("b", diary.work("b again")))[0] == "b again"
+
+
+async def test_work_that_cannot_even_begin_fails_alone() -> None:
+    def start() -> Work:
+        raise LookupError("no such work")
+
+    async with worker_over_a_steered_runner() as (worker, _):
+        with pytest.raises(LookupError, match="no such work"):
+            await worker.run("a", start)
+        assert (await worker.run("a", Diary().work("a")))[0] == "a"
+
+
+async def test_a_step_that_fails_ends_all_who_shared_it_and_the_next_one_runs() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            blocker = asyncio.create_task(worker.run("x", diary.work("x", slot=3)))
+            await runner.wait_entered()
+            sharing = [
+                asyncio.create_task(worker.run(name, diary.work(name, slot=slot))) for slot, name in enumerate("ab")
+            ]
+            waiting = asyncio.create_task(worker.run("a", diary.work("later")))
+            await submitted(blocker, *sharing, waiting)
+            runner.failures[len(runner.steps)] = RuntimeError("the device broke")
+        assert (await blocker)[0] == "x"
+        for task in sharing:
+            with pytest.raises(RuntimeError, match="device broke"):
+                await task
+        assert (await waiting)[0] == "later"
+    assert {"a is closed", "b is closed"} <= set(diary.lines)
+
+
+async def test_cancelling_a_caller_ends_its_work_before_the_next_step() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            cancelled = asyncio.create_task(worker.run("a", diary.work("a", 5)))
+            await runner.wait_entered()
+            cancelled.cancel()
+            await submitted(cancelled)  # it has not ended while its forward is under way
+            follower = asyncio.create_task(worker.run("a", diary.work("follower")))
+            await submitted(follower)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert "a is closed" in diary.lines, "once its caller is back, the work has let go of its session"
+        assert (await follower)[0] == "follower"
+    assert [line for line in diary.lines if line.startswith("a ")] == ["a begins", "a got logits", "a is closed"]
+    assert len(runner.steps) == 2
+
+
+async def test_a_task_cancelled_while_it_waits_for_its_session_never_begins() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            running = asyncio.create_task(worker.run("a", diary.work("running", 2)))
+            await runner.wait_entered()
+            cancelled = asyncio.create_task(worker.run("a", diary.work("cancelled", 2)))
+            last = asyncio.create_task(worker.run("a", diary.work("last")))
+            await submitted(running, cancelled, last)
+            cancelled.cancel()
+            await submitted(cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert [(await running)[0], (await last)[0]] == ["running", "last"]
+    assert not any(line.startswith("cancelled") for line in diary.lines)
+    assert len(runner.steps) == 3
+
+
+async def test_a_cancelled_caller_does_not_disturb_those_in_its_step() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            blocker = asyncio.create_task(worker.run("x", diary.work("x", slot=3)))
+            await runner.wait_entered()
+            cancelled = asyncio.create_task(worker.run("a", diary.work("a", 9)))
+            staying = asyncio.create_task(worker.run("b", diary.work("b", 9, slot=1)))
+            await submitted(cancelled, staying)
+            await runner.pass_one()
+            cancelled.cancel()
+            await submitted(cancelled, staying)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert (await staying)[1].num_forwards == 9
+        assert (await blocker)[0] == "x"
+    assert diary.lines.count("a got logits") < 9
+
+
+async def test_closing_lets_the_work_that_was_handed_over_end() -> None:
+    diary = Diary()
+    async with worker_over_a_steered_runner() as (worker, runner):
+        with runner.held():
+            tasks = [
+                asyncio.create_task(worker.run("a", diary.work("a", 3))),
+                asyncio.create_task(worker.run("a", diary.work("waiting", 2))),
+                asyncio.create_task(worker.run("b", diary.work("b", 2, slot=1))),
+            ]
+            await runner.wait_entered()
+            closing = asyncio.create_task(worker.close())
+            await submitted(closing, *tasks)
+        await closing
+        assert [(await task)[0] for task in tasks] == ["a", "waiting", "b"]
+        with pytest.raises(WorkerClosed):
+            await worker.run("a", diary.work("too late"))
+
+
+async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
+    async with worker_over_a_steered_runner() as (worker, runner):
+        enough = asyncio.Event()
+
+        async def tick() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            enough.set()
+
+        with runner.held():
+            work = asyncio.create_task(worker.run("a", Diary().work("a")))
+            await runner.wait_entered()
+            ticking = asyncio.create_task(tick())
+            await enough.wait()
+            await submitted(work)
+        await work
+        await ticking
+
+
+def test_a_worker_serves_one_event_loop_after_another() -> None:
+    """As a Python caller may: each asyncio.run has its own loop, the worker and its thread stay."""
+    loaded, _ = steered(_models[0])
+    worker = Worker(loaded.runner, name="tested")
+    for name in "ab":
+        assert asyncio.run(worker.run("a", Diary().work(name)))[0] == name
+    asyncio.run(worker.close())
