@@ -106,6 +106,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         device=settings.draft.device,
         threads=settings.draft.threads,
         context=settings.draft.context,
+        default_context=target.context,
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
     )

@@ -69,7 +69,7 @@ class DeviceThread:
     """
 
     def __init__(self, name: str, threads: int | None = None) -> None:
-        self._threads = threads
+        self._threads = threads or torch.get_num_threads()
         self._inbox: queue.SimpleQueue[tuple[Worker, Task] | None] = queue.SimpleQueue()
         self._workers: dict[Worker, None] = {}
         """Those that have work, in the order in which they came."""
@@ -87,8 +87,7 @@ class DeviceThread:
         await asyncio.to_thread(self._thread.join)
 
     def _loop(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
+        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
         while self._workers or not self._is_ending:
             self._receive()
             for worker in list(self._workers):

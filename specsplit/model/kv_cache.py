@@ -54,6 +54,10 @@ class KVCache:
         """Per layer: [slots, H, S, D]."""
         self.values = [value for _, value in pairs]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
     @staticmethod
     def bytes_per_token(shapes: Sequence[tuple[HeadShape, HeadShape]], dtype: torch.dtype) -> int:
         """Return the bytes that one token of one session occupies over all layers."""

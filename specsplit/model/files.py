@@ -1,0 +1,203 @@
+"""Where models come from: "embedded", a folder, or a hub id; config, weights and tokenizer read from there.
+
+The one place that knows what transformers, safetensors and the hub raise. Weights are read from safetensors only, and
+code from a repository is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specsplit.core.defaults import EMBEDDED
+from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.model.tokenizer import TransformersTokenizer
+
+
+def resolve(source: str, role: str) -> tuple[str, str]:
+    """Return what transformers should open, and the name to show."""
+    if source == EMBEDDED:
+        return str(Path(__file__).parent / "embedded" / role), EMBEDDED
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
+    if not looks_local:
+        return source, source
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise ModelNotFound(f"There is no model folder at {source}.")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{source} holds no config.json, so it is not a model folder.")
+    has_weights = any(folder.glob("*.safetensors"))
+    if not has_weights:
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        raise ModelDamaged(
+            f"{source} holds only pickled weights ({pickled[0].name}), never opened here; convert them to safetensors."
+            if pickled
+            else f"{source} holds no safetensors weights."
+        )
+    return str(folder), source
+
+
+def load_config(path: str, name: str) -> Any:
+    """Return the config of the model at `path`.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported.
+    """
+    with _translated(path, name):
+        # Left out, trust_remote_code makes transformers ask the terminal whether to run the repository's code.
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def load_weights(
+    path: str, name: str, config: Any, dtype: torch.dtype | Literal["auto"], device: torch.device
+) -> PreTrainedModel:
+    """Return the model in evaluation mode on `device`.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
+    """
+    transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with _translated(path, name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
+            )
+            model, info = loaded
+            model = model.eval().requires_grad_(False).to(device)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _refuse_incomplete(name, info)
+    return _laid_out(model)
+
+
+def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
+    """Refuse weights of which transformers made some up, since the files lack them or have them in another shape."""
+    if info["mismatched_keys"]:
+        key, found, wanted = min(info["mismatched_keys"])
+        raise ModelDamaged(
+            f"The weights of {name} do not have the shapes that its config asks for: {key} is {list(found)}, "
+            f"not {list(wanted)}."
+        )
+    if info["missing_keys"]:
+        raise ModelDamaged(
+            f"{name} lacks weights that its config asks for, the first being {min(info['missing_keys'])}."
+        )
+
+
+def _laid_out(model: PreTrainedModel) -> PreTrainedModel:
+    """Store linear weights input-major on the CPU, where matrix products of a few rows (a tree) read them faster so."""
+    if model.device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = module.weight.data.t().contiguous().t()
+    return model
+
+
+_GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
+_UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
+_INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
+_HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
+    (hub_errors.GatedRepoError, _GATED),
+    (hub_errors.RepositoryNotFoundError, "There is no model {name} on the hub, and no folder of that name."),
+    (hub_errors.HFValidationError, "{name} is neither a model folder nor a valid hub id."),
+    (hub_errors.OfflineModeIsEnabled, _UNREACHABLE),
+    (hub_errors.LocalEntryNotFoundError, _UNREACHABLE),
+    (hub_errors.RemoteEntryNotFoundError, _INCOMPLETE),
+    (hub_errors.HfHubHTTPError, _UNREACHABLE),
+    (ConnectionError, _UNREACHABLE),
+)
+_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
+"""What transformers raises over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
+
+
+@contextmanager
+def _translated(path: str, name: str, part: str = "model") -> Generator[None]:
+    """Translate what reading a model can raise into our error tree; the one place that knows those exceptions."""
+    try:
+        yield
+    except SpecSplitError:
+        raise
+    except SafetensorError as error:
+        raise ModelDamaged(f"The weights of {name} are truncated or damaged ({_one_line(error)}).") from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(
+            f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
+        ) from error
+    except hub_errors.StrictDataclassError as error:
+        raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
+    except Exception as error:
+        if part != "tokenizer" and not isinstance(error, _READING_ERRORS):
+            raise
+        raise _model_error(path, name, part, error) from error
+
+
+def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplitError:
+    for cause in _causes(error):
+        for kind, message in _HUB_ERRORS:
+            if isinstance(cause, kind):
+                return ModelNotFound(message.format(name=name))
+    said, text = str(error), _one_line(error)
+    if "gated repo" in said:
+        return ModelNotFound(_GATED.format(name=name))
+    if "trust_remote_code" in said or "auto_map" in said:
+        return ModelUnsupported(f"{name} needs code from its repository, which is never run here.")
+    if not Path(path).is_dir() and ("does not appear to have" in said or "Should have a `model_type`" in said):
+        return ModelNotFound(_INCOMPLETE.format(name=name))
+    if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
+        return ModelNotFound(_UNREACHABLE.format(name=name))
+    if part == "tokenizer":
+        return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
+    if isinstance(error, OSError | json.JSONDecodeError):
+        return ModelDamaged(f"The files of {name} cannot be read ({text}).")
+    return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text}).")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersTokenizer | None, tuple[int, ...]]:
+    """Return the tokenizer (None where the folder has none) and the ids that end a text."""
+    eos_ids = _eos_ids(path, name, config)
+    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
+        return None, eos_ids
+    with _translated(path, name, part="tokenizer"):
+        tokenizer = TransformersTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False), eos_ids)
+    return tokenizer, tokenizer.eos_ids
+
+
+def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
+    try:
+        ids: Any = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError) as error:
+        if (Path(path) / "generation_config.json").is_file():
+            raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({_one_line(error)}).") from error
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token_id, int) for token_id in listed):
+        raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")
+    return tuple(listed)
