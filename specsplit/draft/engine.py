@@ -104,12 +104,12 @@ class _Grower:
     def _align(self, turn: Turn) -> Sequence[int]:
         """Bring slot and tree to the turn's committed tokens; return the tokens that still need a forward.
 
-        If the tail lies in the tree, the tree re-roots and its rows stay; else it is dropped.
+        As far as the tail lies in the tree, the tree re-roots and its rows stay; what lies beside is dropped.
         """
         session, tree = self._session, self._tree
         keep, held = session.common_length(turn), len(session.ids)
         tail = turn.tail[keep - turn.base_length :]
-        path = tree.walk(tail) if keep == held else None
+        path = tree.walk(tail) if keep == held else []
         if path:
             return self._reroot(path, tail)
         if keep < held or tail:
@@ -125,6 +125,8 @@ class _Grower:
     def _reroot(self, path: list[int], tail: Sequence[int]) -> Sequence[int]:
         session = self._session
         self._tree, path_rows, kept_rows = self._tree.reroot(path)
+        if len(path) < len(tail):  # what follows the path was not drafted: of the tree only the path's rows are of use
+            self._tree, kept_rows = DraftTree(), []
         base = len(session.ids)
         rows = [base + row for row in path_rows + kept_rows]
         self._model.runner.cache.move_rows(session.slot.index, rows, base)
@@ -132,12 +134,15 @@ class _Grower:
         return tail[len(path_rows) :]
 
     def _grow(self, pending: Sequence[int], budget: Budget, max_depth: int) -> Generator[Entry, Tensor, None]:
-        """Forward level by level until the best `max_new_nodes` nodes are known."""
+        """Forward level by level until the best `max_new_nodes` nodes are known, or as many nodes have been fed."""
         pending = yield from prefill(self._session, pending)
+        num_fed = 0
         while max_depth > 0:
-            frontier = self._frontier(budget.max_new_nodes, max_depth)
+            room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_fed)
+            frontier = self._frontier(budget.max_new_nodes, max_depth)[:room]
             if not frontier:
                 break
+            num_fed += len(frontier) if frontier != [ROOT_INDEX] else 0
             logits = yield self._entry(pending, frontier)
             if pending:
                 self._session.extend(pending)
@@ -145,17 +150,14 @@ class _Grower:
             self._expand(frontier, logits, budget.max_branching)
 
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
-        """Return the nodes to expand in the next level, as many as there is room for in the slot."""
+        """Return the nodes to expand in the next level, the likeliest first."""
         tree = self._tree
         if not tree.is_root_expanded:
             return [ROOT_INDEX]
         sampler = self._session.sampler
         assert sampler is not None
-        room = self._model.node_limit - len(tree.row_nodes)
         eos_ids = sampler.params.eos_ids
-        return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids][
-            :room
-        ]
+        return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids]
 
     def _entry(self, pending: Sequence[int], frontier: list[int]) -> Entry:
         tree, slot = self._tree, self._session.slot

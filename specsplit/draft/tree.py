@@ -104,15 +104,15 @@ class DraftTree:
             stack.extend(children.get(node, ()))
         return order
 
-    def walk(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the nodes that spell `token_ids` from the root, None if the tree does not hold them."""
+    def walk(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the nodes that spell `token_ids` from the root, as far as the tree holds them."""
         path: list[int] = []
         at = ROOT_INDEX
         for token in token_ids:
             children = (n for n in range(at + 1, len(self)) if self.parents[n] == at and self.token_ids[n] == token)
             at = next(children, NO_ROW)
             if at == NO_ROW:
-                return None
+                break
             path.append(at)
         return path
 

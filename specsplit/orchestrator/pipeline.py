@@ -54,7 +54,7 @@ class Orchestrator:
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
         self._target: Identity | None = None
-        self._context = 0
+        self._context = self._draft_vocab_size = 0
 
     @property
     def mode(self) -> Mode:
@@ -78,6 +78,7 @@ class Orchestrator:
                         "choose a draft of the target's own family or use --mode plain."
                     )
                 self._context = min(target.context, draft.context)
+                self._draft_vocab_size = draft.vocab_size
             self._target = target
         return self._target
 
@@ -92,7 +93,7 @@ class Orchestrator:
         started_s = self.clock.now()
         target = await self.connect()
         request.check_fits(target.context, target.vocab_size)
-        async with _Session(self, request, target.context, min(target.context, self._context), started_s) as session:
+        async with _Session(self, request, target, self._context, self._draft_vocab_size, started_s) as session:
             chunk = await session.next_chunk()
             while chunk.finish_reason is None:
                 yield chunk
@@ -117,13 +118,19 @@ class _Session:
     """One request being served; leaving its scope closes both workers' sessions, whatever happened inside."""
 
     def __init__(
-        self, owner: Orchestrator, request: Request, context: int, draft_context: int, started_s: float
+        self,
+        owner: Orchestrator,
+        request: Request,
+        target: Identity,
+        draft_context: int,
+        draft_vocab_size: int,
+        started_s: float,
     ) -> None:
         self._request, self._clock, self._started_s = request, owner.clock, started_s
         self._mode: Mode = owner.mode
         seed = request.seed if request.seed is not None else secrets.randbits(64)
         eos_ids = owner.tokenizer.eos_ids if request.eos_ids is None else request.eos_ids
-        max_tokens = min(request.max_new_tokens, context - len(request.prompt_ids))
+        max_tokens = min(request.max_new_tokens, target.context - len(request.prompt_ids))
         self._opening = SessionParams(
             sampling=request.sampling,
             seed=seed,
@@ -137,7 +144,8 @@ class _Session:
         self._target = TargetLink(owner.verifier, key, self._committed, self._opening)
         self._source: Source | None = None
         if owner.drafter is not None:
-            self._source = PingPong(DraftLink(owner.drafter, key, self._committed, self._opening))
+            link = DraftLink(owner.drafter, key, self._committed, self._opening)
+            self._source = PingPong(link, self._committed, draft_vocab_size, target.vocab_size)
         self._rounds = Rounds(self._committed, self._target, self._source)
         self._controller = Controller(owner.speculation, min(draft_context, len(request.prompt_ids) + max_tokens))
         self._stop = Stop(

@@ -51,21 +51,30 @@ class Source(Protocol):
 
 
 class PingPong:
-    """Draft and target take turns: each tree is asked for, and waited for, after the last verdict."""
+    """Draft and target take turns: each tree is asked for, and waited for, after the last verdict.
 
-    def __init__(self, link: DraftLink) -> None:
-        self._link = link
+    One tokenizer may come with embeddings of two sizes: nodes beyond the target's are left out, and once the target has
+    said a token beyond the draft's (its padding), the draft cannot follow it and is not asked any more.
+    """
+
+    def __init__(self, link: DraftLink, committed: Committed, draft_vocab_size: int, target_vocab_size: int) -> None:
+        self._link, self._committed = link, committed
+        self._draft_vocab_size, self._target_vocab_size = draft_vocab_size, target_vocab_size
+        self._can_follow = max(committed.ids) < draft_vocab_size
         self._verified: tuple[int, ...] = ()
 
     async def next_offer(self, budget: Budget, first_node: int) -> Offer:
+        if not self._can_follow:
+            return Offer(Proposal(first_node=first_node, root_position=len(self._committed) - 1))
         # The one place where a draft can fail. Its errors end the request; going on with an empty offer instead would
         # give the same text.
         with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
             proposal = await self._link.propose(budget, self._verified)
             spans.annotate(nodes=len(proposal), forwards=proposal.timings.num_forwards)
-        return fit(proposal, budget, first_node)
+        return fit(proposal, budget, first_node, self._target_vocab_size)
 
     def observe(self, outcome: Outcome) -> None:
+        self._can_follow = self._can_follow and max(outcome.verdict.token_ids) < self._draft_vocab_size
         numbers, scored = outcome.offer.draft_numbers, outcome.verdict.verified
         if len(scored) < len(numbers):
             first = outcome.offer.proposal.first_node
@@ -103,15 +112,16 @@ class Rounds:
         return await self._source.next_offer(budget, first_node)
 
 
-def fit(proposal: Proposal, budget: Budget, first_node: int) -> Offer:
+def fit(proposal: Proposal, budget: Budget, first_node: int, vocab_size: int) -> Offer:
     """Return what fits the budget of a draft's tree, numbered from `first_node`.
 
-    Nodes too many or too deep are left out, and so is a node whose parent is not in the message.
+    Nodes too many, too deep or outside the target's vocabulary are left out, and so is a node whose parent is not in
+    the message.
     """
     first = proposal.first_node
     depth_of = {ROOT: 0}
     for number, parent in enumerate(proposal.parents, first):
-        depth = depth_of.get(parent)
+        depth = depth_of.get(parent) if proposal.token_ids[number - first] < vocab_size else None
         if depth is not None and depth < budget.max_depth and len(depth_of) <= budget.max_new_nodes:
             depth_of[number] = depth + 1
     del depth_of[ROOT]

@@ -333,6 +333,29 @@ def test_a_model_without_a_tokenizer_is_loaded_and_says_so(folder: Path) -> None
     assert loaded.identity.vocab_hash == f"no-tokenizer-{VOCAB}"
 
 
+@pytest.mark.parametrize(("target_size", "draft_size"), [(VOCAB, VOCAB + 64), (VOCAB + 64, VOCAB)])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_vocabularies_padded_to_different_sizes_work_together(
+    target_size: int, draft_size: int, temperature: float, tmp_path: Path
+) -> None:
+    """One tokenizer of 258 tokens, and embeddings that are larger than it by different amounts."""
+    loaded: list[LoadedModel] = []
+    for role, family, size in (("target", "llama", target_size), ("draft", "qwen3", draft_size)):
+        shape = FAMILIES[family]()
+        shape.vocab_size = size
+        saved = save_model(tmp_path / role, shape, seed=1)
+        loaded.append(load_model(str(saved), role=role, threads=1))  # type: ignore[arg-type]
+    target, draft = loaded
+    assert target.identity.vocab_hash == draft.identity.vocab_hash
+    requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
+    chain = Speculation(mode="pingpong", nodes=9, depth=3, branching=3)
+    texts = [
+        [result.token_ids for result in results]
+        for results in (run(target, None, PLAIN, requests), run(target, draft, chain, requests))
+    ]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_vocabulary_padded_beyond_the_tokenizer_works(temperature: float, tmp_path: Path) -> None:
     loaded: list[LoadedModel] = []

@@ -275,13 +275,13 @@ async def test_a_worker_that_is_behind_nothing_is_an_error() -> None:
 def test_a_tree_is_cut_to_the_budget_and_orphans_go_with_their_parents() -> None:
     # 4 hangs below a node that is not in the message; 5 -> 6 -> 7 is one level too deep; 9 is one node too many.
     proposal = Proposal(4, 10, (14, 15, 16, 17, 18, 19), (2, 0, 5, 6, 5, 0), (-1.0,) * 6)
-    offer = fit(proposal, Budget(3, 2, 2), first_node=21)
+    offer = fit(proposal, Budget(3, 2, 2), first_node=21, vocab_size=VOCAB_SIZE)
     assert offer.proposal == Proposal(21, 10, (15, 16, 18), (0, 21, 21), (-1.0,) * 3)
     assert (list(offer.depths), list(offer.draft_numbers)) == ([1, 2, 2], [5, 6, 8])
 
 
 def test_a_tree_that_fits_is_only_renumbered() -> None:
     proposal = Proposal(4, 10, (14, 15, 16), (0, 4, 0), (-1.0,) * 3)
-    offer = fit(proposal, Budget(3, 2, 2), first_node=21)
+    offer = fit(proposal, Budget(3, 2, 2), first_node=21, vocab_size=VOCAB_SIZE)
     assert offer.proposal == replace(proposal, first_node=21, parents=(0, 21, 0))
     assert (list(offer.depths), list(offer.draft_numbers)) == ([1, 2, 1], [4, 5, 6])
