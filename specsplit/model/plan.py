@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specsplit.sampling.tree_attention import ancestor_mask
+from specsplit.sampling.tree_attention import ancestor_mask, is_chain
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
@@ -83,7 +83,7 @@ def make_plan(entries: Sequence[Entry], kinds: Sequence[BiasKind], *, dtype: tor
         token_ids.extend(entry.token_ids)
         positions.extend(row_positions[num_rows - count :])
         logit_rows.extend(range(start + count - entry.num_logits, start + count))
-        needs_bias = num_rows > 1 or not is_plain
+        needs_bias = not is_plain or not _sees_every_row(entry)
         spans.append([entry.slot, start, start + count, end_row - count, end_row, offset if needs_bias else _NO_BIAS])
         if needs_bias:
             offset += count * end_row
@@ -102,6 +102,13 @@ def _joined(flat: list[Tensor], dtype: torch.dtype) -> Tensor:
     if len(flat) == 1:
         return flat[0]
     return torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
+
+
+def _sees_every_row(entry: Entry) -> bool:
+    """Return whether the entry is one token at the end of a chain, as in plain decoding and a draft's chain."""
+    if len(entry.token_ids) != 1:
+        return False
+    return entry.parents is None or is_chain(entry.parents)
 
 
 def _row_positions(entry: Entry) -> Sequence[int]:

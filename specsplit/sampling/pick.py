@@ -57,14 +57,31 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
 
     The share is the draft's estimate that the target picks the same token. Tokens that the processors cut are left out.
     """
-    ids, values = top_candidates(scores, k)
-    if scores.device.type == "cpu":  # numpy takes half of torch's time for a few rows
-        array, best = scores.float().numpy(), values.double().numpy()
-        total = np.exp(array - array.max(-1, keepdims=True)).sum(-1, keepdims=True, dtype=np.float64)
-        log_probs = best - best[:, :1] - np.log(total)
-    else:
-        log_probs = (values.double() - scores.float().logsumexp(-1, keepdim=True)).cpu().numpy()
+    k = min(k, scores.shape[-1])
+    if scores.device.type == "cpu":  # a draft asks for few rows, and for those numpy's calls cost a fraction of torch's
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        columns = [_row_estimates(row, k) for row in exact.numpy()]
+        return [ids for ids, _ in columns], [log_probs for _, log_probs in columns]
+    token_ids, values = top_candidates(scores, k)
+    log_probs = (values.double() - scores.float().logsumexp(-1, keepdim=True)).clamp_(max=0).tolist()
+    kept = [[log_prob for log_prob in row if log_prob != -math.inf] for row in log_probs]
+    return [row[: len(some)] for row, some in zip(token_ids.tolist(), kept, strict=True)], kept
+
+
+def _row_estimates(row: np.ndarray, k: int) -> tuple[list[int], list[float]]:
+    best = int(row.argmax())
+    top = float(row[best])
+    shifted = (row - top).astype(np.float32, copy=False)
+    log_total = math.log(float(np.exp(shifted).sum()))
     # Rounding must not lift a near-certain child above its parent, or it would be sent without it.
-    rows = np.minimum(log_probs, 0.0).tolist()
-    kept = [[log_prob for log_prob in row if log_prob != -math.inf] for row in rows]
-    return [row[: len(some)] for row, some in zip(ids.tolist(), kept, strict=True)], kept
+    token_ids, log_probs = [best], [min(-log_total, 0.0)]
+    remaining = row.copy() if k > 1 else row
+    for _ in range(k - 1):  # k is a branching limit: k scans beat a sort
+        remaining[token_ids[-1]] = -np.inf
+        token_id = int(remaining.argmax())
+        value = float(remaining[token_id])
+        if value == -math.inf:
+            break
+        token_ids.append(token_id)
+        log_probs.append(min(value - top - log_total, 0.0))
+    return token_ids, log_probs

@@ -173,7 +173,7 @@ async def test_a_chain_feeds_the_tail_and_its_nodes_whatever_the_length(length: 
 @pytest.mark.parametrize("length", [40, 200])
 @pytest.mark.parametrize("budget", [TREE, BUSHY], ids=["tree", "bushy"])
 async def test_a_tree_feeds_the_tail_and_rows_behind_it_whatever_the_length(length: int, budget: Budget) -> None:
-    """A level may hold nodes that a deeper one pushes out of the best, so a tree feeds more nodes than it offers."""
+    """A level may hold nodes that a deeper one pushes out of the best; they count against the nodes fed, too."""
     rng = random.Random(5)
     async with engine(load("llama")) as drafter:
         talk = Conversation(drafter, random_ids(length, 5))
