@@ -33,7 +33,7 @@ def describe() -> None:
 
 @app.command()
 def smoke(
-    prompts: Prompts = 8,
+    prompts: Prompts = 6,
     new_tokens: NewTokens = 96,
     rounds: Rounds = 5,
     threads: Threads = 2,

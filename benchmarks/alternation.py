@@ -6,7 +6,7 @@ Knows no system and no statistics. An interrupted run keeps its whole rounds.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -83,7 +83,7 @@ def _run_round(
 
 
 @contextmanager
-def interrupts_between_runs() -> Iterator[ShouldStop]:
+def interrupts_between_runs() -> Generator[ShouldStop]:
     """Let the first Ctrl-C end the measurement after the run that is under way, and the second one everything."""
     seen: list[int] = []
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Progress:
         self._console = console
 
     @contextmanager
-    def running(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def running(self, what: str, total: int) -> Generator[Callable[[str], None]]:
         """Show a bar of `total` steps; the caller gets what counts one, told what is being done."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         bar = RichProgress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)

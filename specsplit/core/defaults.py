@@ -19,10 +19,10 @@ ENV_DEBUG = "SPECSPLIT_DEBUG"
 DEVICE: Device = "cpu"
 MODE: Mode = "auto"
 
-DEFAULT_NODES = 6
+DEFAULT_NODES = 4
 """Tree nodes verified per round; this and the next two were measured on the embedded pair."""
-DEFAULT_DEPTH = 6
-DEFAULT_BRANCHING = 1
+DEFAULT_DEPTH = 2
+DEFAULT_BRANCHING = 3
 
 MAX_NEW_TOKENS = 128
 TEMPERATURE = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 
@@ -83,9 +84,9 @@ class Speculation:
     """
 
     mode: Literal["auto", "plain", "pingpong"] = "auto"
-    nodes: int = 8
-    depth: int = 4
-    branching: int = 3
+    nodes: int = DEFAULT_NODES
+    depth: int = DEFAULT_DEPTH
+    branching: int = DEFAULT_BRANCHING
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "plain", "pingpong"):

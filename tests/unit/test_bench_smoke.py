@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,10 @@ from benchmarks import bars, environment, report, smoke, sweep, workloads
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
 from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs, running_order
 from benchmarks.metrics import acceptance, decode_forwards, decode_tokens_per_s, overhead_ms, tokens_per_s
-from benchmarks.neighbours import Neighbours
 from benchmarks.peers.factories import Shape
-from benchmarks.processes import Child
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
-from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
+from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
 
 TASKS = [Task(f"task-{number}", tuple(range(1, 4 + number)), 5) for number in range(3)]
@@ -373,48 +369,3 @@ def test_the_sweep_ranks_shapes_by_their_mean_over_temperatures():
     found = sweep.Sweep(_sweep_settings(), {}, rows, [], was_interrupted=False)
     assert found.overall() == [(fast, pytest.approx((4 * 2) ** 0.5)), (slow, pytest.approx((2 * 2.5) ** 0.5))]
     assert json.loads(json.dumps(found.to_dict()))["rows"][0]["speedup"]["median"] == pytest.approx(4.0)
-
-
-# --- processes
-
-
-class _Served:
-    systems = (Echo("echo"), Echo("other", 2.0))
-
-    def double(self, number: int) -> int:
-        return 2 * number
-
-    def refuse(self) -> None:
-        raise InvalidRequest("No.", param="nothing")
-
-    def die(self) -> None:
-        raise SystemExit
-
-
-@contextmanager
-def _serve(refusal: str = "") -> Iterator[_Served]:
-    if refusal:
-        raise InvalidSettings(refusal)
-    yield _Served()
-
-
-def test_a_child_does_tasks_answers_questions_and_tells_its_errors():
-    with Child("a test", _serve) as child:
-        systems = child.wait_systems()
-        assert [system.name for system in systems] == ["echo", "other"]
-        assert systems[1].generate(TASKS[0]) == Sample(2.0, (1, 2, 3, 4, 5))
-        assert child.ask("double", 21) == 42
-        share = Neighbours([child.pid]).share()
-        assert share is None or 0 <= share <= 1
-        with pytest.raises(InvalidRequest, match="No"):
-            child.ask("refuse")
-
-
-def test_a_child_that_ends_is_told_from_one_that_refuses():
-    refusing = partial(_serve, "There is no such model.")
-    with Child("a test", refusing) as child, Child("another", _serve) as other:
-        with pytest.raises(InvalidSettings, match="no such model"):
-            child.wait_systems()
-        other.wait_systems()
-        with pytest.raises(ResourceError, match="another"):
-            other.ask("die")
