@@ -10,12 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from specsplit.core.errors import InvalidRequest
 
+_NO_LIMIT = 1 << 62
+
 
 class TransformersTokenizer:
     """Text to ids and back; `eos_ids` join the tokenizer's and the generation config's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        tokenizer.model_max_length = _NO_LIMIT  # the context is checked where it is known, not by a warning here
         own: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
         all_ids: list[int] = [*eos_ids, *([] if own is None else [own])]
         self._eos_ids = tuple(sorted(set(all_ids)))
