@@ -1,7 +1,13 @@
 # Each target runs one tool; `.venv` is built, and rebuilt when pyproject.toml changes, by the targets that need it.
 
 PYTHON ?= python3
-PROMPT ?= def fibonacci(n):
+define DEMO_PROMPT
+def read_json(path):
+    """Read a JSON file and return its content."""
+    with open(path
+endef
+PROMPT ?= $(DEMO_PROMPT)
+export PROMPT
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
@@ -14,8 +20,9 @@ TOOLS  := $(VENV)/.tools
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
 
-demo: $(RUNS)  ## Write text with the embedded pair (make demo PROMPT="class Stack:")
-	$(BIN)/specsplit orchestrate --prompt '$(subst ','\'',$(PROMPT))'
+demo: $(RUNS)  ## Write text with the embedded pair, plain decoding beside it (make demo PROMPT="class Stack:")
+	@printf '%s' "$$PROMPT"
+	@$(BIN)/specsplit orchestrate --prompt "$$PROMPT" --max-new-tokens 96 --compare
 
 test: $(TOOLS)  ## Run the tests, slow ones left out (a few minutes on two cores)
 	$(BIN)/python -m pytest -q -m "not slow"
