@@ -35,6 +35,21 @@ class Models:
     draft: LoadedModel | None
 
     @property
+    def degraded(self) -> list[str]:
+        """Return a sentence for everything that works less well than it could."""
+        reasons = [
+            f"The forward of {model.name} could not be recorded, so it runs slower."
+            for model in (self.target, self.draft)
+            if model is not None and not model.runner.is_recorded
+        ]
+        if self.draft is not None and self.draft.context < self.target.context:
+            reasons.append(
+                f"The draft's context of {self.draft.context} tokens is shorter than the target's "
+                f"{self.target.context}; beyond it, decoding is plain."
+            )
+        return reasons
+
+    @property
     def tokenizer(self) -> Tokenizer:
         assert self.target.tokenizer is not None, "load_models refuses a target without one"
         return self.target.tokenizer

@@ -108,7 +108,8 @@ def _model(model: LoadedModel) -> Check:
     left = "" if free is None else f", {free / _GIB:.1f} GiB left"
     detail = (
         f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
-        f"context {model.context}, weights {model.weight_bytes / _GIB:.2f} GiB, KV {cache_bytes / _GIB:.2f} GiB{left}"
+        f"context {model.context}, weights {model.weight_bytes / _GIB:.2f} GiB, KV {cache_bytes / _GIB:.2f} GiB{left}, "
+        f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)
 

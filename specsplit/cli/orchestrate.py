@@ -77,6 +77,8 @@ def run(given: Mapping[str, Any]) -> int:
         with _fast_start(), render.loading_bar() as progress:
             models = assembly.load_models(settings, progress)
         load_s = time.perf_counter() - started_s
+        for reason in models.degraded:
+            render.note(reason)
         request = assembly.make_request(models.tokenizer, prompt, settings.orchestrator)
         if getattr(models.tokenizer, "has_chat_template", False) and not settings.orchestrator.chat:
             render.note("Hint: this model has a chat template; --chat applies it.")

@@ -1,0 +1,41 @@
+"""What works less well than it could is said, and changes nothing in the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specsplit.assembly import Models
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.orchestrator.records import Speculation
+from tests.model_zoo import FAMILIES, save_model
+from tests.pipelines import PLAIN, request, run
+
+PROMPT = (5, 9, 2, 7, 11, 3)
+TREE = Speculation(mode="pingpong", nodes=6, depth=3, branching=2)
+
+
+def load(folder: Path, role: str, *, context: int = 64, record: bool = True) -> LoadedModel:
+    if not folder.exists():
+        save_model(folder, FAMILIES["llama"](), seed=1)
+    return load_model(str(folder), role=role, context=context, record=record, threads=1)  # type: ignore[arg-type]
+
+
+def test_nothing_is_said_of_a_pair_at_its_best(tmp_path: Path) -> None:
+    assert Models(load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft")).degraded == []
+
+
+def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(tmp_path: Path) -> None:
+    target = load(tmp_path / "llama", "target", record=False)
+    assert "could not be recorded" in Models(target, None).degraded[0]
+    wanted = [request(PROMPT, tokens=30)]
+    recorded = run(load(tmp_path / "llama", "target"), None, PLAIN, wanted)
+    assert run(target, None, PLAIN, wanted)[0].token_ids == recorded[0].token_ids
+
+
+def test_a_draft_of_a_shorter_context_is_said_and_helps_as_far_as_it_reaches(tmp_path: Path) -> None:
+    target, draft = load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft", context=24)
+    assert "24 tokens is shorter than the target's 64" in Models(target, draft).degraded[0]
+    wanted = [request(PROMPT, tokens=50)]
+    plain, speculative = run(target, None, PLAIN, wanted)[0], run(target, draft, TREE, wanted)[0]
+    assert speculative.token_ids == plain.token_ids
+    assert 0 < speculative.speculative_decoding.num_spec_steps < speculative.num_rounds
