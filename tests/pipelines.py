@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from specsplit.core.types import SamplingParams
+from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
+from specsplit.engine.session import Sampler
 from specsplit.model.loader import LoadedModel
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Request, Result, Speculation
@@ -45,18 +46,24 @@ def request(prompt_ids: Sequence[int], *, seed: int = 7, tokens: int = 32, **sam
 
 
 @torch.inference_mode()
-def top2_margin(model: torch.nn.Module, token_ids: Sequence[int]) -> float:
-    """Return how far apart the two best logits after `token_ids` are: below 1e-5 in fp32 their order is a tie."""
-    logits = model(torch.tensor([list(token_ids)])).logits[0, -1].topk(2).values
-    return float(logits[0] - logits[1])
+def top2_margin(model: torch.nn.Module, token_ids: Sequence[int], wanted: Request) -> float:
+    """Return how far apart the two best scores after `token_ids` are, by transformers' own logits and our picks.
+
+    Scores are what is compared for a pick: logits when greedy, else processed logits / T + noise.
+    """
+    logits = model(torch.tensor([list(token_ids)])).logits[0, -1:].float()
+    params = SessionParams(
+        sampling=wanted.sampling, seed=wanted.seed or 0, choice=wanted.choice, prompt_length=len(wanted.prompt_ids)
+    )
+    sampler = Sampler(params, logits.shape[-1], logits.device)
+    best = sampler.scores(logits, token_ids, [0], [[]])[0].topk(2).values
+    return float(best[0] - best[1])
 
 
-def assert_same_tokens(
-    ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, prompt: Sequence[int]
-) -> None:
-    """Compare token for token up to the first near tie of the target's own arithmetic."""
+def assert_same_tokens(ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, wanted: Request) -> None:
+    """Compare token for token up to the first near tie of the target's own arithmetic: below 1e-5 in fp32."""
     for index, (one, other) in enumerate(zip(ours, truth, strict=True)):
         if one != other:
-            margin = top2_margin(model, [*prompt, *truth[:index]])
+            margin = top2_margin(model, [*wanted.prompt_ids, *truth[:index]], wanted)
             assert margin < 1e-5, f"token {index} is {one}, not {other}; top-2 margin {margin:.2e}"
             return

@@ -65,7 +65,7 @@ def check_greedy(shape: str, some: Sequence[tuple[int, ...]], num_tokens: int) -
     for prompt, result in zip(some, results, strict=True):
         assert len(result.token_ids) == num_tokens
         truth = generated(prompt, num_tokens)
-        assert_same_tokens(result.token_ids, truth, transformers_model(), prompt)
+        assert_same_tokens(result.token_ids, truth, transformers_model(), request(prompt, tokens=num_tokens))
     assert sum(result.speculative_decoding.num_accepted_draft_tokens for result in results) > 0
 
 

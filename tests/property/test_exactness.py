@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.orchestrator.records import Speculation
@@ -50,6 +51,12 @@ def model(family: str, role: str, seed: int) -> LoadedModel:
 
 
 @cache
+def reference(family: str) -> PreTrainedModel:
+    """Return transformers' own model with the target's weights."""
+    return build_model(FAMILIES[family](), seed=1)
+
+
+@cache
 def prompts() -> tuple[tuple[int, ...], ...]:
     generator = torch.Generator().manual_seed(5)
     return tuple(tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in (1, 9, 40))
@@ -80,8 +87,8 @@ def test_speculation_never_changes_the_text(family: str, tree: str, sampling: st
     requests = [request(prompt, tokens=24, **SAMPLING[sampling]) for prompt in prompts()]
     truth = run(target, None, PLAIN, requests)
     results = run(target, draft_for(family, draft), TREES[tree], requests)
-    assert [result.token_ids for result in results] == [result.token_ids for result in truth]
-    for result in results:
+    for wanted, result, plain in zip(requests, results, truth, strict=True):
+        assert_same_tokens(result.token_ids, plain.token_ids, reference(family), wanted)
         assert result.target_forwards == result.num_rounds + 1
     if draft == "itself":
         for result in results:
@@ -92,18 +99,18 @@ def test_speculation_never_changes_the_text(family: str, tree: str, sampling: st
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", TREES if FULL else ["tree"])
 def test_greedy_output_is_that_of_transformers(family: str, tree: str) -> None:
-    truth = build_model(FAMILIES[family](), seed=1)
-    results = run(
-        model(family, "target", 1),
-        draft_for(family, "unrelated"),
-        TREES[tree],
-        [request(prompt, tokens=20) for prompt in prompts()],
-    )
-    for prompt, result in zip(prompts(), results, strict=True):
+    truth = reference(family)
+    requests = [request(prompt, tokens=20) for prompt in prompts()]
+    results = run(model(family, "target", 1), draft_for(family, "unrelated"), TREES[tree], requests)
+    for wanted, result in zip(requests, results, strict=True):
         generated = truth.generate(
-            torch.tensor([prompt]), do_sample=False, min_new_tokens=20, max_new_tokens=20, eos_token_id=None
+            torch.tensor([wanted.prompt_ids]),
+            do_sample=False,
+            min_new_tokens=20,
+            max_new_tokens=20,
+            eos_token_id=None,
         )
-        assert_same_tokens(result.token_ids, generated[0, len(prompt) :].tolist(), truth, prompt)
+        assert_same_tokens(result.token_ids, generated[0, len(wanted.prompt_ids) :].tolist(), truth, wanted)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 2.0])
