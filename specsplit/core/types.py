@@ -5,7 +5,6 @@ Legend: V vocabulary. Token ids are ints below V; positions count tokens from th
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Literal
 from specsplit.core.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length"]
+_MAX_BIAS = 1e4
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -52,7 +52,7 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
-            _require(math.isfinite(bias), "logit_bias", bias, "finite")
+            _require(abs(bias) <= _MAX_BIAS, "logit_bias", bias, f"between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
 
     @property
     def is_greedy(self) -> bool:

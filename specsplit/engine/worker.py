@@ -254,7 +254,12 @@ class Worker:
             task.loop.call_soon_threadsafe(settle)
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
+
+
 def _translated(error: Exception) -> Exception:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    # A recording reports everything as a RuntimeError, and so does a failed allocation on the CPU.
+    is_memory = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    if is_memory or isinstance(error, MemoryError):
         return OutOfMemory("The device ran out of memory during a forward; use a smaller --context or fewer --nodes.")
     return error

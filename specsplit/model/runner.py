@@ -94,7 +94,7 @@ class Runner:
                 example = self._example(num_tokens=min(5, self._context), first_row=0, seed=0)
                 recorded: Any = torch.jit.trace(self._model_forward, example, check_trace=False)
                 self.is_recorded = self._reproduces(recorded)
-            except (RuntimeError, TypeError, ValueError):
+            except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
                 return False
         if self.is_recorded:
             self._forward = recorded

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
-    """Return processed / temperature + noise as float64 [N, V]; `processed` itself when the temperature is 0.
+    """Return (processed - its maximum) / temperature + noise, float64 [N, V]; `processed` itself at temperature 0.
 
     Their argmax is an exact sample of softmax(processed / temperature) (the Gumbel-max trick). `noise` is
     float64 [N, V], of the same shape.
@@ -22,7 +22,9 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
     if temperature == 0:
         return processed
     assert noise is not None, "a temperature above 0 needs noise"
-    return processed.to(torch.float64, copy=True).div_(temperature).add_(noise)
+    exact = processed.to(torch.float64, copy=True)
+    # Counted from the row's maximum, so that a tiny temperature overflows to -inf only.
+    return exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature).add_(noise)
 
 
 def pick(scores: Tensor) -> Tensor:

@@ -14,8 +14,15 @@ def test_scores_are_divided_and_summed_in_float64() -> None:
     noise = torch.tensor([[1.0, 2.0**-16, -0.5]], dtype=torch.float64)
     result = scores(processed, 0.7, noise)
     assert result.dtype == torch.float64
-    expected = [value / 0.7 + g for value, g in zip(processed[0].tolist(), noise[0].tolist(), strict=True)]
+    values = processed[0].tolist()
+    expected = [(value - max(values)) / 0.7 + g for value, g in zip(values, noise[0].tolist(), strict=True)]
     assert result[0].tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45, 1e-320])
+def test_the_smallest_temperatures_pick_what_greedy_picks(temperature: float) -> None:
+    processed = torch.arange(200.0).view(4, 50)
+    assert pick(scores(processed, temperature, gumbel_rows(1, 0, 0, 4, 50))).tolist() == pick(processed).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
