@@ -125,6 +125,8 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
     )
+    if draft.tokenizer is None:
+        raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
     check_vocabularies(target.identity, draft.identity)
     return Models(target, draft)
 
@@ -150,19 +152,19 @@ def check_vocabularies(target: Identity, draft: Identity) -> None:
 async def running(models: Models) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block."""
     from specsplit.draft.engine import DraftEngine
-    from specsplit.engine.worker import DeviceThread
+    from specsplit.engine.device import LoopDevice
     from specsplit.target.engine import TargetEngine
 
-    thread = DeviceThread("engines", models.target.threads)  # one for both: they take turns
-    target = TargetEngine(models.target, thread)
-    draft = DraftEngine(models.draft, thread) if models.draft is not None else None
+    device = LoopDevice(models.target.threads)  # one for both: they take turns
+    target = TargetEngine(models.target, device)
+    draft = DraftEngine(models.draft, device) if models.draft is not None else None
     try:
         yield Workers(target, draft, models.tokenizer)
     finally:
         await target.aclose()
         if draft is not None:
             await draft.aclose()
-        await thread.close()
+        await device.close()
 
 
 def check_prompt(prompt: str | Sequence[int]) -> None:

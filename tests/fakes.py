@@ -124,6 +124,7 @@ class _FakeWorker:
 
     role: str
     min_tail = 0
+    max_nodes = 64
 
     def __init__(self, faults: Faults | None = None, *, context: int = 512, vocab_hash: str = "bytes") -> None:
         self.faults = faults or Faults()
@@ -141,6 +142,7 @@ class _FakeWorker:
             vocab_size=VOCAB_SIZE,
             vocab_hash=self.vocab_hash,
             context=self.context,
+            max_nodes=self.max_nodes,
         )
 
     async def close(self, session: str) -> None:

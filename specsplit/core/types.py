@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specsplit.core.errors import InvalidRequest
@@ -53,6 +53,11 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
             _require(abs(bias) <= _MAX_BIAS, "logit_bias", bias, f"between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
+
+    def within(self, vocab_size: int) -> SamplingParams:
+        """Return the same without the biases of tokens that a smaller vocabulary lacks."""
+        biases = tuple(bias for bias in self.logit_bias if bias[0] < vocab_size)
+        return self if len(biases) == len(self.logit_bias) else replace(self, logit_bias=biases)
 
     @property
     def is_greedy(self) -> bool:
@@ -178,6 +183,8 @@ class Identity:
     vocab_hash: str
     context: int
     """Tokens that one session may hold."""
+    max_nodes: int
+    """Nodes of the largest tree it takes, or offers."""
     dtype: str = "fp32"
     device: str = "cpu"
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
+from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import DeviceThread, Worker
+from specsplit.engine.worker import Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import candidate_estimates
@@ -25,11 +26,11 @@ from specsplit.sampling.pick import candidate_estimates
 class DraftEngine:
     """Proposes the nodes most likely to be the target's picks; the draft ranks them with the target's own noise."""
 
-    def __init__(self, model: LoadedModel, thread: DeviceThread | None = None) -> None:
+    def __init__(self, model: LoadedModel, device: Device | None = None) -> None:
         self._model = model
         self._sessions = SessionTable(model)
         self._growers: dict[str, _Grower] = {}
-        self._worker = Worker(model.runner, name="draft", threads=model.threads, thread=thread)
+        self._worker = Worker(model.runner, name="draft", threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
         return self._model.identity
@@ -54,7 +55,7 @@ class DraftEngine:
         await self._worker.run(session, work)
 
     async def aclose(self) -> None:
-        """Take no more work; a shared thread is its owner's to close."""
+        """Take no more work; a shared device is its owner's to close."""
         await self._worker.close()
 
     def _check(self, turn: Turn, budget: Budget) -> None:

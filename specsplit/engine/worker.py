@@ -1,4 +1,4 @@
-"""The one thread that touches a device: step = schedule, run, postprocess.
+"""The work on one model: step = schedule, run, postprocess.
 
 Work comes as generators that yield the Entry they want forwarded and are sent its logits, so a verify, a prefill in
 chunks and a draft's levels of several sessions all meet in the same packed steps. Knows nothing of drafts or targets.
@@ -7,24 +7,24 @@ chunks and a draft's levels of several sessions all meet in the same packed step
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
-import threading
+import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from opentelemetry.context import Context
 from torch import Tensor
 
+from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.core.types import Timings
+from specsplit.engine.device import Device, DeviceThread
 from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
 from specsplit.telemetry import spans
 
+_log = logging.getLogger(__name__)
 Work = Generator[Entry, Tensor, Any]
 
 
@@ -61,72 +61,22 @@ class Task:
         )
 
 
-class DeviceThread:
-    """A thread that drives one or several workers in turn.
-
-    Engines on the same CPU that take turns share one: two threads would keep two OpenMP teams, which put each other to
-    sleep between any two operators.
-    """
-
-    def __init__(self, name: str, threads: int | None = None) -> None:
-        self._threads = threads or torch.get_num_threads()
-        self._inbox: queue.SimpleQueue[tuple[Worker, Task] | None] = queue.SimpleQueue()
-        self._workers: dict[Worker, None] = {}
-        """Those that have work, in the order in which they came."""
-        self._is_ending = False
-        self._thread = threading.Thread(target=self._loop, name=f"specsplit-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, worker: Worker, task: Task) -> None:
-        """Hand a task to its worker, on the thread."""
-        self._inbox.put((worker, task))
-
-    async def close(self) -> None:
-        """End the thread once the work that it has is done."""
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
-
-    def _loop(self) -> None:
-        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
-        while self._workers or not self._is_ending:
-            self._receive()
-            for worker in list(self._workers):
-                worker.step()
-                if not worker.has_work:
-                    del self._workers[worker]
-
-    def _receive(self) -> None:
-        """Take in what has arrived, waiting for it only when there is nothing to do."""
-        is_idle = not self._workers
-        while is_idle or not self._inbox.empty():
-            message = self._inbox.get()
-            is_idle = False
-            if message is None:
-                self._is_ending = True
-            else:
-                worker, task = message
-                worker.accept(task)
-                self._workers[worker] = None
-
-
 class Worker:
     """Runs tasks over one model, packing all that are ready into one forward a step.
 
-    Without a `thread` it owns one, with `threads` for the operators; a shared one is its owner's to close.
+    Without a `device` it owns a thread, with `threads` for the operators; a shared one is its owner's to close.
     """
 
-    def __init__(
-        self, runner: Runner, *, name: str, threads: int | None = None, thread: DeviceThread | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, *, name: str, threads: int | None = None, device: Device | None = None) -> None:
         self._runner, self._name = runner, name
         self._waiting: list[Task] = []
         self._running: dict[str, Task] = {}
         self._is_closed = False
-        self._owns_thread = thread is None
-        self._thread = thread or DeviceThread(name, threads)
+        self._owns_device = device is None
+        self._device = device or DeviceThread(name, threads)
 
     async def run(self, session: str, start: Callable[[], Work]) -> tuple[Any, Timings]:
-        """Do the work that `start` makes (on the worker's thread) and return its result.
+        """Do the work that `start` makes (on the worker's device) and return its result.
 
         Cancelling the caller ends the work before its next step; it has ended once this coroutine has.
 
@@ -137,33 +87,40 @@ class Worker:
             raise WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
         loop = asyncio.get_running_loop()
         task = Task(session, start, loop, loop.create_future(), loop.create_future(), spans.current())
-        self._thread.submit(self, task)
+        self._device.submit(self, lambda: self._waiting.append(task))
         try:
             return await task.future
         except asyncio.CancelledError:
             task.cancelled = True
-            await asyncio.wait([task.ended])
+            await to_its_end(task.ended)
             raise
 
     async def close(self) -> None:
         """Take no more work, and end the thread if it is the worker's own; closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            if self._owns_thread:
-                await self._thread.close()
+            if self._owns_device:
+                await self._device.close()
 
-    # What follows runs on the thread.
+    # What follows runs on the device.
 
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def accept(self, task: Task) -> None:
-        """Queue a task."""
-        self._waiting.append(task)
-
     def step(self) -> None:
-        """Begin what can begin, then forward all that is ready at once."""
+        """Begin what can begin, then forward all that is ready; a mistake here ends the tasks, not the device."""
+        try:
+            self._step()
+        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+            _log.exception("the %s worker failed outside a forward", self._name)
+            tasks = [*self._running.values(), *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+            for task in tasks:
+                self._finish(task, error=error)
+
+    def _step(self) -> None:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
             if task.session in self._running:
@@ -238,7 +195,7 @@ class Worker:
             task.work.close()
 
     def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
-        del self._running[task.session]
+        self._running.pop(task.session, None)
         timings = task.timings()
 
         def settle() -> None:
@@ -250,8 +207,7 @@ class Worker:
             else:
                 task.future.set_result((result, timings))
 
-        with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
-            task.loop.call_soon_threadsafe(settle)
+        self._device.deliver(task.loop, settle)
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")

@@ -69,6 +69,7 @@ class LoadedModel:
             vocab_size=self.vocab_size,
             vocab_hash=self.tokenizer.vocab_hash if self.tokenizer else f"no-tokenizer-{self.vocab_size}",
             context=self.context,
+            max_nodes=self.node_limit,
             dtype=self.dtype,
             device=str(self.runner.device),
         )

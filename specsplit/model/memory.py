@@ -30,9 +30,11 @@ def _cgroup_limit() -> list[int]:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        statistics = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
         return []
-    return [int(limit) - used] if limit.isdigit() else []
+    reclaimable = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
+    return [int(limit) - used + reclaimable] if limit.isdigit() else []
 
 
 def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device) -> None:

@@ -100,19 +100,31 @@ class Runner:
             self._forward = recorded
         return self.is_recorded
 
-    def _example(self, num_tokens: int, first_row: int, seed: int) -> tuple[Tensor, ...]:
+    def _example(
+        self, num_tokens: int, first_row: int, seed: int, *, is_tree: bool = False, num_entries: int = 1
+    ) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
-        token_ids = torch.randint(self.vocab_size, (num_tokens,), generator=generator).tolist()
-        entry = Entry(0, first_row, token_ids, num_logits=max(1, num_tokens - 1))
-        return self._arguments(make_plan([entry], self._kinds, dtype=self.dtype, device=self.device))
+        parents = [(row - 1) // 2 if row else -1 for row in range(num_tokens)] if is_tree else None
+        entries: list[Entry] = []
+        for slot in range(num_entries):
+            token_ids = torch.randint(self.vocab_size, (num_tokens,), generator=generator).tolist()
+            entries.append(Entry(slot, first_row, token_ids, parents, num_logits=max(1, num_tokens - 1)))
+        return self._arguments(make_plan(entries, self._kinds, dtype=self.dtype, device=self.device))
 
     def _reproduces(self, recorded: Forward) -> bool:
         far = max(0, self._context - 8)
         # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
-        for seed, (num_tokens, first_row) in enumerate(
-            [(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2), (40, 0)]
-        ):
-            example = self._example(min(num_tokens, self._context), min(first_row, far), seed + 1)
+        shapes = [(1, 5), (1, 6), (3, 7), (8, far), (8, far), (2, 0), (1, 2), (40, 0)]
+        chains = [(num_tokens, first_row, False, 1) for num_tokens, first_row in shapes]
+        packed = [(7, 3, True, 1), (7, 4, True, min(2, self.cache.num_slots))]
+        for seed, (num_tokens, first_row, is_tree, num_entries) in enumerate(chains + packed):
+            example = self._example(
+                min(num_tokens, self._context),
+                min(first_row, far),
+                seed + 1,
+                is_tree=is_tree,
+                num_entries=num_entries,
+            )
             truth, replayed = self._model_forward(*example), recorded(*example)
             scale = truth.abs().max().float().clamp(min=1)
             if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _RECORDING_TOLERANCE * scale:

@@ -25,6 +25,8 @@ class TransformersTokenizer:
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
         self._vocab_hash = hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = len(tokenizer)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        """The tokenizer itself, without the Python around it that every token would pay for."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -56,6 +58,8 @@ class TransformersTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=True))
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )

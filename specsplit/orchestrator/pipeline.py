@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 
-from specsplit.core.errors import InvalidSettings, VocabularyMismatch
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import InvalidRequest, InvalidSettings, VocabularyMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.orchestrator.controller import Controller
@@ -66,6 +68,7 @@ class Orchestrator:
 
         Raises:
             VocabularyMismatch: draft and target do not share a vocabulary.
+            InvalidRequest: the trees to be verified are larger than the target takes.
         """
         if self._target is None:
             target = await self.verifier.ping()
@@ -79,6 +82,11 @@ class Orchestrator:
                     )
                 self._context = min(target.context, draft.context)
                 self._draft_vocab_size = draft.vocab_size
+            if self.drafter is not None and self.speculation.nodes > target.max_nodes:
+                raise InvalidRequest(
+                    f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
+                    param="nodes",
+                )
             self._target = target
         return self._target
 
@@ -144,7 +152,8 @@ class _Session:
         self._target = TargetLink(owner.verifier, key, self._committed, self._opening)
         self._source: Source | None = None
         if owner.drafter is not None:
-            link = DraftLink(owner.drafter, key, self._committed, self._opening)
+            sampling = request.sampling.within(draft_vocab_size)
+            link = DraftLink(owner.drafter, key, self._committed, replace(self._opening, sampling=sampling))
             self._source = PingPong(link, self._committed, draft_vocab_size, target.vocab_size)
         self._rounds = Rounds(self._committed, self._target, self._source)
         self._controller = Controller(owner.speculation, min(draft_context, len(request.prompt_ids) + max_tokens))
@@ -208,7 +217,7 @@ class _Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await _to_its_end(self._close(is_failing=error is not None))
+            await to_its_end(self._close(is_failing=error is not None))
         finally:
             self._span.end()
 
@@ -220,17 +229,3 @@ class _Session:
         for failure in await asyncio.gather(*closing, return_exceptions=True):
             if failure is not None and not is_failing:
                 raise failure
-
-
-async def _to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Await `work` even if the caller is cancelled meanwhile, and let the cancellation through only then."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,33 +56,17 @@ def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     """Return `top_candidates` as lists, with the log of each one's share of exp(scores) instead of its score.
 
-    The share is the draft's estimate that the target picks the same token. Tokens that the processors cut are left out.
+    The share is the draft's estimate that the target picks the same token. Left out are tokens that the processors cut
+    and what is not a number; of equals behind the first, any may come first.
     """
     k = min(k, scores.shape[-1])
-    if scores.device.type == "cpu":  # a draft asks for few rows, and for those numpy's calls cost a fraction of torch's
-        exact = scores if scores.dtype == torch.float64 else scores.float()
-        columns = [_row_estimates(row, k) for row in exact.numpy()]
-        return [ids for ids, _ in columns], [log_probs for _, log_probs in columns]
-    token_ids, values = top_candidates(scores, k)
-    log_probs = (values.double() - scores.float().logsumexp(-1, keepdim=True)).clamp_(max=0).tolist()
-    kept = [[log_prob for log_prob in row if log_prob != -math.inf] for row in log_probs]
+    shares = scores.float().log_softmax(-1)
+    token_ids = pick(scores).unsqueeze(-1) if k == 1 else scores.topk(k).indices
+    log_probs: list[list[float]] = shares.gather(-1, token_ids).tolist()
+    if k > 1 and any(
+        row[0] == row[1] for row in log_probs
+    ):  # topk orders equals as it likes, and the first must be pick's
+        token_ids, _ = top_candidates(scores, k)
+        log_probs = shares.gather(-1, token_ids).tolist()
+    kept = [[log_prob for log_prob in row if log_prob > -math.inf] for row in log_probs]
     return [row[: len(some)] for row, some in zip(token_ids.tolist(), kept, strict=True)], kept
-
-
-def _row_estimates(row: np.ndarray, k: int) -> tuple[list[int], list[float]]:
-    best = int(row.argmax())
-    top = float(row[best])
-    shifted = (row - top).astype(np.float32, copy=False)
-    log_total = math.log(float(np.exp(shifted).sum()))
-    # Rounding must not lift a near-certain child above its parent, or it would be sent without it.
-    token_ids, log_probs = [best], [min(-log_total, 0.0)]
-    remaining = row.copy() if k > 1 else row
-    for _ in range(k - 1):  # k is a branching limit: k scans beat a sort
-        remaining[token_ids[-1]] = -np.inf
-        token_id = int(remaining.argmax())
-        value = float(remaining[token_id])
-        if value == -math.inf:
-            break
-        token_ids.append(token_id)
-        log_probs.append(min(value - top - log_total, 0.0))
-    return token_ids, log_probs

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Identity, Proposal, Turn, Verdict
+from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import DeviceThread, Worker
+from specsplit.engine.worker import Worker
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
@@ -25,10 +26,10 @@ _MAX_DEPTH = 64
 class TargetEngine:
     """Scores trees with the large model; what it picks is the truth."""
 
-    def __init__(self, model: LoadedModel, thread: DeviceThread | None = None) -> None:
+    def __init__(self, model: LoadedModel, device: Device | None = None) -> None:
         self._model = model
         self._sessions = SessionTable(model)
-        self._worker = Worker(model.runner, name="target", threads=model.threads, thread=thread)
+        self._worker = Worker(model.runner, name="target", threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
         return self._model.identity
@@ -48,7 +49,7 @@ class TargetEngine:
         await self._worker.run(session, lambda: self._sessions.close(session))
 
     async def aclose(self) -> None:
-        """Take no more work; a shared thread is its owner's to close."""
+        """Take no more work; a shared device is its owner's to close."""
         await self._worker.close()
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:
@@ -102,8 +103,7 @@ class TargetEngine:
         token_ids = [*tail, *proposal.token_ids]
         return Entry(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(proposal) + 1)
 
-    @staticmethod
-    def _picks(session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
+    def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the target's pick at the root and at every node."""
         sampler = session.sampler
         assert sampler is not None
@@ -112,4 +112,11 @@ class TargetEngine:
             paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
         row_depths = [0, *depths(tree)]
         with torch.inference_mode():
-            return pick(sampler.scores(logits, session.ids, row_depths, paths)).tolist()
+            scores = sampler.scores(logits, session.ids, row_depths, paths)
+            picks = pick(scores)  # of a row with a NaN, the NaN
+            if scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).isnan().any():
+                raise ModelDamaged(
+                    f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+                    f"{self._model.identity.dtype}: try --dtype fp32."
+                )
+            return picks.tolist()

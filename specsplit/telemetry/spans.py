@@ -5,8 +5,7 @@ Free of cost until `telemetry.setup` switches them on.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -14,6 +13,7 @@ from opentelemetry.context import Context
 
 Attribute = str | int | float | bool
 _tracer: trace.Tracer | None = None
+_NOTHING = nullcontext()
 
 
 def use_tracer(tracer: trace.Tracer | None) -> None:
@@ -31,14 +31,11 @@ def current() -> Context | None:
     return otel_context.get_current() if _tracer is not None else None
 
 
-@contextmanager
-def span(name: str, parent: Context | None = None, **attributes: Attribute) -> Generator[None]:
+def span(name: str, parent: Context | None = None, **attributes: Attribute) -> AbstractContextManager[object]:
     """Record the block as a child of `parent`, by default of the current span."""
     if _tracer is None:
-        yield
-        return
-    with _tracer.start_as_current_span(name, context=parent, attributes=attributes):
-        yield
+        return _NOTHING
+    return _tracer.start_as_current_span(name, context=parent, attributes=attributes)
 
 
 def annotate(**attributes: Attribute) -> None:

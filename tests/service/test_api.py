@@ -151,7 +151,7 @@ def test_closing_ends_what_is_under_way_and_every_thread():
 
 
 def test_other_vocabularies_are_refused_naming_both_models():
-    target = Identity(role="target", model="large", vocab_size=8, vocab_hash="a", context=16)
-    draft = Identity(role="draft", model="small", vocab_size=8, vocab_hash="b", context=16)
+    target = Identity(role="target", model="large", vocab_size=8, vocab_hash="a", context=16, max_nodes=8)
+    draft = Identity(role="draft", model="small", vocab_size=8, vocab_hash="b", context=16, max_nodes=8)
     with pytest.raises(VocabularyMismatch, match=r"draft small and the target large .*--draft-model"):
         check_vocabularies(target, draft)

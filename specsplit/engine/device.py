@@ -1,0 +1,135 @@
+"""What drives workers step by step: a thread of its own, or the caller's event loop.
+
+Engines on the same CPU that take turns share one: two threads would keep two OpenMP teams, which put each other to
+sleep between any two operators. Knows neither models nor sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Steppable(Protocol):
+    """What a device drives: it has work, or it has none and is left alone."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+
+class Device(Protocol):
+    """Runs everything that touches a model, one piece at a time."""
+
+    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
+        """Call `accept`, then step `worker` until it has no work left; from the event loop only."""
+        ...
+
+    def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
+        """Call `settle` on the event loop; from within a step only."""
+        ...
+
+    async def close(self) -> None:
+        """End once the work at hand is done."""
+        ...
+
+
+class DeviceThread:
+    """A thread of its own: the event loop stays free during a forward, as a server's has to."""
+
+    def __init__(self, name: str, threads: int | None = None) -> None:
+        self._threads = threads or torch.get_num_threads()
+        self._inbox: queue.SimpleQueue[tuple[Steppable, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._workers: dict[Steppable, None] = {}
+        """Those that have work, in the order in which they came."""
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name=f"specsplit-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
+        self._inbox.put((worker, accept))
+
+    def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
+            loop.call_soon_threadsafe(settle)
+
+    async def close(self) -> None:
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
+        while self._workers or not self._is_ending:
+            self._receive()
+            for worker in list(self._workers):
+                worker.step()
+                if not worker.has_work:
+                    del self._workers[worker]
+
+    def _receive(self) -> None:
+        """Take in what has arrived, waiting for it only when there is nothing to do."""
+        is_idle = not self._workers
+        while is_idle or not self._inbox.empty():
+            message = self._inbox.get()
+            is_idle = False
+            if message is None:
+                self._is_ending = True
+            else:
+                worker, accept = message
+                accept()
+                self._workers[worker] = None
+
+
+class LoopDevice:
+    """The caller's event loop itself, one step in each of its turns: nothing to hand over and nobody to wake.
+
+    A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
+    waits while a forward runs, so this is for a process that generates and does little else. See docs/adr/0003.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads
+        self._workers: dict[Steppable, None] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_scheduled = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
+        accept()
+        self._workers[worker] = None
+        self._idle.clear()
+        self._schedule()
+
+    def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
+        settle()
+
+    async def close(self) -> None:
+        await self._idle.wait()
+
+    def _schedule(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        self._is_scheduled = False
+        for worker in list(self._workers):
+            worker.step()
+            if not worker.has_work:
+                del self._workers[worker]
+        if self._workers:
+            self._schedule()
+        else:
+            self._idle.set()
