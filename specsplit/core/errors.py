@@ -16,6 +16,11 @@ SpecSplitError
 │   ├── NoFreeSlot              every KV slot is in use
 │   ├── WorkerClosed            the engine has been shut down
 │   └── MissingExtra            an optional dependency is not installed
+├── LinkError                   another process cannot be reached or does not behave (exit code 1)
+│   ├── WorkerUnreachable       refused, cut, draining, or silent for longer than a keepalive
+│   ├── DeadlineExceeded        no answer in time
+│   ├── WorkerFailed            it answered that its own code failed
+│   └── PeerMismatch            another role or protocol version than was asked for
 └── SessionError                the session contract between orchestrator and worker
     ├── SlotBehind              the slot holds fewer tokens than base_length, or other ones
     ├── StaleRound              a round lower than the last one of this epoch
@@ -95,6 +100,26 @@ class WorkerClosed(ResourceError):
 
 class MissingExtra(ResourceError):
     """An optional dependency is not installed."""
+
+
+class LinkError(SpecSplitError):
+    """Another process cannot be reached or does not behave."""
+
+
+class WorkerUnreachable(LinkError):
+    """The worker refuses, was cut off, is draining, or is silent for longer than a keepalive."""
+
+
+class DeadlineExceeded(LinkError):
+    """No answer came in time."""
+
+
+class WorkerFailed(LinkError):
+    """The worker answered that its own code failed."""
+
+
+class PeerMismatch(LinkError):
+    """The other process has another role or protocol version than was asked for."""
 
 
 class SessionError(SpecSplitError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specsplit.core.types import Budget, Identity, Proposal, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
 
 
 class Drafter(Protocol):
@@ -39,6 +39,28 @@ class Verifier(Protocol):
             InvalidRequest: the tree is malformed or reaches beyond the context.
             SlotBehind: the slot holds fewer or other tokens than `turn` claims.
             StaleEpoch, StaleRound: a later epoch or round was seen.
+        """
+        ...
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> tuple[float, ...]:
+        """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
+
+        They are of log_softmax(logits + bias) and finite; biases of tokens outside the vocabulary are ignored.
+
+        Raises:
+            InvalidRequest: nothing to score, an empty prompt, or a token outside the vocabulary.
+            ContextExceeded: the two do not fit the context.
+            NoFreeSlot: every slot is in use.
+        """
+        ...
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        """Return the model's tokenizer; without the files where their hash is `known_hash`.
+
+        Raises:
+            ModelDamaged: the model has no tokenizer files.
         """
         ...
 

@@ -6,7 +6,7 @@ Legend: V vocabulary. Token ids are ints below V; positions count tokens from th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,6 +14,8 @@ from specsplit.core.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length"]
 _MAX_BIAS = 1e4
+PROTOCOL_VERSION = 1
+"""Of the messages between processes; two that differ do not talk."""
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -132,6 +134,9 @@ class Timings:
     """Tokens fed to the model."""
     batch_size: int = 1
     """Sessions in the largest step that served this call."""
+    sent_bytes: int = 0
+    """Of the messages of this call, seen from the client; 0 where nothing travelled."""
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +190,23 @@ class Identity:
     """Tokens that one session may hold."""
     max_nodes: int
     """Nodes of the largest tree it takes, or offers."""
+    tokenizer_hash: str = ""
+    """Over the tokenizer's files; empty where there are none."""
+    weights_hash: str = ""
+    """Over names, sizes and samples of the weight files."""
+    protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a process without the model needs of it: to encode, decode and end a text."""
+
+    hash: str
+    eos_ids: tuple[int, ...]
+    files: Mapping[str, bytes]
+    """By file name; empty where the asker knew `hash` already."""
 
 
 def quantised_log_prob(log_prob: float) -> float:
