@@ -15,7 +15,7 @@ RUNS   := $(VENV)/.runs
 TOOLS  := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks lint imports format format-check type bench-smoke clean
+.PHONY: help demo test test-all check checks lint imports format format-check type proto bench-smoke clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ format-check: $(TOOLS)  ## Check that the code is formatted
 
 type: $(TOOLS)  ## Check the types of the package
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
+	$(BIN)/python proto/generate.py
 
 bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke

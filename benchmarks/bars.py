@@ -14,6 +14,7 @@ from benchmarks.statistics import Estimate, estimate, median, paired_speedup, qu
 from benchmarks.systems import Sample
 from specsplit.orchestrator.records import Result
 
+PLAIN_REMOTE, PINGPONG_REMOTE = "plain, loopback", "pingpong, loopback"
 PLAIN, PINGPONG, BARE, GENERATE = "plain", "pingpong", "bare forward", "transformers generate"
 ASSISTED_PREFIX, LOOKUP_PREFIX = "transformers assisted", "transformers prompt lookup"
 """The names by which the adapters under `peers/` call their systems."""
@@ -78,8 +79,10 @@ def results(rounds: Sequence[Sequence[Sample]]) -> list[Result]:
     return [sample.result for samples in rounds for sample in samples if sample.result is not None]
 
 
-def check_bars(samples: Samples, num_tokens: int, prefill_chunk_tokens: int) -> list[Bar]:
-    """Return every bar that can be checked on these samples."""
+def check_bars(
+    samples: Samples, num_tokens: int, prefill_chunk_tokens: int, wire_bytes: dict[str, float] | None = None
+) -> list[Bar]:
+    """Return every bar that can be checked on these samples; `wire_bytes` are a round's, by link and direction."""
 
     def ratio(system: str, baseline: str) -> Estimate:
         return paired_speedup(wall_times(samples[baseline]), wall_times(samples[system]))
@@ -88,8 +91,6 @@ def check_bars(samples: Samples, num_tokens: int, prefill_chunk_tokens: int) -> 
     assisted, lookup = better_of(by_system, ASSISTED_PREFIX), better_of(by_system, LOOKUP_PREFIX)
     plain_decode_s = [[sample.decode_s or sample.wall_s for sample in row] for row in samples[PLAIN]]
     plain_over_bare = paired_speedup(wall_times(samples[BARE]), plain_decode_s)
-    overheads = [[overhead_ms(sample) for sample in results([row])] for row in samples[PINGPONG]]
-    p95 = quantile([value for row in overheads for value in row], 0.95)
     forwards = forwards_per_round(results(samples[PINGPONG]), prefill_chunk_tokens)
     return [
         Bar("P1", "plain / transformers generate", ratio(PLAIN, GENERATE), ">=", 1.1),
@@ -97,9 +98,25 @@ def check_bars(samples: Samples, num_tokens: int, prefill_chunk_tokens: int) -> 
         Bar("P2", "pingpong / plain", ratio(PINGPONG, PLAIN), ">=", 1.8),
         Bar("P3", f"pingpong / {assisted}", ratio(PINGPONG, assisted), ">=", 1.5, "the better one"),
         Bar("P3", f"pingpong / {lookup}", ratio(PINGPONG, lookup), ">=", 1.15, "the better one"),
-        Bar("P4", "ms a round beside the forwards", _medians(overheads), "<=", 1.0, f"p95 {p95:.2f} over generations"),
+        _overhead_bar("ms a round beside the forwards", samples[PINGPONG], 1.0),
+        *_loopback_bars(samples, wire_bytes),
         Bar("P9", "target forwards a round", estimate(forwards), "==", 1, "the prompt's left out"),
     ]
+
+
+def _overhead_bar(measure: str, rounds: Sequence[Sequence[Sample]], bound: float) -> Bar:
+    overheads = [[overhead_ms(result) for result in results([row])] for row in rounds]
+    p95 = quantile([value for row in overheads for value in row], 0.95)
+    return Bar("P4", measure, _medians(overheads), "<=", bound, f"p95 {p95:.2f} over generations")
+
+
+def _loopback_bars(samples: Samples, wire_bytes: dict[str, float] | None) -> list[Bar]:
+    if PINGPONG_REMOTE not in samples:
+        return []
+    found = [_overhead_bar("the same, workers on loopback", samples[PINGPONG_REMOTE], 2.0)]
+    for link, value in (wire_bytes or {}).items():
+        found.append(Bar("P8", f"bytes a round, {link}", estimate([value]), "<=", 400, "32 nodes; all TCP payload"))
+    return found
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> Estimate:

@@ -16,13 +16,14 @@ from benchmarks.bars import Bar
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance, decode_tokens_per_s, overhead_ms
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.factories import ServeBareForward, ServeOurs, ServeTransformers, Shape
+from benchmarks.peers.factories import ServeBareForward, ServeLoopback, ServeOurs, ServeTransformers, Shape
 from benchmarks.processes import Child
 from benchmarks.report import Progress
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate, median, quantile
 from benchmarks.systems import System, Task
 
 NUM_WARM_UPS = 2
+OURS = (bars.PLAIN, bars.PINGPONG, bars.PLAIN_REMOTE, bars.PINGPONG_REMOTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,15 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
     origin, threads = provenance(), settings.threads
     with ExitStack() as scope:
         ours = scope.enter_context(Child("SpecSplit", ServeOurs(threads, ((bars.PINGPONG, settings.shape),))))
+        loopback = scope.enter_context(Child("SpecSplit on loopback", ServeLoopback(threads, settings.shape)))
         others = [("the bare forward", ServeBareForward(threads)), ("transformers", ServeTransformers(threads))]
-        children = [ours, *(scope.enter_context(Child(name, serve)) for name, serve in others)]
+        children = [ours, loopback, *(scope.enter_context(Child(name, serve)) for name, serve in others)]
         with progress.running("loading", len(children)) as loaded:
             systems = [system for child in children for system in _loaded(child, loaded)]
         chunk_tokens = ours.ask("prefill_chunk_tokens")
         tasks = [Task(prompt.id, ours.ask("encode", prompt.text), settings.num_new_tokens) for prompt in prompts]
         runs = num_runs(systems, tasks, settings.num_rounds, NUM_WARM_UPS)
-        neighbours = Neighbours([child.pid for child in children])
+        neighbours = Neighbours([*(child.pid for child in children), *loopback.ask("pids")])
         with interrupts_between_runs() as should_stop, progress.running("measuring", runs) as tick:
             measured = alternate(
                 systems, tasks, settings.num_rounds, num_warm_ups=NUM_WARM_UPS, tick=tick, should_stop=should_stop
@@ -119,9 +121,10 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
         share = neighbours.share()
         if not measured.rounds:
             return None
+        wire_bytes = loopback.ask("wire_bytes", tasks[0].prompt_ids, settings.num_new_tokens)
         found = differences(tasks, bars.PLAIN, measured.rounds, partial(ours.ask, "top2_margin"))
     told: dict[str, object] = {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)}
-    return derive(settings, chunk_tokens, origin, told, measured, found, share)
+    return derive(settings, chunk_tokens, origin, told, measured, found, share, wire_bytes)
 
 
 def _loaded(child: Child, tick: Tick) -> list[System]:
@@ -138,6 +141,7 @@ def derive(
     measured: Measurement,
     found: list[Difference],
     neighbours_share: float | None,
+    wire_bytes: dict[str, float] | None = None,
 ) -> Smoke:
     """Turn samples into the numbers of the report."""
     samples = {name: measured.samples(name) for name in measured.rounds[0]}
@@ -152,8 +156,8 @@ def derive(
         neighbours_share=neighbours_share,
         rates={name: estimate(values) for name, values in bars.rates(samples, num_tokens).items()},
         decode_rates={name: estimate(values) for name, values in decode.items() if values is not None},
-        bars=bars.check_bars(samples, num_tokens, chunk_tokens),
-        overhead_ms={name: _overheads(samples, name) for name in (bars.PLAIN, bars.PINGPONG)},
+        bars=bars.check_bars(samples, num_tokens, chunk_tokens, wire_bytes),
+        overhead_ms={name: _overheads(samples, name) for name in OURS if name in samples},
         acceptance=_acceptance(measured.rounds[0]),
         differences=found,
         samples={name: _raw(measured, name) for name in samples},

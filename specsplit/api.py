@@ -48,25 +48,29 @@ class RequestOptions(TypedDict, total=False):
     nodes: int
     depth: int
     branching: int
+    timeout: float
 
 
 class PipelineOptions(RequestOptions, total=False):
-    """What a pipeline may set beyond its models."""
+    """What a pipeline may set beyond its models or addresses."""
 
     dtype: Dtype
     device: Device
     threads: int
     context: int
+    retry: float
+    draft_patience: float
 
 
 class Pipeline:
     """A target and, where one is named, a draft, ready to generate; close it, or use it in a with block.
 
-    Without arguments it runs the embedded pair; a target without a draft decodes plainly. Arguments go over environment
-    variables, those over the settings file, and that over the defaults.
+    Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
+    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft decodes plainly. Arguments go
+    over environment variables, those over the settings file, and that over the defaults.
 
     Raises:
-        SpecSplitError: a setting is wrong or a model cannot be loaded, and what to do about it.
+        SpecSplitError: a setting is wrong, a model cannot be loaded or a target not reached, and what to do about it.
     """
 
     def __init__(
@@ -74,10 +78,12 @@ class Pipeline:
         target_model: str | None = None,
         draft_model: str | None = None,
         *,
+        target: str | None = None,
+        draft: str | None = None,
         config: str | Path | None = None,
         **options: Unpack[PipelineOptions],
     ) -> None:
-        named = {"target_model": target_model, "draft_model": draft_model, **options}
+        named = {"target_model": target_model, "draft_model": draft_model, "target": target, "draft": draft, **options}
         given = {name: value for name, value in named.items() if value is not None}
         self._open(load_settings(given, config=config).settings)
 
@@ -91,15 +97,23 @@ class Pipeline:
     def _open(self, settings: Settings) -> None:
         settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
         self.settings = settings
-        models = assembly.load_models(settings)
+        models = None if settings.is_remote else assembly.load_models(settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
         self._thread.start()
         self._turn = asyncio.Lock()
         self._tasks: set[_Finished] = set()
-        self._engines = assembly.running(models)
-        self._workers = self._submit(self._engines.__aenter__()).result()
+        self._gate = threading.Lock()
+        """Held where a request begins and where closing does, so that none begins afterwards."""
         self._is_closed = False
+        self._opened = assembly.opened(settings, models)
+        opening = self._submit(self._opened.__aenter__())
+        try:
+            self._workers = opening.result()
+        except BaseException:
+            opening.cancel()
+            self._end_loop()
+            raise
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
         """Generate the whole answer to `prompt`, a text or token ids."""
@@ -119,13 +133,14 @@ class Pipeline:
 
     def close(self) -> None:
         """End what is under way and free models and threads; closing again does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._submit(self._end_all()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._gate:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            self._submit(self._end_all()).result()
+        finally:
+            self._end_loop()
 
     async def aclose(self) -> None:
         """Close without blocking the caller's loop."""
@@ -149,8 +164,7 @@ class Pipeline:
 
     def _settings_for(self, prompt: Prompt, options: RequestOptions) -> OrchestratorSettings:
         """Check what can be checked at once, so that a mistake is raised by the call and not by the first chunk."""
-        if self._is_closed:
-            raise InvalidRequest("This pipeline is closed; make a new one.")
+        self._refuse_if_closed()
         assembly.check_prompt(prompt)
         given: dict[str, Any] = dict(options)
         if isinstance(given.get("stop"), str):
@@ -192,7 +206,13 @@ class Pipeline:
                 item = await inbox.get()
 
     def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _Running:
-        return _Running(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
+        with self._gate:
+            self._refuse_if_closed()
+            return _Running(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise InvalidRequest("This pipeline is closed; make a new one.")
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
         request = assembly.make_request(self._workers.tokenizer, prompt, settings)
@@ -207,8 +227,24 @@ class Pipeline:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._engines.__aexit__(None, None, None)
-        await self._loop.shutdown_default_executor()
+        await self._opened.__aexit__(None, None, None)
+
+    def _end_loop(self) -> None:
+        """End the thread; what was cancelled on its loop comes to its end first."""
+        self._submit(self._wind_up()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @staticmethod
+    async def _wind_up() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()
 
 
 class _Running:

@@ -1,30 +1,54 @@
-"""Settings to objects, in one process: loads the models, starts the engines over them, hands out orchestrators.
+"""Settings to objects: engines over models loaded here, or clients of workers elsewhere, and orchestrators over either.
 
-The only file that sees engines and orchestrator together. Importing it is cheap: torch comes with `load_models`.
+The only file that sees engines and RPC clients together. Importing it is cheap: torch comes with the models, grpc with
+the links.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
+import logging
+import os
+import random
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from specsplit.core.errors import InvalidRequest, MissingExtra, ModelDamaged, VocabularyMismatch
+from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MissingExtra,
+    ModelDamaged,
+    ResourceError,
+    VocabularyMismatch,
+    WorkerUnreachable,
+)
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
-from specsplit.core.settings import OrchestratorSettings, Settings
-from specsplit.core.types import Identity
+from specsplit.core.sections import OrchestratorSettings, WorkerSettings
+from specsplit.core.settings import Settings
+from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Speculation
+from specsplit.orchestrator.records import Patience, Request, Speculation
 
 if TYPE_CHECKING:
+    from specsplit.draft.engine import DraftEngine
     from specsplit.model.loader import LoadedModel
+    from specsplit.rpc.server import Server
+    from specsplit.target.engine import TargetEngine
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +62,7 @@ class Models:
     def degraded(self) -> list[str]:
         """Return a sentence for everything that works less well than it could."""
         reasons = [
-            f"The forward of {model.name} could not be recorded, so it runs slower."
+            not_recorded(model)
             for model in (self.target, self.draft)
             if model is not None and not model.runner.is_recorded
         ]
@@ -55,21 +79,38 @@ class Models:
         return self.target.tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """A target, a draft where there is one, and the tokenizer they share."""
+def not_recorded(model: LoadedModel) -> str:
+    """Return the sentence for a model whose forward stays in Python."""
+    return f"The forward of {model.name} could not be recorded, so it runs slower."
 
-    verifier: Verifier
-    drafter: Drafter | None
-    tokenizer: Tokenizer
+
+class Workers:
+    """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended."""
+
+    def __init__(self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer) -> None:
+        self.verifier = verifier
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
-        """Return an orchestrator that runs rounds as `settings` say; many may share the workers."""
+        """Return the orchestrator that runs rounds as `settings` say; what it learns of the workers, it keeps."""
         speculation = Speculation(
             mode=settings.mode, nodes=settings.nodes, depth=settings.depth, branching=settings.branching
         )
-        drafter = None if settings.mode == "plain" else self.drafter
-        return Orchestrator(self.verifier, drafter, self.tokenizer, speculation)
+        patience = Patience(retry_s=settings.retry, draft_s=settings.draft_patience)
+        key = (speculation, patience)
+        if key not in self._orchestrators:
+            drafter = None if settings.mode == "plain" else self.drafter
+            self._orchestrators[key] = Orchestrator(
+                self.verifier, drafter, self.tokenizer, speculation, patience=patience
+            )
+        return self._orchestrators[key]
+
+    async def aclose(self) -> None:
+        """End what the orchestrators still do in the background; the workers are their owner's to close."""
+        for orchestrator in self._orchestrators.values():
+            await orchestrator.aclose()
 
 
 def require_worker_extra() -> None:
@@ -107,6 +148,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         device=settings.target.device,
         threads=settings.target.threads,
         context=settings.target.context,
+        max_sessions=settings.target.sessions or 1,
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
     )
@@ -122,6 +164,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         threads=settings.draft.threads,
         context=settings.draft.context,
         default_context=target.context,
+        max_sessions=settings.draft.sessions or 1,
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
     )
@@ -129,6 +172,30 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
     check_vocabularies(target.identity, draft.identity)
     return Models(target, draft)
+
+
+def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:
+    """Load the model of a worker that serves.
+
+    Raises:
+        MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
+    """
+    require_worker_extra()
+    from specsplit.model.loader import load_model
+
+    model = load_model(
+        settings.model or EMBEDDED,
+        role=role,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        context=settings.context,
+        max_sessions=settings.sessions or SERVED_SESSIONS,
+        progress=progress,
+    )
+    if model.tokenizer is None:
+        raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
+    return model
 
 
 def _ignore(phase: str, fraction: float) -> None:
@@ -148,6 +215,11 @@ def check_vocabularies(target: Identity, draft: Identity) -> None:
         )
 
 
+def opened(settings: Settings, models: Models | None) -> AbstractAsyncContextManager[Workers]:
+    """Run engines over `models` for the length of the block, or without any connect to the workers elsewhere."""
+    return running(models) if models is not None else connected(settings)
+
+
 @asynccontextmanager
 async def running(models: Models) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block."""
@@ -158,13 +230,129 @@ async def running(models: Models) -> AsyncGenerator[Workers]:
     device = LoopDevice(models.target.threads)  # one for both: they take turns
     target = TargetEngine(models.target, device)
     draft = DraftEngine(models.draft, device) if models.draft is not None else None
+    workers = Workers(target, draft, models.tokenizer)
     try:
-        yield Workers(target, draft, models.tokenizer)
+        yield workers
     finally:
+        await workers.aclose()
         await target.aclose()
         if draft is not None:
             await draft.aclose()
         await device.close()
+
+
+@asynccontextmanager
+async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerator[Server]:
+    """Serve `model` in its role for the length of the block; sessions whose client has vanished are freed.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+    """
+    from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.device import DeviceThread
+    from specsplit.rpc import server
+    from specsplit.target.engine import TargetEngine
+
+    async with AsyncExitStack() as stack:
+        device = DeviceThread(model.role, model.threads)
+        stack.push_async_callback(device.close)
+        if model.role == "draft":
+            drafter = engine = DraftEngine(model, device, ttl_s=settings.session_ttl)
+            service = server.serving(listen=settings.listen, drafter=drafter)
+        else:
+            verifier = engine = TargetEngine(model, device, ttl_s=settings.session_ttl)
+            service = server.serving(listen=settings.listen, verifier=verifier)
+        stack.push_async_callback(engine.aclose)
+        sweeping = asyncio.create_task(_sweep(engine, settings.session_ttl / 4))
+        stack.callback(sweeping.cancel)
+        yield await stack.enter_async_context(service)
+
+
+async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await engine.sweep()
+        except Exception:  # noqa: BLE001 - whatever it was, the next sweep shall come
+            _log.exception("freeing idle sessions failed")
+
+
+_ONE_TRY_S = 5.0
+"""What a worker gets to answer at all, however little patience there is: a dead link shows within it."""
+
+
+@asynccontextmanager
+async def connected(settings: Settings) -> AsyncGenerator[Workers]:
+    """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
+
+    Raises:
+        LinkError: the target cannot be reached for as long as the settings allow, or is none.
+        ModelDamaged: its tokenizer cannot be read.
+    """
+    from specsplit.model.tokenizer import held_tokenizer_hash
+    from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+
+    assert settings.target.address is not None, "whoever connects has an address"
+    async with AsyncExitStack() as stack:
+        verifier = RemoteVerifier(settings.target.address)
+        stack.push_async_callback(verifier.aclose)
+        drafter = None
+        if settings.draft_address is not None:
+            drafter = RemoteDrafter(settings.draft_address)
+            stack.push_async_callback(drafter.aclose)
+        cache = _cache_folder()
+
+        async def fetch() -> TokenizerFiles:
+            named = (await verifier.ping()).tokenizer_hash
+            return await verifier.tokenizer_files(held_tokenizer_hash(cache / named) if cache and named else "")
+
+        chosen = settings.orchestrator
+        patience_s = chosen.retry if chosen.timeout is None else min(chosen.retry, chosen.timeout)
+        files = await _retried(fetch, settings.target.address, patience_s)
+        workers = Workers(verifier, drafter, _load_tokenizer(files, cache))
+        stack.push_async_callback(workers.aclose)
+        yield workers
+
+
+async def _retried(call: Callable[[], Awaitable[T]], address: str, patience_s: float) -> T:
+    """Call until the worker answers, for `patience_s` seconds and at least once."""
+    begun_s = time.monotonic()
+    pause_s = 0.05
+    while True:
+        left_s = begun_s + patience_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(call(), max(left_s, _ONE_TRY_S))
+        except TimeoutError as error:
+            raise WorkerUnreachable(f"The target at {address} gave no answer; check --target, or wait.") from error
+        except (WorkerUnreachable, DeadlineExceeded):
+            if time.monotonic() + pause_s > begun_s + patience_s:
+                raise
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def _load_tokenizer(files: TokenizerFiles, cache: Path | None) -> Tokenizer:
+    """Return the tokenizer; its files stay in `cache` under their hash, or for want of a writable one nowhere."""
+    from specsplit.model.tokenizer import tokenizer_from_files
+
+    if cache is not None:
+        with contextlib.suppress(ResourceError):  # a folder that cannot be written
+            return tokenizer_from_files(files, cache / files.hash)
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="specsplit-")
+    except OSError as error:
+        raise ResourceError("There is no place for the target's tokenizer; set XDG_CACHE_HOME to a folder.") from error
+    with scratch as folder:
+        return tokenizer_from_files(files, Path(folder) / "tokenizer")
+
+
+def _cache_folder() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in many containers
+        return None
+    return home / "specsplit" / "tokenizers"
 
 
 def check_prompt(prompt: str | Sequence[int]) -> None:
@@ -197,4 +385,5 @@ def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: Or
         seed=secrets.randbits(64) if settings.seed is None else settings.seed,
         stop=settings.stop,
         ignore_eos=settings.ignore_eos,
+        timeout_s=settings.timeout,
     )

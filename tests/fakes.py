@@ -1,4 +1,4 @@
-"""Workers and a tokenizer without weights: a tiny language whose next token is a hash of everything before it.
+"""Workers without weights, over the tiny language of tests/language.py.
 
 They honour the whole session contract, so what holds over them holds because of the orchestrator, not by their grace.
 A slot is read back, never the caller's arguments: wrong tokens in a slot give a wrong text.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import ContextExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.tree import check_proposal, parent_indices
 from specsplit.core.types import (
     ROOT,
@@ -21,64 +20,42 @@ from specsplit.core.types import (
     Proposal,
     SessionParams,
     Timings,
+    TokenizerFiles,
     Turn,
     Verdict,
     prefix_hash,
     prefix_hashes,
 )
-
-EOS = 256
-TOKENS: tuple[bytes, ...] = (
-    *(bytes([value]) for value in range(256)),
-    b"",  # EOS: a special token without text
-    b"ab",
-    b"END",
-    "\N{EURO SIGN}".encode()[:2],  # a token that ends within a character
-    b"b END a",
-    "\N{GRINNING FACE}".encode(),
+from tests.language import (
+    EOS,
+    VOCAB_SIZE,
+    FakeTokenizer,
+    Guess,
+    adversarial_guess,
+    empty_guess,
+    good_guess,
+    log_probs,
+    next_token,
+    perfect_guess,
+    plain_tokens,
+    random_guess,
 )
-VOCAB_SIZE = len(TOKENS)
-UNITS = (*b"ab EN", "é".encode()[0], "€".encode()[0], "😀".encode()[0], 0xFF, *range(EOS + 1, VOCAB_SIZE))
-"""Tokens that may follow a whole character; some begin one, and one byte never belongs to any."""
-CHARACTERS = tuple(character.encode() for character in "é€😀")
 
-
-class FakeTokenizer:
-    """Bytes, and a few tokens of several bytes or of half a character."""
-
-    eos_ids = (EOS,)
-    vocab_hash = "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(self, user_message: str) -> list[int]:
-        return self.encode(f"user: {user_message}\n")
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
-
-
-def next_token(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> int:
-    """Return the target's pick: a hash of seed, choice and prefix; mostly well-formed UTF-8, EOS now and then."""
-    chance = zlib.crc32(f"{params.seed} {params.choice} {prefix}".encode())
-    tail = b"".join(TOKENS[token] for token in last_tokens[-3:])
-    if chance % 8:
-        for character in CHARACTERS:
-            for done in range(len(character) - 1, 0, -1):
-                if tail.endswith(character[:done]):
-                    return character[done]
-    chance //= 8
-    return EOS if chance % 24 == 0 else UNITS[chance // 24 % len(UNITS)]
-
-
-def plain_tokens(params: SessionParams, prompt: Sequence[int], count: int) -> list[int]:
-    """Return what the language says after `prompt`, ends ignored: the truth, made without any orchestrator."""
-    ids, prefix = list(prompt), prefix_hash(prompt)
-    for _ in range(count):
-        ids.append(next_token(params, prefix, ids))
-        prefix = prefix_hash(ids[-1:], prefix)
-    return ids[len(prompt) :]
+__all__ = [
+    "EOS",
+    "VOCAB_SIZE",
+    "FakeDraft",
+    "FakeTarget",
+    "FakeTokenizer",
+    "Faults",
+    "adversarial_guess",
+    "empty_guess",
+    "good_guess",
+    "next_token",
+    "perfect_guess",
+    "plain_tokens",
+    "random_guess",
+]
 
 
 @dataclass
@@ -132,6 +109,8 @@ class _FakeWorker:
         self.slots: dict[str, _Slot] = {}
         self.turns: list[Turn] = []
         self.num_calls = self.num_behind = self.num_forwards = 0
+        self.num_tokens = 0
+        """Tokens that had to be computed, those of trees included."""
         self.num_under_way = 0
         self._rng = random.Random(self.faults.seed)
 
@@ -245,8 +224,27 @@ class FakeTarget(_FakeWorker):
         keep = min(_common_length(slot, turn), length - 1)
         slot.truncate(keep)
         slot.extend(turn.tail[keep - turn.base_length :])
+        self.num_tokens += length - keep + len(proposal.token_ids[: self.trim])
         slot.answer = verdict = self._walk(slot, proposal, parents)
         return verdict
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> tuple[float, ...]:
+        await asyncio.sleep(0)
+        ids = [*prompt, *scored]
+        if not prompt or not scored or not all(0 <= token_id < VOCAB_SIZE for token_id in ids):
+            raise InvalidRequest("there is nothing to score, or a token outside the vocabulary", param="scored")
+        if len(ids) > self.context:
+            raise ContextExceeded("the tokens do not fit the context", param="scored")
+        hashes = prefix_hashes(ids)
+        positions = range(len(prompt), len(ids))
+        return tuple(log_probs(hashes[at - 1], ids[:at], logit_bias)[ids[at]] for at in positions)
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        await asyncio.sleep(0)
+        files = {} if known_hash == FakeTokenizer.hash else {"tokenizer.json": b"{}"}
+        return TokenizerFiles(hash=FakeTokenizer.hash, eos_ids=FakeTokenizer.eos_ids, files=files)
 
     def _walk(self, slot: _Slot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
         assert slot.opening is not None
@@ -268,39 +266,6 @@ class FakeTarget(_FakeWorker):
             verified=tuple(proposal.first_node + node for node in scored),
             timings=Timings(num_forwards=1, device_ms=1.0),
         )
-
-
-Guess = Callable[[SessionParams, int, Sequence[int]], tuple[int, ...]]
-"""Candidates for the next token, best first, given the prefix hash and the last tokens."""
-
-
-def good_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the target's pick first, or second, or not at all."""
-    pick = next_token(params, prefix, last_tokens)
-    other, third = (pick + 1) % VOCAB_SIZE, (pick + 2) % VOCAB_SIZE
-    chance = zlib.crc32(f"draft {prefix}".encode()) % 10
-    return (pick, other, third) if chance < 6 else (other, pick, third) if chance < 9 else (other, third)
-
-
-def perfect_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
-    pick = next_token(params, prefix, last_tokens)
-    return (pick, (pick + 1) % VOCAB_SIZE, (pick + 2) % VOCAB_SIZE)
-
-
-def random_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
-    chance = zlib.crc32(f"random {prefix}".encode())
-    return (UNITS[chance % len(UNITS)], chance % VOCAB_SIZE, chance // 512 % VOCAB_SIZE)
-
-
-def adversarial_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return wrong tokens and twins; now and then the right one twice, so that either twin's subtree may be true."""
-    pick = next_token(params, prefix, last_tokens)
-    wrong = (pick + 7) % VOCAB_SIZE
-    return (pick, pick, wrong) if prefix % 3 == 0 else (wrong, wrong, EOS)
-
-
-def empty_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
-    return ()
 
 
 @dataclass
@@ -361,6 +326,7 @@ class FakeDraft(_FakeWorker):
         slot.truncate(keep)
         slot.extend(new)
         slot.highest_node = max(slot.highest_node, known_nodes)
+        self.num_tokens += len(new)
         num_levels = self._grow(slot, slot.tree, budget)
         slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, num_levels)
         return proposal

@@ -11,6 +11,7 @@ from benchmarks.systems import System
 
 if TYPE_CHECKING:
     from benchmarks.peers.ours import InProcess
+    from benchmarks.peers.ours_remote import Loopback
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,6 +46,20 @@ class ServeOurs:
         from benchmarks.peers.ours import InProcess
 
         return InProcess(self.threads, self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLoopback:
+    """Plain decoding and pingpong with workers of their own processes."""
+
+    threads: int
+    shape: Shape
+
+    def __call__(self) -> Loopback:
+        """Start the workers."""
+        from benchmarks.peers.ours_remote import Loopback
+
+        return Loopback(self.threads, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,41 +7,34 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from specsplit import assembly
 from specsplit.cli import render
+from specsplit.cli.doctor_checks import Check
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
 
-_PACKAGES = ("specsplit", "torch", "transformers", "tokenizers", "safetensors", "pydantic", "opentelemetry-sdk")
+_PACKAGES = ("specsplit", "transformers", "tokenizers", "pydantic", "grpcio", "protobuf", "opentelemetry-sdk")
+_WORKER_PACKAGES = ("torch", "safetensors")
 _OLDEST_PYTHON = (3, 11)
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the table: what was looked at, whether it is well, and what was found or has to be done."""
-
-    name: str
-    is_ok: bool
-    detail: str
-
-
 def run(given: Mapping[str, Any]) -> int:
     """Run every check and print the table; return 0 if all is well and 1 otherwise."""
-    checks = [_python(), *_packages()]
+    checks = [_python(), *(_package(name) for name in _PACKAGES)]
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
     try:
-        effective = load_settings(chosen, config=given.get("config"), as_options=True)
+        effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
         effective.settings.orchestrator.sampling()
         checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
-        checks += _machine(effective.settings)
+        checks += _of_settings(effective.settings)
     except SpecSplitError as error:
         checks.append(Check("settings", False, str(error)))
     is_ok = all(check.is_ok for check in checks)
@@ -59,17 +52,27 @@ def _python() -> Check:
     return Check("python", is_ok, platform.python_version() + remedy)
 
 
-def _packages() -> list[Check]:
-    return [_package(name) for name in _PACKAGES]
-
-
-def _package(name: str) -> Check:
+def _package(name: str, *, is_needed: bool = True) -> Check:
     try:
         return Check(name, True, metadata.version(name))
     except metadata.PackageNotFoundError:
         if name == "specsplit":
             return Check(name, True, "run from a checkout")
-        return Check(name, False, "not installed: pip install 'specsplit[worker]'")
+        if not is_needed:
+            return Check(name, True, "not installed, and needed only where a model runs")
+        extra = "[worker]" if name in _WORKER_PACKAGES else ""
+        return Check(name, False, f"not installed: pip install 'specsplit{extra}'")
+
+
+def _of_settings(settings: Settings) -> list[Check]:
+    """Check the workers elsewhere, or what a model needs to run here."""
+    is_remote = settings.is_remote or settings.draft_address is not None
+    packages = [_package(name, is_needed=not is_remote) for name in _WORKER_PACKAGES]
+    if not is_remote:
+        return [*packages, *_machine(settings)]
+    from specsplit.cli.doctor_services import check_services
+
+    return [*packages, *check_services(settings)]
 
 
 def _machine(settings: Settings) -> list[Check]:
@@ -120,6 +123,5 @@ def _print_table(checks: list[Check]) -> None:
 
     table = Table("check", "state", "detail", box=None, pad_edge=False)
     for check in checks:
-        state = "[green]ok[/green]" if check.is_ok else "[bold red]fails[/bold red]"
-        table.add_row(check.name, state, check.detail.replace("[", "\\["))
+        table.add_row(check.name, check.state, check.detail.replace("[", "\\["))
     Console(soft_wrap=not sys.stdout.isatty()).print(table)

@@ -7,12 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from specsplit.cli import options
 from specsplit.core import defaults
+from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
@@ -23,6 +25,14 @@ specsplit orchestrate --prompt 'def fibonacci(n):'
 specsplit orchestrate --prompt-file - --temperature 0.8 --seed 7 --json
 
 specsplit orchestrate --target-model ./large --draft-model ./small --prompt Hi
+"""
+SERVICE_EXAMPLES = """Examples:
+
+specsplit draft --model ./small --listen 0.0.0.0:7002
+
+specsplit target --model ./large --listen 0.0.0.0:7001
+
+specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --prompt Hi
 """
 
 app = typer.Typer(
@@ -77,14 +87,53 @@ def orchestrate(
     threads: options.Threads = None,
     context: options.Context = None,
     config: options.Config = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    timeout: options.Timeout = None,
+    retry: options.Retry = defaults.RETRY_S,
+    draft_patience: options.DraftPatience = defaults.DRAFT_PATIENCE_S,
     json: options.Json = False,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
 ) -> None:
-    """Continue a prompt with the target's text, at the draft's pace, in this process."""
+    """Continue a prompt with the target's text, at the draft's pace, in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
 
     raise typer.Exit(_interruptible(run, ctx))
+
+
+def _serving(role: Role) -> Callable[..., None]:
+    """Return the command that serves `role`; both take the same options."""
+
+    def serve(
+        ctx: typer.Context,
+        model: options.Model = defaults.EMBEDDED,
+        dtype: options.DtypeOption = None,
+        device: options.ServedDevice = defaults.DEVICE,
+        threads: options.ServedThreads = None,
+        context: options.Context = None,
+        config: options.Config = None,
+        listen: options.Listen = defaults.LISTEN,
+        sessions: options.Sessions = defaults.SERVED_SESSIONS,
+        session_ttl: options.SessionTtl = defaults.SESSION_TTL_S,
+        drain: options.Drain = defaults.DRAIN_S,
+        trace_file: options.TraceFile = None,
+        print_config: options.PrintConfig = False,
+    ) -> None:
+        from specsplit.cli.serve import run
+
+        raise typer.Exit(_interruptible(partial(run, role), ctx))
+
+    return serve
+
+
+_UNTIL = "until SIGTERM or Ctrl-C."
+app.command("draft", epilog=SERVICE_EXAMPLES, help=f"Serve a draft, which proposes token trees, {_UNTIL}")(
+    _serving("draft")
+)
+app.command("target", epilog=SERVICE_EXAMPLES, help=f"Serve a target, which verifies token trees, {_UNTIL}")(
+    _serving("target")
+)
 
 
 @app.command()
@@ -97,9 +146,11 @@ def doctor(
     threads: options.Threads = None,
     context: options.Context = None,
     config: options.Config = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
     json: options.Json = False,
 ) -> None:
-    """Check versions, devices, settings and models; exit 0 if all is well."""
+    """Check versions, settings, and the models here or the workers elsewhere; exit 0 if all is well."""
     from specsplit.cli.doctor import run
 
     raise typer.Exit(_interruptible(run, ctx))

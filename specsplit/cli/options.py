@@ -11,7 +11,8 @@ import typer
 
 from specsplit.core.defaults import Device, Dtype, Mode
 
-_PROMPT, _SAMPLING, _SPECULATION, _MODELS, _OUTPUT = "Prompt", "Sampling", "Speculation", "Models", "Output"
+_PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
+_MODELS, _SERVICES, _OUTPUT = "Models", "Services", "Output"
 
 
 def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -78,6 +79,36 @@ Context = Annotated[
 ]
 Config = Annotated[
     str | None, _option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
+]
+
+Target = Annotated[
+    str | None, _option("--target", _SERVICES, "Use the target that serves there.", "one in this process", "HOST:PORT")
+]
+Draft = Annotated[
+    str | None, _option("--draft", _SERVICES, "Use the draft that serves there.", "none with --target", "HOST:PORT")
+]
+Timeout = Annotated[
+    float | None, _option("--timeout", _SERVICES, "Give a request up after so many seconds.", "never", "S")
+]
+Retry = Annotated[
+    float, _option("--retry", _SERVICES, "Try an unreachable target again for so many seconds.", metavar="S")
+]
+DraftPatience = Annotated[
+    float, _option("--draft-patience", _SERVICES, "Wait for a proposal at least so many seconds.", metavar="S")
+]
+
+Model = Annotated[str, _option("--model", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
+ServedDevice = Annotated[Device, _option("--device", _MODELS, "Where the model runs.")]
+ServedThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the model.", "one per core", "N")]
+Listen = Annotated[
+    str, _option("--listen", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
+]
+Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
+SessionTtl = Annotated[
+    float, _option("--session-ttl", _SERVICES, "Free the slot of a session idle for so many seconds.", metavar="S")
+]
+Drain = Annotated[
+    float, _option("--drain", _SERVICES, "When told to stop, finish for up to so many seconds.", metavar="S")
 ]
 
 Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]

@@ -1,4 +1,4 @@
-"""`specsplit orchestrate`: one prompt through draft and target in this process, shown as it is verified.
+"""`specsplit orchestrate`: one prompt through draft and target, here or elsewhere, shown as it is verified.
 
 First and last station of a token's route: reads the prompt, writes the text; what happens between is assembly's.
 """
@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,23 +67,30 @@ def run(given: Mapping[str, Any]) -> int:
     settings = effective.settings
     settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
-    if given.get("compare") and settings.draft_source is None:
-        raise InvalidSettings("--compare has nothing to compare without a draft; name one with --draft-model.")
+    option = "--draft" if settings.is_remote else "--draft-model"
+    if given.get("compare") and not settings.has_draft:
+        raise InvalidSettings(f"--compare has nothing to compare without a draft; name one with {option}.")
     if settings.lacks_draft:
-        render.note("No draft for this target: decoding plainly; name one with --draft-model to speculate.")
+        render.note(f"No draft for this target: decoding plainly; name one with {option} to speculate.")
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
-        started_s = time.perf_counter()
+        job = _Job(prompt, settings, is_json=bool(given.get("json")), compares=bool(given.get("compare")))
         with _fast_start(), render.loading_bar() as progress:
-            models = assembly.load_models(settings, progress)
-        load_s = time.perf_counter() - started_s
-        for reason in models.degraded:
+            models = None if settings.is_remote else assembly.load_models(settings, progress)
+        for reason in models.degraded if models is not None else ():
             render.note(reason)
-        request = assembly.make_request(models.tokenizer, prompt, settings.orchestrator)
-        if getattr(models.tokenizer, "has_chat_template", False) and not settings.orchestrator.chat:
-            render.note("Hint: this model has a chat template; --chat applies it.")
-        show = _JsonOutput(load_s) if given.get("json") else _TextOutput()
-        return asyncio.run(_generate(models, request, settings, show, compare=bool(given.get("compare"))))
+        return asyncio.run(_generate(job, models))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be done; time counts from here."""
+
+    prompt: str
+    settings: Settings
+    is_json: bool
+    compares: bool
+    started_s: float = field(default_factory=time.perf_counter)
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -132,6 +139,7 @@ class _TextOutput:
 
     def __init__(self) -> None:
         self._text = render.TextStream(sys.stdout)
+        self._said: set[str] = set()
 
     def begin(self, *, speculates: bool) -> None:
         if speculates and self._text.legend is not None:
@@ -139,6 +147,10 @@ class _TextOutput:
 
     def chunk(self, chunk: Chunk) -> None:
         self._text.write(chunk.pieces)
+        if chunk.degraded is not None and chunk.degraded not in self._said:
+            self._said.add(chunk.degraded)
+            self._text.interrupt()
+            render.dim_note(render.degraded(chunk.degraded))
 
     def fail(self) -> None:
         self._text.end()
@@ -183,23 +195,33 @@ class _JsonOutput:
         sys.stdout.flush()
 
 
-async def _generate(
-    models: assembly.Models, request: Request, settings: Settings, show: _TextOutput | _JsonOutput, *, compare: bool
-) -> int:
+async def _generate(job: _Job, models: assembly.Models | None) -> int:
+    async with AsyncExitStack() as stack:
+        with _fast_start():
+            workers = await stack.enter_async_context(assembly.opened(job.settings, models))
+        load_s = time.perf_counter() - job.started_s
+        chosen = job.settings.orchestrator
+        request = assembly.make_request(workers.tokenizer, job.prompt, chosen)
+        if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat:
+            render.note("Hint: this model has a chat template; --chat applies it.")
+        show = _JsonOutput(load_s) if job.is_json else _TextOutput()
+        return await _show(workers, request, job, show)
+
+
+async def _show(workers: assembly.Workers, request: Request, job: _Job, show: _TextOutput | _JsonOutput) -> int:
     ctrl_c = _CtrlC()
     transcript, plain = Transcript(), Transcript()
-    async with assembly.running(models) as workers:
-        orchestrator = workers.orchestrator(settings.orchestrator)
-        show.begin(speculates=workers.drafter is not None)
-        try:
-            await ctrl_c.run(_follow(orchestrator, request, transcript, show.chunk))
-        except SpecSplitError:
-            show.fail()  # the message that follows shall begin a line of its own
-            raise
-        if compare and not ctrl_c.was_pressed:
-            reference = workers.orchestrator(settings.orchestrator.model_copy(update={"mode": "plain"}))
-            await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
-        show.end(transcript, request, plain.result)
+    chosen = job.settings.orchestrator
+    show.begin(speculates=workers.drafter is not None)
+    try:
+        await ctrl_c.run(_follow(workers.orchestrator(chosen), request, transcript, show.chunk))
+    except SpecSplitError:
+        show.fail()  # the message that follows shall begin a line of its own
+        raise
+    if job.compares and not ctrl_c.was_pressed:
+        reference = workers.orchestrator(chosen.model_copy(update={"mode": "plain"}))
+        await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
+    show.end(transcript, request, plain.result)
     return _INTERRUPTED if ctrl_c.was_pressed else 0
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 from specsplit.orchestrator.records import Piece, Result
 
-_DRAFTED, _RESET = "\x1b[4;36m", "\x1b[0m"
+_DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
 """A line without the blanks around it, so that indentation is not underlined."""
 _BIDI_CONTROLS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -61,6 +62,11 @@ class TextStream:
             self._stream.write(shown)
         self._stream.flush()
 
+    def interrupt(self) -> None:
+        """Make room for a note where the terminal shows text and notes together: it begins a line of its own."""
+        if self._is_terminal:
+            self.end()
+
     def end(self) -> None:
         """Close the last line, if there is one."""
         if self._last not in ("", "\n"):
@@ -75,6 +81,30 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def dim_note(text: str) -> None:
+    """Tell it in a low voice, where the terminal has one."""
+    note(f"{_DIM}{text}{_RESET}" if has_colour(sys.stderr) else text)
+
+
+_TROUBLES = {
+    "unreachable": "cannot be reached",
+    "slow": "gives no answer in time",
+    "full": "has no free session",
+    "failed": "fails",
+    "invalid": "answers what makes no sense",
+    "mismatch": "does not fit the target",
+}
+
+
+def degraded(phase: str) -> str:
+    """Return the sentence for a phase without a worker ("draft unreachable")."""
+    worker, _, reason = phase.partition(" ")
+    trouble = f"The {worker} {_TROUBLES.get(reason, reason)}"
+    if worker == "draft":
+        return f"{trouble}: decoding plainly until it is of use again."
+    return f"{trouble}: it was asked again, and the text is the same."
+
+
 def summary(result: Result) -> str:
     """Return the line that ends a generation."""
     speculative = result.speculative_decoding
@@ -85,9 +115,18 @@ def summary(result: Result) -> str:
         f"acceptance rate {speculative.draft_acceptance_rate:.0%}",
         f"{result.target_forwards} target forwards",
         f"mode {result.mode}",
+        *_phases(result),
         f"seed {result.seed}",
     ]
     return " | ".join(parts)
+
+
+def _phases(result: Result) -> list[str]:
+    """Return which worker was of no use, why, and in how many rounds."""
+    rounds: Counter[str] = Counter()
+    for phase in result.degraded:
+        rounds[f"{phase.worker} {phase.reason}"] += phase.last_round - phase.first_round + 1
+    return [f"{phase} in {count} round{'s' if count > 1 else ''}" for phase, count in rounds.items()]
 
 
 def interrupted_summary(num_tokens: int, num_accepted: int, num_rounds: int, elapsed_s: float, seed: int | None) -> str:

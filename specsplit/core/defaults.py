@@ -7,6 +7,8 @@ from typing import Literal
 Mode = Literal["auto", "plain", "pingpong"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
+Role = Literal["draft", "target"]
+"""Of a worker."""
 
 EMBEDDED = "embedded"
 """The model source that names the pair inside the package; each role finds its own half."""
@@ -32,3 +34,11 @@ MIN_P = 0.0
 PRESENCE_PENALTY = 0.0
 FREQUENCY_PENALTY = 0.0
 REPETITION_PENALTY = 1.0
+
+LISTEN = "127.0.0.1:0"
+SERVED_SESSIONS = 4
+"""KV slots of a worker that serves; in process there is one."""
+SESSION_TTL_S = 60.0
+DRAIN_S = 10.0
+RETRY_S = 30.0
+DRAFT_PATIENCE_S = 0.25

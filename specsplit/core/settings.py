@@ -7,122 +7,26 @@ unknown names. Where each value came from is kept, for messages and `--print-con
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
-from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX, Device, Dtype, Mode
+from specsplit.core.defaults import EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.types import SamplingParams
+from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 
 _OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
 """Switches of the test suite and the benchmarks, no settings."""
-
-
-def _strings(value: object) -> object:
-    """Read a list of strings from the environment: a JSON list, or else one string as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        listed = json.loads(value)
-    except ValueError:
-        return [value]
-    return cast("list[object]", listed) if isinstance(listed, list) else [value]
-
-
-def _biases(value: object) -> object:
-    """Read biases from ID=X strings, comma-separated in the environment, or from a table of the settings file."""
-    if isinstance(value, Mapping):
-        return list(cast("Mapping[object, object]", value).items())
-    entries = value.split(",") if isinstance(value, str) else value
-    if not isinstance(entries, list | tuple):
-        return entries
-    return [_bias(entry) if isinstance(entry, str) else entry for entry in cast("list[object]", entries)]
-
-
-def _bias(entry: str) -> tuple[str, str]:
-    token_id, found, bias = entry.partition("=")
-    if not found:
-        raise ValueError("must look like ID=X, a token id and what to add to its logit")
-    return token_id.strip(), bias.strip()
-
-
-ModelSource = Annotated[str, Field(min_length=1)]
-Positive = Annotated[int, Field(ge=1)]
-Context = Annotated[int, Field(ge=2)]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DraftSettings(_Frozen):
-    """The draft; without a model, the embedded one where the target is embedded, and none elsewhere."""
-
-    model: ModelSource | None = None
-    dtype: Dtype | None = None
-    device: Device = defaults.DEVICE
-    threads: Positive | None = None
-    context: Context | None = None
-
-
-class TargetSettings(_Frozen):
-    """The target."""
-
-    model: ModelSource = EMBEDDED
-    dtype: Dtype | None = None
-    device: Device = defaults.DEVICE
-    threads: Positive | None = None
-    context: Context | None = None
-
-
-class OrchestratorSettings(_Frozen):
-    """How rounds are run, and what a request takes where it does not say otherwise."""
-
-    mode: Mode = defaults.MODE
-    nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
-    depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
-    branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
-    max_new_tokens: Positive = defaults.MAX_NEW_TOKENS
-    temperature: float = defaults.TEMPERATURE
-    top_p: float = defaults.TOP_P
-    top_k: int = defaults.TOP_K
-    min_p: float = defaults.MIN_P
-    presence_penalty: float = defaults.PRESENCE_PENALTY
-    frequency_penalty: float = defaults.FREQUENCY_PENALTY
-    repetition_penalty: float = defaults.REPETITION_PENALTY
-    logit_bias: Annotated[tuple[tuple[int, float], ...], NoDecode, BeforeValidator(_biases)] = ()
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_strings)] = ()
-    ignore_eos: bool = False
-    chat: bool = False
-
-    def sampling(self) -> SamplingParams:
-        """Return the sampling parameters.
-
-        Raises:
-            InvalidRequest: a value is out of range.
-        """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-        )
+Purpose = Literal["generate", "draft", "target", "check"]
+"""What settings are read for: to generate, to serve a role, or to be looked at."""
 
 
 class Settings(BaseSettings):
@@ -154,18 +58,32 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the workers are other processes."""
+        return self.target.address is not None
+
+    @property
+    def draft_address(self) -> str | None:
+        """The remote draft to use; None decodes plainly, or with a draft in this process."""
+        return None if self.orchestrator.mode == "plain" else self.draft.address
+
+    @property
     def draft_source(self) -> str | None:
-        """The draft to load; None decodes plainly."""
-        if self.orchestrator.mode == "plain":
+        """The draft to load into this process; None decodes plainly, or with a remote one."""
+        if self.is_remote or self.orchestrator.mode == "plain":
             return None
         if self.draft.model is None and self.target.model == EMBEDDED:
             return EMBEDDED
         return self.draft.model
 
     @property
+    def has_draft(self) -> bool:
+        return self.draft_source is not None or self.draft_address is not None
+
+    @property
     def lacks_draft(self) -> bool:
         """Whether decoding is plain for want of a draft, not by choice."""
-        return self.draft_source is None and self.orchestrator.mode != "plain"
+        return not self.has_draft and self.orchestrator.mode != "plain"
 
 
 _ROLES: dict[str, type[BaseModel]] = {
@@ -177,6 +95,8 @@ KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in 
 """Every setting as role.field."""
 _BOTH_ENGINES = ("dtype", "device", "threads")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
+    "draft": ("draft.address",),
+    "target": ("target.address",),
     "draft_model": ("draft.model",),
     "target_model": ("target.model",),
     "context": ("target.context",),
@@ -184,6 +104,11 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
     **{name: (f"orchestrator.{name}",) for name in OrchestratorSettings.model_fields},
 }
 """The settings by the names of the command line's options and of Pipeline's arguments."""
+SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    role: {field: (f"{role}.{field}",) for field in _ROLES[role].model_fields if field != "address"}
+    for role in ("draft", "target")
+}
+"""The same for the command that serves a role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +141,13 @@ _Layer = dict[str, tuple[Any, Origin]]
 
 
 def load_settings(
-    given: Mapping[str, Any] | None = None, *, config: str | Path | None = None, as_options: bool = False
+    given: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    as_options: bool = False,
+    purpose: Purpose = "generate",
 ) -> EffectiveSettings:
-    """Merge `given` (by the names of FLAT_KEYS) over the environment, the settings file and the defaults.
+    """Merge `given` (by the names of FLAT_KEYS, or SERVICE_KEYS) over environment, settings file and defaults.
 
     `config` defaults to SPECSPLIT_CONFIG; with `as_options` messages spell `given` as command-line options.
 
@@ -227,11 +156,41 @@ def load_settings(
     """
     env_layer = _from_environment()
     path = config or os.environ.get(ENV_CONFIG)
-    merged = {**(_from_file(Path(path)) if path else {}), **env_layer, **_from_caller(given or {}, as_options)}
+    is_service = purpose in SERVICE_KEYS
+    chosen = _from_caller(given or {}, SERVICE_KEYS[purpose] if is_service else FLAT_KEYS, as_options)
+    merged = {**(_from_file(Path(path)) if path else {}), **env_layer, **chosen}
+    if not is_service:
+        merged = _placed(merged, chosen)
     settings = _validated(merged)
-    if settings.orchestrator.mode == "pingpong" and settings.draft_source is None:
-        raise InvalidSettings("Mode pingpong needs a draft: name one with --draft-model, or use --mode plain.")
+    if not is_service:
+        _refuse_contradictions(settings, merged, purpose)
     return EffectiveSettings(settings, {key: origin for key, (_, origin) in merged.items()})
+
+
+def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
+    """Decide between workers elsewhere and models loaded here: a target that the caller names beats configured ones.
+
+    Raises:
+        InvalidSettings: there is an address, and the caller says something that only a model loaded here can use.
+    """
+    addresses = [key for key in ("target.address", "draft.address") if key in merged]
+    fields = ("model", "dtype", "device", "threads", "context")
+    local = [key for role in ("target", "draft") for field in fields if (key := f"{role}.{field}") in chosen]
+    if not addresses or not local:
+        return merged
+    if "target.model" in chosen and not any(key in chosen for key in addresses):
+        return {key: entry for key, entry in merged.items() if key not in addresses}
+    here, elsewhere = chosen[local[0]][1].name, merged[addresses[0]][1].name
+    raise InvalidSettings(f"{here} is for a model loaded here and {elsewhere} for a worker elsewhere; leave one out.")
+
+
+def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose) -> None:
+    if purpose == "generate" and settings.draft_address is not None and not settings.is_remote:
+        name = merged["draft.address"][1].name
+        raise InvalidSettings(f"{name} needs a remote target as well: name it with --target, or leave {name} out.")
+    if settings.orchestrator.mode == "pingpong" and not settings.has_draft:
+        option = "--draft" if settings.is_remote else "--draft-model"
+        raise InvalidSettings(f"Mode pingpong needs a draft: name one with {option}, or use --mode plain.")
 
 
 def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettings:
@@ -288,13 +247,13 @@ def _from_file(path: Path) -> _Layer:
     return layer
 
 
-def _from_caller(given: Mapping[str, Any], as_options: bool) -> _Layer:
+def _from_caller(given: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], as_options: bool) -> _Layer:
     layer: _Layer = {}
     for name, value in given.items():
-        if name not in FLAT_KEYS:
-            raise InvalidSettings(_unknown(name, FLAT_KEYS))
+        if name not in names:
+            raise InvalidSettings(_unknown(name, names))
         origin = Origin("command line", f"--{name.replace('_', '-')}") if as_options else Origin("argument", name)
-        layer.update(dict.fromkeys(FLAT_KEYS[name], (value, origin)))
+        layer.update(dict.fromkeys(names[name], (value, origin)))
     return layer
 
 

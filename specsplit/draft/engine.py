@@ -11,25 +11,38 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.ports import Clock
 from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
+from specsplit.engine.admission import Round
 from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
-from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import Worker
+from specsplit.engine.sessions import GRACE_S, TTL_S, SessionTable
+from specsplit.engine.worker import Worker, at_once
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import candidate_estimates
 
 
 class DraftEngine:
-    """Proposes the nodes most likely to be the target's picks; the draft ranks them with the target's own noise."""
+    """Proposes the nodes most likely to be the target's picks; the draft ranks them with the target's own noise.
 
-    def __init__(self, model: LoadedModel, device: Device | None = None) -> None:
+    Sessions are freed when they have not been used for `ttl_s`, by `sweep`, and for a new one after `grace_s`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: Device | None = None,
+        *,
+        ttl_s: float = TTL_S,
+        grace_s: float = GRACE_S,
+        clock: Clock | None = None,
+    ) -> None:
         self._model = model
-        self._sessions = SessionTable(model)
-        self._growers: dict[str, _Grower] = {}
+        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
         self._worker = Worker(model.runner, name="draft", threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
@@ -42,17 +55,20 @@ class DraftEngine:
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         """Grow the session's tree and return the nodes numbered above `known_nodes`."""
         self._check(turn, budget)
-        proposal, timings = await self._worker.run(turn.session, lambda: self._propose(turn, known_nodes, budget))
+        this_round = Round(turn.epoch, turn.round, (turn, known_nodes, budget))
+        proposal, timings = await self._worker.run(
+            turn.session, lambda: self._propose(turn, known_nodes, budget), this_round
+        )
         return replace(proposal, timings=timings)
 
+    async def sweep(self) -> int:
+        """Free the sessions that have expired and return how many they were."""
+        freed, _ = await self._worker.run(None, at_once(self._sessions.sweep))
+        return freed
+
     async def close(self, session: str) -> None:
-        """Free the session's slot; unknown sessions are ignored."""
-
-        def work() -> Generator[Entry, Tensor, None]:
-            self._growers.pop(session, None)
-            return self._sessions.close(session)
-
-        await self._worker.run(session, work)
+        """Free the session's slot, also if the caller is cancelled; unknown sessions are ignored."""
+        await to_its_end(self._worker.run(session, at_once(lambda: self._sessions.close(session))))
 
     async def aclose(self) -> None:
         """Take no more work; a shared device is its owner's to close."""
@@ -70,14 +86,14 @@ class DraftEngine:
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
-        session, is_new_epoch = self._sessions.begin(turn, (known_nodes, budget))
-        if isinstance(session.answer, Proposal):
-            return session.answer
-        grower = self._growers.get(turn.session)
-        if grower is None or is_new_epoch:
-            grower = self._growers[turn.session] = _Grower(self._model, session)
-        session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
-        return proposal
+        with self._sessions.using(turn, (known_nodes, budget)) as session:
+            if isinstance(session.answer, Proposal):
+                return session.answer
+            grower = session.kept
+            if not isinstance(grower, _Grower):
+                grower = session.kept = _Grower(self._model, session)
+            session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
+            return proposal
 
 
 class _Grower:
@@ -92,10 +108,10 @@ class _Grower:
         """Bring the tree to the turn's tokens, grow it, and return the nodes numbered above `known_nodes`."""
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
-        pending = self._align(turn)
         length = turn.base_length + len(turn.tail)
         max_depth = min(budget.max_depth, self._model.context - length)
         try:
+            pending = self._align(turn)
             yield from self._grow(pending, budget, max_depth)
         except BaseException:
             self._tree = DraftTree()  # a row may have been promised to a node and never written

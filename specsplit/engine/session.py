@@ -69,6 +69,9 @@ class WorkerSession:
         self._body: object = None
         self.answer: object = None
         """What this round was answered, None while it runs: a repeat of the round gets it again."""
+        self.kept: object = None
+        """What the engine keeps beside the slot through an epoch; it goes with the session."""
+        self.last_used_s = 0.0
 
     def admit(self, turn: Turn, body: object) -> bool:
         """Check epoch, round and length rule before anything changes; return whether this repeats the last round.
@@ -76,7 +79,8 @@ class WorkerSession:
         Raises:
             StaleEpoch, StaleRound: a later one was seen.
             InvalidRequest: the last round again, with another `body`.
-            SlotBehind: the slot holds fewer tokens than `base_length`, or others, or no parameters were ever sent.
+            SlotBehind: the slot holds fewer tokens than `base_length`, or others, or the epoch's parameters were never
+                sent.
         """
         if turn.epoch < self.epoch:
             raise StaleEpoch(f"epoch {turn.epoch} of this session is over; epoch {self.epoch} has begun")
@@ -91,18 +95,18 @@ class WorkerSession:
             raise SlotBehind(len(self.ids))
         if turn.base_length and self._hashes[turn.base_length - 1] != turn.base_hash:
             raise SlotBehind(0)
-        if turn.opening is None and self.sampler is None:
+        if turn.opening is None and (self.sampler is None or turn.epoch > self.epoch):
             raise SlotBehind(0)
         return False
 
-    def begin(self, turn: Turn, body: object, vocab_size: int, device: torch.device) -> bool:
-        """Take over the turn's epoch, round and parameters, once `admit` passed; return whether it opens an epoch."""
-        is_new_epoch = turn.epoch > self.epoch
+    def begin(self, turn: Turn, body: object, vocab_size: int, device: torch.device) -> None:
+        """Take over the turn's epoch, round and parameters, once `admit` passed; what an epoch kept goes with it."""
         if turn.opening is not None and (self.sampler is None or self.sampler.params != turn.opening):
             self.sampler = Sampler(turn.opening, vocab_size, device)
+        if turn.epoch > self.epoch:
+            self.kept = None
         self.epoch, self.round = turn.epoch, turn.round
         self._body, self.answer = (turn, body), None
-        return is_new_epoch
 
     def common_length(self, turn: Turn) -> int:
         """Return how many of the turn's tokens (base + tail) the slot holds, counted from the start."""

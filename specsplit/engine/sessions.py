@@ -1,32 +1,57 @@
-"""The sessions of one worker and the slots they hold. Only ever touched by the worker's thread."""
+"""The sessions of one worker and the slots they hold. Only ever touched by the worker's thread.
+
+A session is in use while its work runs, and then neither expires nor is evicted.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Generator
+from contextlib import contextmanager
 
-from torch import Tensor
-
-from specsplit.core.errors import SlotBehind
+from specsplit.core.errors import NoFreeSlot, SlotBehind
+from specsplit.core.ports import Clock
 from specsplit.core.types import Turn
 from specsplit.engine.session import WorkerSession
-from specsplit.model.kv_cache import SlotPool
+from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
-from specsplit.model.plan import Entry
+
+TTL_S = 60.0
+"""A session that was not used for so long has lost its client."""
+GRACE_S = 5.0
+"""A session that was used within this time is not evicted for another one."""
+
+
+class _Monotonic:
+    def now(self) -> float:
+        return time.monotonic()
 
 
 class SessionTable:
-    """Opens sessions on their first turn and frees their slots at the end."""
+    """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(
+        self, model: LoadedModel, *, ttl_s: float = TTL_S, grace_s: float = GRACE_S, clock: Clock | None = None
+    ) -> None:
         self._model = model
+        self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
+        self._clock = clock or _Monotonic()
         self._pool = SlotPool(model.max_sessions)
         self._sessions: dict[str, WorkerSession] = {}
+        self._idle: OrderedDict[str, WorkerSession] = OrderedDict()
+        """Those not in use, the least recently used first."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def begin(self, turn: Turn, body: object) -> tuple[WorkerSession, bool]:
-        """Return the turn's session after the checks of the contract, and whether a new epoch began.
+    @property
+    def num_slots_used(self) -> int:
+        return self._pool.num_used
+
+    @contextmanager
+    def using(self, turn: Turn, body: object) -> Generator[WorkerSession]:
+        """Give the turn's session after the checks of the contract; it is in use for the length of the block.
 
         `body` is what the request says beside the turn. A repeat of the last round leaves the session with its answer.
 
@@ -35,20 +60,70 @@ class SessionTable:
             NoFreeSlot: a new session, and every slot is in use.
         """
         session = self._sessions.get(turn.session)
+        is_new = session is None
         if session is None:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
-            session = self._sessions[turn.session] = WorkerSession(turn.session, self._pool.acquire())
-        if session.admit(turn, body):
-            return session, False
-        return session, session.begin(turn, body, self._model.vocab_size, self._model.runner.device)
+            session = self._sessions[turn.session] = WorkerSession(turn.session, self._acquire())
+        try:
+            if not session.admit(turn, body):
+                session.begin(turn, body, self._model.vocab_size, self._model.runner.device)
+        except BaseException:
+            if is_new:
+                self._free(session)
+            raise
+        self._idle.pop(session.key, None)
+        try:
+            yield session
+        finally:
+            session.last_used_s = self._clock.now()
+            self._idle[session.key] = session
 
-    def close(self, key: str) -> Generator[Entry, Tensor, None]:
-        """Free a session's slot, as work for the worker; unknown keys are ignored."""
-        session = self._sessions.pop(key, None)
+    @contextmanager
+    def borrowed_slot(self) -> Generator[Slot]:
+        """Give a slot of no session for the length of the block.
+
+        Raises:
+            NoFreeSlot: every slot is in use.
+        """
+        slot = self._acquire()
+        try:
+            yield slot
+        finally:
+            self._pool.release(slot)
+
+    def close(self, key: str) -> None:
+        """Free a session's slot; unknown keys are ignored."""
+        session = self._sessions.get(key)
         if session is not None:
-            self._pool.release(session.slot)
+            assert key in self._idle, "a session was closed while its work ran"
+            self._free(session)
         if not self._sessions:
             self._pool.check_integrity()
-        return
-        yield  # a generator without a forward
+
+    def sweep(self) -> int:
+        """Free the sessions that were not used for the time to live, and return how many they were."""
+        expired_s = self._clock.now() - self._ttl_s
+        count = 0
+        while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
+            self._free(next(iter(self._idle.values())))
+            count += 1
+        return count
+
+    def _acquire(self) -> Slot:
+        """Take a slot, if need be that of the session that was idle for the longest."""
+        if self._pool.num_used == self._model.max_sessions:
+            oldest = next(iter(self._idle.values()), None)
+            if oldest is None or oldest.last_used_s > self._clock.now() - self._grace_s:
+                count = self._model.max_sessions
+                which = f"All {count} sessions" if count > 1 else "The one session"
+                verb = "are" if count > 1 else "is"
+                raise NoFreeSlot(f"{which} of this worker {verb} in use; try again when one has ended.")
+            self._free(oldest)
+        return self._pool.acquire()
+
+    def _free(self, session: WorkerSession) -> None:
+        del self._sessions[session.key]
+        self._idle.pop(session.key, None)
+        session.kept = None
+        self._pool.release(session.slot)

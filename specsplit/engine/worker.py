@@ -9,56 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from opentelemetry.context import Context
 from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.core.types import Timings
+from specsplit.engine.admission import Line, Round, Task, Work
 from specsplit.engine.device import Device, DeviceThread
-from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
-Work = Generator[Entry, Tensor, Any]
 
 
-@dataclass(slots=True, eq=False)
-class Task:
-    """One piece of work on its way through the worker; at most one of a session runs at a time."""
+def at_once(action: Callable[[], Any]) -> Callable[[], Work]:
+    """Return work that does `action` without a forward."""
 
-    session: str
-    start: Callable[[], Work]
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[tuple[Any, Timings]]
-    ended: asyncio.Future[None]
-    """Done when the worker has let go of the task, also after its caller was cancelled."""
-    context: Context | None
-    submitted_s: float = field(default_factory=time.perf_counter)
-    work: Work | None = None
-    entry: Entry | None = None
-    cancelled: bool = False
-    begun_s: float = 0.0
-    device_ms: float = 0.0
-    num_forwards: int = 0
-    num_tokens: int = 0
-    batch_size: int = 1
+    def work() -> Work:
+        return action()
+        yield  # a generator all the same
 
-    def timings(self) -> Timings:
-        now = time.perf_counter()
-        return Timings(
-            wall_ms=(now - self.submitted_s) * 1e3,
-            queue_ms=(self.begun_s - self.submitted_s) * 1e3,
-            device_ms=self.device_ms,
-            num_forwards=self.num_forwards,
-            num_tokens=self.num_tokens,
-            batch_size=self.batch_size,
-        )
+    return work
 
 
 class Worker:
@@ -69,34 +43,88 @@ class Worker:
 
     def __init__(self, runner: Runner, *, name: str, threads: int | None = None, device: Device | None = None) -> None:
         self._runner, self._name = runner, name
+        self._lines: dict[str, Line] = {}
         self._waiting: list[Task] = []
-        self._running: dict[str, Task] = {}
+        self._running: dict[Task, None] = {}
         self._is_closed = False
         self._owns_device = device is None
         self._device = device or DeviceThread(name, threads)
 
-    async def run(self, session: str, start: Callable[[], Work]) -> tuple[Any, Timings]:
+    @property
+    def num_lines(self) -> int:
+        """Sessions that have work here."""
+        return len(self._lines)
+
+    async def run(
+        self, session: str | None, start: Callable[[], Work], this_round: Round | None = None
+    ) -> tuple[Any, Timings]:
         """Do the work that `start` makes (on the worker's device) and return its result.
 
-        Cancelling the caller ends the work before its next step; it has ended once this coroutine has.
+        One piece of a session's work runs at a time. A round that is newer waits for it, in one place: a still newer
+        one supersedes it. A repeat joins. Work of a session that is no round ends the session: it supersedes the round
+        that waits and is not superseded. Work of no session (None) begins in the next step.
+
+        Cancelling its last caller ends the work before its next step; it has ended once this coroutine has.
 
         Raises:
             WorkerClosed: after `close`.
+            StaleRound, StaleEpoch: a newer round of the session is running or waiting, or came while this one waited.
+            InvalidRequest: the round that is running or waiting, with another body.
         """
         if self._is_closed:
-            raise WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
+            raise self._closed()
         loop = asyncio.get_running_loop()
-        task = Task(session, start, loop, loop.create_future(), loop.create_future(), spans.current())
-        self._device.submit(self, lambda: self._waiting.append(task))
+        task = self._place(Task(session, this_round, start, loop, loop.create_future(), spans.current()))
+        future = task.join()
         try:
-            return await task.future
+            return await future
         except asyncio.CancelledError:
-            task.cancelled = True
-            await to_its_end(task.ended)
+            await self._leave(task, future)
             raise
 
+    def _place(self, task: Task) -> Task:
+        if task.session is not None:
+            line = self._lines.get(task.session)
+            if line is not None and not line.running.loop.is_closed():
+                return line.place(task)
+            self._lines[task.session] = Line(task)
+        self._submit(task)
+        return task
+
+    def _submit(self, task: Task) -> None:
+        self._device.submit(self, lambda: self._waiting.append(task))
+
+    async def _leave(self, task: Task, future: asyncio.Future[tuple[Any, Timings]]) -> None:
+        """Take a cancelled caller from a task; the last one ends it."""
+        if future not in task.callers:  # the task has ended meanwhile, or sent the caller away
+            if not future.cancelled():
+                future.exception()  # nobody else will ask for it
+            return
+        task.callers.remove(future)
+        if task.callers:
+            return
+        line = self._lines.get(task.session) if task.session is not None else None
+        if line is None or not line.withdraw(task):
+            task.cancelled = True
+            await to_its_end(task.ended)
+
+    def _advance_line(self, session: str) -> None:
+        """Begin what waits for the task of `session` that has ended."""
+        line = self._lines[session]
+        following = line.advance()
+        while following is not None and self._is_closed:
+            following.settle(None, self._closed())
+            following = line.advance()
+        if following is None:
+            del self._lines[session]
+        else:
+            self._submit(following)
+
+    def _closed(self) -> WorkerClosed:
+        return WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
+
     async def close(self) -> None:
-        """Take no more work, and end the thread if it is the worker's own; closing again does nothing."""
+        """End what runs, send away what waits for it, take no more; closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
             if self._owns_device:
@@ -114,25 +142,23 @@ class Worker:
             self._step()
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             _log.exception("the %s worker failed outside a forward", self._name)
-            tasks = [*self._running.values(), *self._waiting]
+            tasks = [*self._running, *self._waiting]
             self._running.clear()
             self._waiting.clear()
             for task in tasks:
+                self._close(task)
                 self._finish(task, error=error)
 
     def _step(self) -> None:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
-            if task.session in self._running:
-                self._waiting.append(task)  # its session's earlier task has not ended yet
-            else:
-                self._begin(task)
+            self._begin(task)
         if self._running:
-            self._forward(list(self._running.values()))
+            self._forward(list(self._running))
 
     def _begin(self, task: Task) -> None:
         task.begun_s = time.perf_counter()
-        self._running[task.session] = task
+        self._running[task] = None
         if task.cancelled:
             self._finish(task)
         else:
@@ -195,17 +221,13 @@ class Worker:
             task.work.close()
 
     def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
-        self._running.pop(task.session, None)
+        self._running.pop(task, None)
         timings = task.timings()
 
         def settle() -> None:
-            task.ended.set_result(None)
-            if task.future.done():
-                return  # cancelled meanwhile: nobody is waiting for the outcome
-            if error is not None:
-                task.future.set_exception(error)
-            else:
-                task.future.set_result((result, timings))
+            task.settle((result, timings), error)
+            if task.session is not None:
+                self._advance_line(task.session)
 
         self._device.deliver(task.loop, settle)
 

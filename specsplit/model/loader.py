@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from specsplit.core.errors import DeviceUnavailable, InvalidRequest
-from specsplit.core.types import Identity
+from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
+from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import memory
 from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
+from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.plan import Entry
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
@@ -44,6 +45,9 @@ class LoadedModel:
     node_limit: int
     eos_ids: tuple[int, ...]
     threads: int | None
+    tokenizer_files: TokenizerFiles | None = None
+    """As they were at load; None without a tokenizer."""
+    weights_hash: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -70,6 +74,8 @@ class LoadedModel:
             vocab_hash=self.tokenizer.vocab_hash if self.tokenizer else f"no-tokenizer-{self.vocab_size}",
             context=self.context,
             max_nodes=self.node_limit,
+            tokenizer_hash=self.tokenizer_files.hash if self.tokenizer_files else "",
+            weights_hash=self.weights_hash,
             dtype=self.dtype,
             device=str(self.runner.device),
         )
@@ -101,6 +107,8 @@ def load_model(
     """
     report = progress or (lambda phase, fraction: None)
     target_device = _device(device)
+    if max_sessions < 1:
+        raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
     with _one_thread():
         report("config", 0.05)
@@ -130,7 +138,25 @@ def load_model(
         node_limit=node_limit,
         eos_ids=eos_ids,
         threads=threads,
+        tokenizer_files=_tokenizer_files(path, name, tokenizer),
+        weights_hash=_weights_hash(path, name),
     )
+
+
+def _tokenizer_files(path: str, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
+    folder = model_folder(path)
+    if tokenizer is None or folder is None:
+        return None
+    files = read_tokenizer_files(folder, name)
+    return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
+
+
+def _weights_hash(path: str, name: str) -> str:
+    folder = model_folder(path)
+    try:
+        return weights_hash(folder) if folder is not None else ""
+    except OSError as error:
+        raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
 
 
 @contextmanager

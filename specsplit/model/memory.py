@@ -55,7 +55,10 @@ def out_of_memory(
     needed = per_token * (context + node_limit) * max_sessions
     free = available_bytes(device) or 0
     fits = int(free * _RESERVE) // (per_token * max_sessions) - node_limit
-    remedy = f"--context {fits // 64 * 64} fits" if fits >= 64 else "use a smaller model or --dtype bf16"
+    if fits >= 64:
+        remedy = f"--context {fits // 64 * 64} fits"
+    else:
+        remedy = f"use {'fewer sessions, ' if max_sessions > 1 else ''}a smaller model or --dtype bf16"
     sessions = "" if max_sessions == 1 else f" for {max_sessions} sessions"
     return OutOfMemory(
         f"A context of {context} tokens{sessions} needs {needed / 2**30:.1f} GiB for its KV cache and {device} has "

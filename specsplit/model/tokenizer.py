@@ -1,14 +1,24 @@
-"""The Tokenizer port over a transformers tokenizer."""
+"""The Tokenizer port over a transformers tokenizer, read by whoever loads the model or made from files that it sent.
+
+Imports no torch: an orchestrator has none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it complains where there is no torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
+from specsplit.core.types import TokenizerFiles
+from specsplit.model.identity import MAX_TOKENIZER_BYTES, files_hash, place_of, read_tokenizer_files
 
 _NO_LIMIT = 1 << 62
 
@@ -63,3 +73,65 @@ class TransformersTokenizer:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+
+def held_tokenizer_hash(folder: Path) -> str:
+    """Return the hash of the tokenizer files that `tokenizer_from_files` left in `folder`, empty if there are none."""
+    try:
+        files = read_tokenizer_files(folder, str(folder)) if folder.is_dir() else {}
+    except ModelDamaged:
+        return ""
+    return files_hash(files) if files else ""
+
+
+def tokenizer_from_files(files: TokenizerFiles, folder: Path) -> TransformersTokenizer:
+    """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
+
+    Without files, those that an earlier call left in `folder` are taken. Code from a repository is never run.
+
+    Raises:
+        ModelDamaged: a name that leads elsewhere, other files than `files.hash` says, or no readable tokenizer.
+        ResourceError: the folder cannot be written.
+    """
+    if files.files:
+        _check_sent(files)
+    if held_tokenizer_hash(folder) != files.hash:
+        if not files.files:
+            raise ModelDamaged(f"{folder} does not hold the tokenizer files of hash {files.hash}.")
+        try:
+            _write(files, folder)
+        except OSError as error:
+            raise ResourceError(f"The tokenizer's files cannot be written to {folder} ({error.strerror}).") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # over a bad file, transformers and tokenizers raise whatever they like
+        reason = " ".join(str(error).split())[:200]
+        raise ModelDamaged(f"The tokenizer that the target sent cannot be read ({reason}).") from error
+    return TransformersTokenizer(tokenizer, files.eos_ids)
+
+
+def _check_sent(files: TokenizerFiles) -> None:
+    for name in files.files:
+        place_of(name)
+    if sum(map(len, files.files.values())) > MAX_TOKENIZER_BYTES:
+        raise ModelDamaged(f"The tokenizer that the target sent exceeds {MAX_TOKENIZER_BYTES >> 20} MiB.")
+    if files_hash(files.files) != files.hash:
+        raise ModelDamaged("The tokenizer that the target sent is not the one that its hash names; ask again.")
+
+
+def _write(files: TokenizerFiles, folder: Path) -> None:
+    """Put all files in place at once, so that nobody ever sees half of them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        for name, content in files.files.items():
+            path = new / place_of(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)  # it holds another tokenizer, or nothing
+        try:
+            new.rename(folder)
+        except OSError:
+            if held_tokenizer_hash(folder) != files.hash:  # else another process was quicker
+                raise

@@ -22,10 +22,10 @@ class Controller:
             Budget(speculation.nodes, depth, speculation.branching) for depth in range(1, speculation.depth + 1)
         ]
 
-    def next_budget(self, num_committed: int) -> Budget | None:
+    def next_budget(self, num_committed: int, draft_context: int) -> Budget | None:
         """Return the budget of the round that follows `num_committed` tokens, None for a round without a tree.
 
-        The bonus token takes the last place, so a tree needs room for at least two tokens.
+        The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
         """
-        depth = min(self._speculation.depth, self._end - num_committed - 1)
+        depth = min(self._speculation.depth, min(self._end, draft_context) - num_committed - 1)
         return self._budgets[depth - 1] if depth > 0 else None

@@ -6,14 +6,22 @@ Every propose and every verify of a round goes through here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from specsplit.core.errors import SlotBehind
-from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Budget, Proposal, SessionParams, Turn, Verdict, prefix_hashes
+from specsplit.core.errors import PeerMismatch, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.ports import Verifier
+from specsplit.core.tree import renumber
+from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict, prefix_hashes
+from specsplit.orchestrator.incidents import Incidents
+from specsplit.orchestrator.persistence import Persistence
+from specsplit.orchestrator.records import Traffic, WorkerRole
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", Proposal, Verdict)
+_MAX_RAISES = 8
+"""Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
 
 
 class Committed:
@@ -42,34 +50,80 @@ class Link:
     committed tokens unless it says otherwise with SlotBehind.
     """
 
-    def __init__(self, session: str, committed: Committed, opening: SessionParams) -> None:
+    def __init__(
+        self, worker: WorkerRole, session: str, committed: Committed, opening: SessionParams, incidents: Incidents
+    ) -> None:
         self.session = session
         self.epoch = 1
         self.round = 0
-        self._committed = committed
-        self._opening = opening
+        self._worker: WorkerRole = worker
+        self._committed, self._incidents = committed, incidents
+        self._params = opening
         self._is_open = False
+        self._is_raised = False
         self._have = 0
+        self._sent_bytes = self._received_bytes = 0
 
-    async def _call(self, send: Callable[[Turn], Awaitable[Answer]], verified: tuple[int, ...] = ()) -> Answer:
-        """Send one turn; while the worker's slot is behind, send what it lacks as the next round."""
+    @property
+    def traffic(self) -> Traffic:
+        """What the answered calls moved."""
+        return Traffic(self._sent_bytes, self._received_bytes)
+
+    async def _call(
+        self, send: Callable[[Turn], Awaitable[Answer]], verified: tuple[int, ...] = ()
+    ) -> tuple[Turn, Answer]:
+        """Send one turn and return the one answered; where the worker holds less than believed, send that as well."""
+        num_raises = 0
         while True:
             turn = self._next_turn(verified)
             try:
                 answer = await send(turn)
             except SlotBehind as behind:
-                if turn.base_length == 0:
-                    raise  # it lacks nothing that could still be sent
-                self._have = min(behind.have, turn.base_length - 1)
-                self._is_open = False
+                self._fall_back(turn, behind)
+                if behind.have == 0:
+                    await self._check_worker()
+            except (StaleRound, StaleEpoch):
+                # Some attempt of ours that nobody waits for has got further than we know.
+                num_raises += 1
+                if num_raises > _MAX_RAISES:
+                    raise
+                self._raise_epoch()
             else:
                 self._is_open = True
-                return answer
+                self._sent_bytes += answer.timings.sent_bytes
+                self._received_bytes += answer.timings.received_bytes
+                return turn, answer
+
+    def _fall_back(self, turn: Turn, behind: SlotBehind) -> None:
+        """Believe the worker; a turn that claimed nothing lacks nothing that could still be sent."""
+        if turn.base_length == 0:
+            raise behind
+        self._have = min(behind.have, turn.base_length - 1)
+        self._is_open = False
+        self._incidents.resync(
+            self._worker, "slot_behind" if self._have else "slot_lost", turn.base_length - self._have
+        )
+
+    async def _check_worker(self) -> None:
+        """Look whether a worker that lost a slot is still the same."""
+
+    def _raise_epoch(self) -> None:
+        """Begin anew with a worker of which it is not known what it executed; its tokens stay where they are."""
+        self.epoch += 1
+        self.round = 0
+        self._is_open = False
+        self._is_raised = True
+
+    def _opening(self) -> SessionParams:
+        return self._params
 
     def _next_turn(self, verified: tuple[int, ...]) -> Turn:
         committed = self._committed
         base_length = self._have
         self.round += 1
+        if self._is_raised:
+            self._is_raised = False
+            self._incidents.resync(self._worker, "epoch_raised", 0)
         return Turn(
             session=self.session,
             epoch=self.epoch,
@@ -77,7 +131,7 @@ class Link:
             base_length=base_length,
             base_hash=committed.hash_of(base_length),
             tail=tuple(committed.ids[base_length:]),
-            opening=None if self._is_open else self._opening,
+            opening=None if self._is_open else self._opening(),
             verified=verified,
         )
 
@@ -85,10 +139,22 @@ class Link:
 class TargetLink(Link):
     """The link to the target. It holds all committed tokens but the bonus token, so its tail is never empty."""
 
-    def __init__(self, verifier: Verifier, session: str, committed: Committed, opening: SessionParams) -> None:
-        super().__init__(session, committed, opening)
-        self._verifier = verifier
+    def __init__(
+        self,
+        verifier: Verifier,
+        identity: Identity,
+        session: str,
+        committed: Committed,
+        opening: SessionParams,
+        persistence: Persistence,
+        incidents: Incidents,
+    ) -> None:
+        super().__init__("target", session, committed, opening, incidents)
+        self._verifier, self._identity, self._persistence = verifier, identity, persistence
+        self._loop = asyncio.get_running_loop()
         self._next_node = 1
+        self.verify_s = 0.0
+        """Seconds that the last verdict took, without attempts that had none."""
 
     @property
     def next_node(self) -> int:
@@ -96,31 +162,46 @@ class TargetLink(Link):
         return self._next_node
 
     async def verify(self, proposal: Proposal) -> Verdict:
-        """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend."""
-        verdict = await self._call(lambda turn: self._verifier.verify(turn, proposal))
+        """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend.
+
+        Raises:
+            DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
+            PeerMismatch: another model answers than the one that began the text.
+        """
+        ask = self._persistence.ask
+        _, verdict = await self._call(lambda turn: ask(lambda: self._send(turn, proposal)))
         self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
+        shift = proposal.first_node - self._next_node
         self._next_node += len(proposal)
+        return verdict if shift == 0 else _shifted(verdict, shift)
+
+    async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
+        started_s = self._loop.time()
+        verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
+        self.verify_s = self._loop.time() - started_s
         return verdict
 
+    def _raise_epoch(self) -> None:
+        super()._raise_epoch()
+        self._next_node = 1
+
+    async def _check_worker(self) -> None:
+        before, now = self._identity, await self._persistence.ask(self._verifier.ping)
+        if (now.vocab_hash, now.weights_hash) != (before.vocab_hash, before.weights_hash):
+            raise PeerMismatch(
+                f"The target was replaced by another model ({now.model}) in the middle of a text begun by "
+                f"{before.model}; send the request again."
+            )
+
     async def close(self) -> None:
+        """Free the target's slot."""
         await self._verifier.close(self.session)
 
 
-class DraftLink(Link):
-    """The link to the draft, which numbers its own nodes."""
-
-    def __init__(self, drafter: Drafter, session: str, committed: Committed, opening: SessionParams) -> None:
-        super().__init__(session, committed, opening)
-        self._drafter = drafter
-        self._known_nodes = 0
-
-    async def propose(self, budget: Budget, verified: tuple[int, ...]) -> Proposal:
-        """Have the draft grow its tree below the committed tokens; `verified` are its nodes that were scored last."""
-        known_nodes = self._known_nodes
-        proposal = await self._call(lambda turn: self._drafter.propose(turn, known_nodes, budget), verified)
-        self._have = len(self._committed)
-        self._known_nodes = max(known_nodes, proposal.first_node + len(proposal) - 1)
-        return proposal
-
-    async def close(self) -> None:
-        await self._drafter.close(self.session)
+def _shifted(verdict: Verdict, shift: int) -> Verdict:
+    """Return the verdict with the node numbers that the caller knows."""
+    return replace(
+        verdict,
+        accepted=tuple(number + shift for number in verdict.accepted),
+        verified=tuple(number + shift for number in verdict.verified),
+    )

@@ -5,24 +5,33 @@ Knows neither workers nor rounds; first and last station on the route of a token
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, DRAFT_PATIENCE_S, RETRY_S
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 
 Mode = Literal["plain", "pingpong"]
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
-JsonValue = str | int | float | list[int] | dict[str, "JsonValue"]
+JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
+WorkerRole = Literal["draft", "target"]
+Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch"]
+"""Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
+that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version).
+"""
+ResyncReason = Literal["slot_lost", "slot_behind", "epoch_raised"]
+"""The worker held nothing of the session; held less than believed; or what it had executed was not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation: a prompt, how its tokens are picked, and where it ends.
 
-    `seed` None lets the orchestrator draw one; `eos_ids` None takes the tokenizer's.
+    `seed` None lets the orchestrator draw one; `eos_ids` None takes the tokenizer's; `timeout_s` None takes the
+    orchestrator's.
     With `ignore_eos` an end-of-sequence token is a token like any other.
 
     Raises:
@@ -37,8 +46,11 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     eos_ids: tuple[int, ...] | None = None
+    timeout_s: float | None = None
+    """Seconds from the start of the request until it is given up."""
 
     def __post_init__(self) -> None:
+        _check_timeout(self.timeout_s)
         if not self.prompt_ids:
             raise InvalidRequest("The prompt is empty; give it at least one token.", param="prompt")
         if self.max_new_tokens < 1:
@@ -96,6 +108,106 @@ class Speculation:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long workers are waited for, in seconds.
+
+    `timeout_s` bounds a whole request (None: no bound). `retry_s` bounds how long a target that cannot be reached is
+    asked again. A proposal is waited for as long as it could save, and at least `draft_s`; what comes later is not
+    offered any more.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+
+    timeout_s: float | None = None
+    retry_s: float = RETRY_S
+    draft_s: float = DRAFT_PATIENCE_S
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout_s)
+        if not 0 <= self.retry_s < math.inf:
+            raise InvalidRequest(f"retry_s must be 0 or more seconds, not {self.retry_s}.", param="retry_s")
+        if not self.draft_s > 0:
+            raise InvalidRequest(f"draft_s must be more than 0 seconds, not {self.draft_s}.", param="draft_s")
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout_s must be more than 0 seconds, not {timeout_s}.", param="timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """Consecutive rounds in which one worker did not do its part, for one reason; round 0 is the prompt's.
+
+    Without the draft a round decodes plainly; without the target it takes longer. The text is the same.
+    """
+
+    worker: WorkerRole
+    reason: Reason
+    first_round: int
+    last_round: int
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {
+            "worker": self.worker,
+            "reason": self.reason,
+            "first_round": self.first_round,
+            "last_round": self.last_round,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """A worker did not hold what it was believed to hold; `num_tokens` of them were sent again."""
+
+    worker: WorkerRole
+    round: int
+    reason: ResyncReason
+    num_tokens: int
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of the answered calls on one link, seen from here."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {"sent_bytes": self.sent_bytes, "received_bytes": self.received_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What travelled for one request; `rounds` counts the prompt's too."""
+
+    rounds: int
+    draft: Traffic
+    target: Traffic
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.draft.sent_bytes + self.target.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self.draft.received_bytes + self.target.received_bytes
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {
+            "sent_bytes": self.sent_bytes,
+            "received_bytes": self.received_bytes,
+            "rounds": self.rounds,
+            "draft": self.draft.to_dict(),
+            "target": self.target.to_dict(),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one round added to the answer.
@@ -103,6 +215,7 @@ class Chunk:
     `accepted[i]` tells whether `token_ids[i]` was drafted and accepted, or is the target's own pick. Text lags behind
     tokens where a character or a possible stop string is not complete yet. Only the last chunk has a `finish_reason`
     and the `result`; both sessions are closed by then.
+    `degraded` names the worker that did not do its part in this round, and why ("draft unreachable").
     """
 
     token_ids: tuple[int, ...]
@@ -110,6 +223,7 @@ class Chunk:
     pieces: tuple[Piece, ...]
     finish_reason: FinishReason | None = None
     result: Result | None = None
+    degraded: str | None = None
 
     @property
     def text(self) -> str:
@@ -200,10 +314,15 @@ class Result:
     """Rounds after the prompt's."""
     target_forwards: int
     draft_forwards: int
+    degraded: tuple[Degraded, ...] = ()
+    resyncs: tuple[Resync, ...] = ()
+    wire: Wire | None = None
+    """None where nothing travelled: every worker is in this process."""
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the fields that the command line and the API publish, in JSON types."""
         timings = self.timings
+        wire: dict[str, JsonValue] = {} if self.wire is None else {"wire": self.wire.to_dict()}
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
@@ -222,6 +341,9 @@ class Result:
             "num_rounds": self.num_rounds,
             "target_forwards": self.target_forwards,
             "draft_forwards": self.draft_forwards,
+            "degraded": [phase.to_dict() for phase in self.degraded],
+            "resyncs": [resync.to_dict() for resync in self.resyncs],
+            **wire,
         }
 
 

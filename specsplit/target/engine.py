@@ -8,27 +8,42 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.core.ports import Clock
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
-from specsplit.core.types import Identity, Proposal, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, TokenizerFiles, Turn, Verdict
+from specsplit.engine.admission import Round
 from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
-from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import Worker
+from specsplit.engine.sessions import GRACE_S, TTL_S, SessionTable
+from specsplit.engine.worker import Worker, at_once
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
 from specsplit.sampling.verify import walk
+from specsplit.target.score import check_score, score
 
 _MAX_DEPTH = 64
 
 
 class TargetEngine:
-    """Scores trees with the large model; what it picks is the truth."""
+    """Scores trees with the large model; what it picks is the truth.
 
-    def __init__(self, model: LoadedModel, device: Device | None = None) -> None:
+    Sessions are freed when they have not been used for `ttl_s`, by `sweep`, and for a new one after `grace_s`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: Device | None = None,
+        *,
+        ttl_s: float = TTL_S,
+        grace_s: float = GRACE_S,
+        clock: Clock | None = None,
+    ) -> None:
         self._model = model
-        self._sessions = SessionTable(model)
+        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
         self._worker = Worker(model.runner, name="target", threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
@@ -41,12 +56,33 @@ class TargetEngine:
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
         self._check(turn, proposal)
-        verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal))
+        this_round = Round(turn.epoch, turn.round, (turn, proposal))
+        verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal), this_round)
         return replace(verdict, timings=timings)
 
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> tuple[float, ...]:
+        """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
+        biases = check_score(self._model, prompt, scored, logit_bias)
+        values, _ = await self._worker.run(None, lambda: score(self._model, self._sessions, prompt, scored, biases))
+        return values
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        """Return the model's tokenizer; without the files where their hash is `known_hash`."""
+        held = self._model.tokenizer_files
+        if held is None:
+            raise ModelDamaged(f"{self._model.name} has no tokenizer files; add its tokenizer.json.")
+        return replace(held, files={}) if held.hash == known_hash else held
+
+    async def sweep(self) -> int:
+        """Free the sessions that have expired and return how many they were."""
+        freed, _ = await self._worker.run(None, at_once(self._sessions.sweep))
+        return freed
+
     async def close(self, session: str) -> None:
-        """Free the session's slot; unknown sessions are ignored."""
-        await self._worker.run(session, lambda: self._sessions.close(session))
+        """Free the session's slot, also if the caller is cancelled; unknown sessions are ignored."""
+        await to_its_end(self._worker.run(session, at_once(lambda: self._sessions.close(session))))
 
     async def aclose(self) -> None:
         """Take no more work; a shared device is its owner's to close."""
@@ -72,9 +108,12 @@ class TargetEngine:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
-        session, _ = self._sessions.begin(turn, proposal)
-        if isinstance(session.answer, Verdict):
+        with self._sessions.using(turn, proposal) as session:
+            if not isinstance(session.answer, Verdict):
+                session.answer = yield from self._verdict(session, turn, proposal)
             return session.answer
+
+    def _verdict(self, session: WorkerSession, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
         length = turn.base_length + len(turn.tail)
         keep = min(session.common_length(turn), length - 1)  # the last token is always forwarded: its logits are needed
         session.truncate(keep)
@@ -87,13 +126,12 @@ class TargetEngine:
         accepted, token_ids = walk(tree, proposal.token_ids, picks)
         self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
         session.extend(token_ids[:-1])
-        session.answer = verdict = Verdict(
+        return Verdict(
             accepted=tuple(proposal.first_node + node for node in accepted),
             token_ids=tuple(token_ids),
             length=session.slot.length,
             verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal))),
         )
-        return verdict
 
     @staticmethod
     def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:

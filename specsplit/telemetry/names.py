@@ -7,13 +7,15 @@ SPANS = {
     "round": "one propose and one verify of one session; parent of both, child of the request",
     "propose": "from asking the draft to its answer",
     "verify": "from asking the target to its verdict",
-    "forward": "one step of one engine; its parent is the propose or verify that asked for it",
+    "rpc": "one call inside a worker that serves; its parent is the caller's span",
+    "forward": "one step of one engine; its parent is the propose, verify or rpc that asked for it",
 }
 
 ATTRIBUTES = {
     "session": "key of the session",
     "round": "number of the round within the session",
     "worker": "draft or target",
+    "method": "name of the remote call",
     "nodes": "tree nodes proposed or scored",
     "max_nodes": "tree nodes the budget allows",
     "max_depth": "tree levels the budget allows",

@@ -59,13 +59,13 @@ def _record(span: ReadableSpan) -> dict[str, object]:
 
 @contextmanager
 def trace_to_file(path: Path) -> Generator[None]:
-    """Record every span of the block in `path`, which is written anew and complete when the block ends.
+    """Record every span of the block in `path`, written anew; whole lines also where the process is killed.
 
     Raises:
         InvalidSettings: the file cannot be written.
     """
     try:
-        file = path.expanduser().open("w", encoding="utf-8")
+        file = path.expanduser().open("w", encoding="utf-8", buffering=1)
     except OSError as error:
         message = f"The trace file {path} cannot be written ({error.strerror}); name another one."
         raise InvalidSettings(message) from error

@@ -1,19 +1,22 @@
-"""Spans of the token's route (request -> round -> propose, verify -> forward).
+"""Spans of the token's route (request -> round -> propose, verify -> rpc -> forward), across processes.
 
 Free of cost until `telemetry.setup` switches them on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Attribute = str | int | float | bool
 _tracer: trace.Tracer | None = None
 _NOTHING = nullcontext()
+_W3C = TraceContextTextMapPropagator()
 
 
 def use_tracer(tracer: trace.Tracer | None) -> None:
@@ -42,6 +45,35 @@ def annotate(**attributes: Attribute) -> None:
     """Add to the current span what is known only by its end."""
     if _tracer is not None:
         trace.get_current_span().set_attributes(attributes)
+
+
+def inject() -> tuple[tuple[str, str], ...]:
+    """Return the caller's span context as metadata for another process (W3C); empty while spans are off."""
+    if _tracer is None:
+        return ()
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier)
+    return tuple(carrier.items())
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]]) -> Context | None:
+    """Return the span context that another process put into `metadata`; None while spans are off or without one.
+
+    What is malformed is taken for none, since a trace is never worth a request.
+    """
+    if _tracer is None:
+        return None
+    carrier = {key: value for key, value in metadata if key in _W3C.fields and isinstance(value, str)}
+    context = _W3C.extract(carrier, Context())
+    return context if trace.get_current_span(context).get_span_context().is_valid else None
+
+
+def current_span_id() -> bytes:
+    """Return the 8 bytes of the current span's id; empty while spans are off or outside of one."""
+    if _tracer is None:
+        return b""
+    context = trace.get_current_span().get_span_context()
+    return context.span_id.to_bytes(8, "big") if context.is_valid else b""
 
 
 class OpenSpan:

@@ -6,6 +6,7 @@ Turns are written by hand, as an orchestrator would write them and as it must no
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -130,7 +131,18 @@ class SessionContract(Generic[Worker, Answer]):
         await self.ask(worker, script.first())
         script.epoch = 2
         with pytest.raises(StaleEpoch):
-            await self.ask(worker, script.first())
+            await self.ask(worker, script.first(OTHER))
+        script.epoch = 3
+        after = await self.ask(worker, script.turn((*PROMPT, 2), len(PROMPT)))
+        assert after == await self.ask(worker, Script().first((*PROMPT, 2)))
+
+    async def test_an_epoch_begins_with_its_opening(self, worker: Worker) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        script.epoch, script.round = 2, 0
+        with pytest.raises(SlotBehind) as raised:
+            await self.ask(worker, script.turn(LONGER, len(PROMPT)))
+        assert raised.value.have == 0
 
     async def test_a_higher_epoch_begins_its_rounds_anew_on_the_same_slot(self, worker: Worker) -> None:
         script, fresh = Script(), Script()
@@ -145,6 +157,46 @@ class SessionContract(Generic[Worker, Answer]):
         await self.ask(worker, script.first())
         turn = script.turn(LONGER, len(PROMPT))
         assert await self.ask(worker, turn) == await self.ask(worker, turn)
+
+    async def test_a_higher_epoch_forgets_the_answers_of_the_lower_one(self, worker: Worker) -> None:
+        script, fresh = Script(), Script()
+        first = await self.ask(worker, script.first())
+        script.epoch, script.round = 2, 0
+        other = await self.ask(worker, script.first(OTHER))
+        assert other == await self.ask(worker, fresh.first(OTHER)) != first
+
+    async def test_a_round_asked_several_times_at_once_gets_one_answer(self, worker: Worker) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        turn = script.turn(LONGER, len(PROMPT))
+        answers = await asyncio.gather(*(self.ask(worker, turn) for _ in range(5)))
+        assert answers == [await self.ask(worker, Script().first(LONGER))] * 5
+
+    async def test_of_rounds_that_overtake_each_other_the_last_is_answered(self, worker: Worker) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        turns = [script.turn((*PROMPT, 8, token), len(PROMPT)) for token in (1, 2, 3, 4)]
+        *others, last = await asyncio.gather(*(self.ask(worker, turn) for turn in turns), return_exceptions=True)
+        assert last == await self.ask(worker, Script().first((*PROMPT, 8, 4)))
+        fresh = [await self.ask(worker, Script().first((*PROMPT, 8, token))) for token in (1, 2, 3)]
+        for answer, truth in zip(others, fresh, strict=True):
+            assert answer == truth or isinstance(answer, StaleRound)
+        with pytest.raises(StaleRound):
+            await self.ask(worker, turns[0])
+
+    @pytest.mark.parametrize("turns_of_the_loop", [0, 1, 2, 5])
+    async def test_a_cancelled_round_leaves_a_session_that_goes_on(
+        self, worker: Worker, turns_of_the_loop: int
+    ) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        cancelled = asyncio.ensure_future(self.ask(worker, script.turn(OTHER, 3)))
+        for _ in range(turns_of_the_loop):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        after = await self.ask(worker, script.turn(LONGER, 3))
+        assert after == await self.ask(worker, Script().first(LONGER))
 
     async def test_the_same_round_with_another_body_is_refused(self, worker: Worker) -> None:
         script = Script()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Proposal, Turn, Verdict
 from tests.contract.session_contract import PROMPT, Script, SessionContract
@@ -155,3 +156,51 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
         async with asyncio.TaskGroup() as group:
             together = [group.create_task(decode_plainly(worker, prompt, 5)) for prompt in prompts]
         assert [task.result() for task in together] == apart
+
+    async def test_a_score_is_one_log_probability_a_token(self, worker: Verifier) -> None:
+        values = await worker.score(PROMPT, (8, 1, 4))
+        assert len(values) == 3
+        assert all(math.isfinite(value) and value <= 0 for value in values)
+        assert await worker.score(PROMPT, (8, 1, 4)) == values
+
+    async def test_a_score_depends_on_what_was_scored_before(self, worker: Verifier) -> None:
+        whole = await worker.score(PROMPT, (8, 1, 4))
+        parts = [
+            await worker.score((*PROMPT, *before), (token,)) for before, token in (((), 8), ((8,), 1), ((8, 1), 4))
+        ]
+        assert whole == pytest.approx([value for (value,) in parts], abs=1e-5)
+
+    async def test_biases_of_tokens_that_the_target_lacks_are_ignored(self, worker: Verifier) -> None:
+        biases = ((8, 1.5), (1, -2.0))
+        plain = await worker.score(PROMPT, (8, 1), biases)
+        assert await worker.score(PROMPT, (8, 1), (*biases, (1 << 30, 3.0))) == plain
+
+    @pytest.mark.parametrize(
+        ("prompt", "scored"), [(PROMPT, ()), ((), (8,)), ((5, 1 << 30), (8,)), (PROMPT, (8, 1 << 30))], ids=str
+    )
+    async def test_what_cannot_be_scored_is_refused(
+        self, worker: Verifier, prompt: tuple[int, ...], scored: tuple[int, ...]
+    ) -> None:
+        with pytest.raises(InvalidRequest):
+            await worker.score(prompt, scored)
+
+    async def test_a_score_beyond_the_context_is_refused(self, worker: Verifier) -> None:
+        context = (await worker.ping()).context
+        with pytest.raises(ContextExceeded):
+            await worker.score((5,) * context, (8,))
+
+    async def test_a_score_disturbs_no_session(self, worker: Verifier, truth: list[int]) -> None:
+        script = Script()
+        await self.ask(worker, script.first())
+        await worker.score(PROMPT[::-1], (8, 1, 4))
+        verdict = await self.ask(worker, script.turn((*PROMPT, truth[0]), len(PROMPT)))
+        assert verdict.token_ids == (truth[1],)
+
+    async def test_the_tokenizer_comes_without_its_files_where_they_are_known(self, worker: Verifier) -> None:
+        whole = await worker.tokenizer_files()
+        assert (await worker.ping()).tokenizer_hash == whole.hash != ""
+        assert len(whole.files) > 0
+        known = await worker.tokenizer_files(whole.hash)
+        assert (known.hash, known.eos_ids, dict(known.files)) == (whole.hash, whole.eos_ids, {})
+        other = await worker.tokenizer_files("another")
+        assert (other.eos_ids, dict(other.files)) == (whole.eos_ids, dict(whole.files))

@@ -292,6 +292,29 @@ def test_spans_are_written_one_json_line_each_and_only_inside_the_block(tmp_path
     assert (inner["attributes"], outer["attributes"]) == ({"worker": "draft"}, {"nodes": 2})
 
 
+def test_a_span_context_travels_as_metadata_to_another_process(tmp_path: Path):
+    path = tmp_path / "spans.jsonl"
+    assert (spans.inject(), spans.extract([("traceparent", f"00-{1:032x}-{2:016x}-01")])) == ((), None)
+    with trace_to_file(path):
+        with spans.span("verify"):
+            metadata = spans.inject()
+            caller = spans.current_span_id()
+        parent = spans.extract([*metadata, ("user-agent", "grpc"), ("token-bin", b"\xff")])
+        with spans.span("rpc", parent=parent):
+            assert spans.current_span_id() not in (b"", caller)
+    verify, serve = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert (serve["trace_id"], serve["parent_id"]) == (verify["trace_id"], verify["span_id"])
+    assert verify["span_id"] == caller.hex()
+
+
+@pytest.mark.parametrize(
+    "value", ["", "nonsense", f"00-{0:032x}-{1:016x}-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01"]
+)
+def test_a_malformed_trace_context_is_none(value: str, tmp_path: Path):
+    with trace_to_file(tmp_path / "spans.jsonl"), spans.span("other"):
+        assert spans.extract([("traceparent", value)]) is None
+
+
 def test_an_error_inside_the_block_keeps_the_spans_written_so_far(tmp_path: Path):
     path = tmp_path / "spans.jsonl"
     with pytest.raises(KeyError), trace_to_file(path), spans.span("outer"):

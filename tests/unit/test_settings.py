@@ -8,7 +8,7 @@ import pytest
 
 from specsplit.core import defaults
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from specsplit.core.settings import FLAT_KEYS, KEYS, OrchestratorSettings, load_settings, override
+from specsplit.core.settings import FLAT_KEYS, KEYS, SERVICE_KEYS, OrchestratorSettings, load_settings, override
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,9 @@ def test_shared_options_reach_both_engines():
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_setting_has_a_flat_name_or_belongs_to_one_role_only(key: str):
-    assert key == "draft.context" or any(key in keys for keys in FLAT_KEYS.values())
+    flat = any(key in keys for keys in FLAT_KEYS.values())
+    of_a_service = any((key,) in names.values() for names in SERVICE_KEYS.values())
+    assert flat or of_a_service
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,90 @@ def test_the_embedded_draft_serves_the_embedded_target_only(
 def test_pingpong_without_a_draft_is_refused():
     with pytest.raises(InvalidSettings, match="--draft-model"):
         load_settings({"mode": "pingpong", "target_model": "large"})
+
+
+TARGET, DRAFT = "127.0.0.1:7001", "127.0.0.1:7002"
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "lacks_draft"),
+    [
+        ({"target": TARGET, "draft": DRAFT}, DRAFT, False),
+        ({"target": TARGET}, None, True),
+        ({"target": TARGET, "mode": "plain"}, None, False),
+        ({"target": TARGET, "draft": DRAFT, "mode": "plain"}, None, False),
+        ({"draft": DRAFT, "mode": "plain"}, None, False),
+    ],
+)
+def test_a_remote_target_speculates_with_a_remote_draft_only(
+    given: dict[str, object], draft: str | None, lacks_draft: bool
+):
+    settings = load_settings(given).settings
+    assert (settings.draft_address, settings.lacks_draft) == (draft, lacks_draft)
+    assert settings.is_remote == ("target" in given)
+    if settings.is_remote:
+        assert settings.draft_source is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft": DRAFT}, r"^--draft needs a remote target as well: name it with --target, or leave --draft out\.$"),
+        ({"target": TARGET, "target_model": "m"}, r"^--target-model is for a model loaded here and --target for a"),
+        ({"target": TARGET, "draft_model": "m"}, r"^--draft-model is for a model loaded here and --target for"),
+        ({"draft": DRAFT, "target_model": "m"}, r"^--target-model is for a model loaded here and --draft for"),
+        ({"target": TARGET, "device": "cuda"}, r"^--device is for a model loaded here and --target for"),
+        ({"target": TARGET, "context": 64}, r"^--context is for a model loaded here and --target for"),
+        ({"target": TARGET, "mode": "pingpong"}, r"^Mode pingpong needs a draft: name one with --draft, or"),
+        ({"target": "nonsense"}, r"^--target must be HOST:PORT, such as 127\.0\.0\.1:7001, not 'nonsense'\.$"),
+        ({"target": "127.0.0.1:0"}, r"^--target must name the port on which the worker listens"),
+        ({"target": "127.0.0.1:65536"}, r"^--target must be HOST:PORT"),
+        ({"target": "http://127.0.0.1:80"}, r"^--target must be HOST:PORT"),
+        ({"target": ":80"}, r"^--target must be HOST:PORT"),
+        ({"target": "::1:80"}, r"^--target must be HOST:PORT"),
+        ({"retry": -1.0}, r"^--retry must be greater than or equal to 0"),
+        ({"timeout": 0.0}, r"^--timeout must be greater than 0"),
+        ({"timeout": float("inf")}, r"^--timeout must be a finite number"),
+        ({"draft_patience": float("nan")}, r"^--draft-patience must be"),
+    ],
+)
+def test_settings_of_workers_that_contradict_or_are_malformed_are_refused(given: dict[str, object], message: str):
+    with pytest.raises(InvalidSettings, match=message):
+        load_settings(given, as_options=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "target.svc.local:65535", "[::1]:7001"])
+def test_an_address_is_a_host_and_a_port(address: str):
+    assert load_settings({"target": address}).settings.target.address == address
+
+
+def test_a_target_named_by_the_caller_beats_a_configured_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPECSPLIT_TARGET_ADDRESS", TARGET)
+    monkeypatch.setenv("SPECSPLIT_DRAFT_ADDRESS", DRAFT)
+    assert load_settings().settings.draft_address == DRAFT
+    local = load_settings({"target_model": "m", "device": "cuda"})
+    assert (local.settings.is_remote, local.settings.draft_address) == (False, None)
+    assert "target.address" not in local.origins
+    with pytest.raises(InvalidSettings, match=r"^--device is for a model loaded here and SPECSPLIT_TARGET_ADDRESS for"):
+        load_settings({"device": "cuda"}, as_options=True)
+
+
+def test_one_file_serves_the_workers_and_those_who_use_them(tmp_path: Path):
+    config = _config(
+        tmp_path, f'[target]\nmodel = "m"\ndevice = "cuda"\nlisten = "0.0.0.0:7001"\naddress = "{TARGET}"\n'
+    )
+    assert load_settings(config=config).settings.is_remote
+    served = load_settings({"model": "n", "sessions": 8}, config=config, purpose="target").settings.target
+    assert (served.model, served.device, served.listen, served.sessions) == ("n", "cuda", "0.0.0.0:7001", 8)
+
+
+def test_a_service_takes_its_own_role_only():
+    settings = load_settings({"model": "m", "threads": 2, "listen": "127.0.0.1:7001"}, purpose="draft").settings
+    assert (settings.draft.model, settings.draft.threads, settings.target.threads) == ("m", 2, None)
+    with pytest.raises(InvalidSettings, match="There is no setting target_model"):
+        load_settings({"target_model": "m"}, purpose="target")
+    with pytest.raises(InvalidSettings, match=r"^--listen must be HOST:PORT"):
+        load_settings({"listen": "7001"}, as_options=True, purpose="draft")
 
 
 @pytest.mark.parametrize(

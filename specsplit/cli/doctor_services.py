@@ -1,0 +1,92 @@
+"""The doctor's look at workers elsewhere: whether they answer, fit each other and this process. Loads no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import specsplit
+from specsplit.cli.doctor_checks import Check
+from specsplit.core.defaults import Role
+from specsplit.core.errors import SpecSplitError
+from specsplit.core.settings import Settings
+from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
+
+_MOST_SKEW_MS = 1000.0
+"""Beyond it, the spans of several machines cannot be read together."""
+
+
+def check_services(settings: Settings) -> list[Check]:
+    """Ping the workers that the settings name; no answer, another role or another vocabulary fails."""
+    addresses: dict[Role, str] = {}
+    if settings.target.address is not None:
+        addresses["target"] = settings.target.address
+    if settings.draft_address is not None:
+        addresses["draft"] = settings.draft_address
+    answers = asyncio.run(_ping_all(addresses))
+    checks: list[Check] = []
+    for role, answer in answers.items():
+        if isinstance(answer, PingDetails):
+            checks += _worker(role, addresses[role], answer)
+        else:
+            checks.append(Check(role, False, str(answer)))
+    return [*checks, *_together(answers)]
+
+
+async def _ping_all(addresses: Mapping[Role, str]) -> dict[Role, PingDetails | SpecSplitError]:
+    answers = await asyncio.gather(*(_ping(role, address) for role, address in addresses.items()))
+    return dict(zip(addresses, answers, strict=True))
+
+
+async def _ping(role: Role, address: str) -> PingDetails | SpecSplitError:
+    try:
+        worker = RemoteDrafter(address) if role == "draft" else RemoteVerifier(address)
+        try:
+            await worker.ping()  # connects, so that the next one measures the round trip alone
+            return await worker.ping_details()
+        finally:
+            await worker.aclose()
+    except SpecSplitError as error:
+        return error
+
+
+def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
+    identity = found.identity
+    detail = (
+        f"{address}: {identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
+        f"context {identity.context}, round trip {found.round_trip_ms:.1f} ms"
+    )
+    is_same = found.version == specsplit.__version__
+    version = f"specsplit {found.version}, protocol {identity.protocol_version}"
+    if not is_same:
+        version += f"; here it is specsplit {specsplit.__version__}: install the same release on both sides"
+    is_close = abs(found.clock_skew_ms) <= _MOST_SKEW_MS
+    clock = f"{abs(found.clock_skew_ms):.1f} ms {'ahead of' if found.clock_skew_ms > 0 else 'behind'} the one here"
+    if not is_close:
+        clock += "; set both by NTP, or spans of the two cannot be read together"
+    return [
+        Check(role, True, detail),
+        Check(f"{role} version", True, version, is_warning=not is_same),
+        Check(f"{role} clock", True, clock, is_warning=not is_close),
+    ]
+
+
+def _together(answers: Mapping[Role, PingDetails | SpecSplitError]) -> list[Check]:
+    """Check that the two fit each other, where both have answered."""
+    target, draft = answers.get("target"), answers.get("draft")
+    if draft is None:
+        return [Check("draft", True, "none: decoding is plain")]
+    if not isinstance(target, PingDetails) or not isinstance(draft, PingDetails):
+        return []
+    large, small = target.identity, draft.identity
+    is_same = large.vocab_hash == small.vocab_hash
+    vocabulary = (
+        "the same for draft and target"
+        if is_same
+        else f"the draft {small.model} and the target {large.model} have different ones; serve a draft of its family"
+    )
+    is_shorter = small.context < large.context
+    context = f"{large.context} tokens"
+    if is_shorter:
+        context += f"; the draft's is {small.context}, and beyond it decoding is plain"
+    return [Check("vocabulary", is_same, vocabulary), Check("context", True, context, is_warning=is_shorter)]

@@ -1,0 +1,85 @@
+"""`specsplit draft` and `specsplit target`: load a model, serve it, say where, and drain when told to stop.
+
+One JSON line on stdout says that it serves; everything else goes to stderr. How it serves is assembly's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from specsplit import assembly
+from specsplit.cli import render
+from specsplit.cli.print_config import print_config
+from specsplit.core.defaults import Role
+from specsplit.core.sections import WorkerSettings
+from specsplit.core.settings import load_settings
+from specsplit.telemetry.setup import trace_to_file
+
+if TYPE_CHECKING:
+    from specsplit.model.loader import LoadedModel
+
+_NOT_SETTINGS = ("config", "trace_file", "print_config")
+
+
+def run(role: Role, given: Mapping[str, Any]) -> int:
+    """Run the command of `role` with the options `given` on the command line; return its exit code."""
+    chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
+    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose=role)
+    if given.get("print_config"):
+        print_config(effective, as_json=False, role=role)
+        return 0
+    settings: WorkerSettings = getattr(effective.settings, role)
+    signal.signal(signal.SIGTERM, _end_while_loading)
+    trace_file = given.get("trace_file")
+    with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
+        with render.loading_bar() as progress:
+            model = assembly.load_worker(role, settings, progress)
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        if not model.runner.is_recorded:
+            render.note(assembly.not_recorded(model))
+        asyncio.run(_serve(model, settings))
+    return 0
+
+
+def _end_while_loading(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)  # nothing has been promised to anybody yet
+
+
+async def _serve(model: LoadedModel, settings: WorkerSettings) -> None:
+    stop = _Stop()
+    async with assembly.serving(model, settings) as server:
+        ready = {"event": "ready", "role": model.role, "address": server.address, "model": model.name}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+        render.note(f"Draining for up to {settings.drain:g} s; a second signal ends at once.")
+        await server.drain(settings.drain)
+
+
+class _Stop:
+    """Owns SIGTERM and SIGINT for the life of the loop: the first asks to drain, the second ends the process."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ask, number)
+
+    def _ask(self, number: int) -> None:
+        if self._asked.is_set():
+            os._exit(128 + number)  # a forward under way would hold up any other end
+        self._asked.set()
+
+    async def wait(self) -> None:
+        """Wait for the first signal."""
+        await self._asked.wait()

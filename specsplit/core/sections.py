@@ -1,0 +1,148 @@
+"""The settings of each role: names, types, bounds and defaults, checked by pydantic; where they come from is not known.
+
+An environment variable and the settings file may write a list in more than one way; that is read here as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_settings import NoDecode
+
+from specsplit.core import defaults
+from specsplit.core.defaults import EMBEDDED, Device, Dtype, Mode
+from specsplit.core.types import SamplingParams
+
+
+def _strings(value: object) -> object:
+    """Read a list of strings from the environment: a JSON list, or else one string as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        listed = json.loads(value)
+    except ValueError:
+        return [value]
+    return cast("list[object]", listed) if isinstance(listed, list) else [value]
+
+
+def _biases(value: object) -> object:
+    """Read biases from ID=X strings, comma-separated in the environment, or from a table of the settings file."""
+    if isinstance(value, Mapping):
+        return list(cast("Mapping[object, object]", value).items())
+    entries = value.split(",") if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple):
+        return entries
+    return [_bias(entry) if isinstance(entry, str) else entry for entry in cast("list[object]", entries)]
+
+
+def _bias(entry: str) -> tuple[str, str]:
+    token_id, found, bias = entry.partition("=")
+    if not found:
+        raise ValueError("must look like ID=X, a token id and what to add to its logit")
+    return token_id.strip(), bias.strip()
+
+
+def _address(value: str) -> str:
+    """Check HOST:PORT, where HOST is a name, an IPv4 address or an IPv6 address in brackets."""
+    host, _, port = value.rpartition(":")
+    is_plain = host and not any(character in host for character in " :/@[]")
+    is_bracketed = host.startswith("[") and host.endswith("]") and host.count(":") > 1
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= _MAX_PORT
+    if not (is_plain or is_bracketed) or not is_port:
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:7001")
+    return value
+
+
+def _remote(value: str) -> str:
+    if int(_address(value).rpartition(":")[2]) == 0:
+        raise ValueError("must name the port on which the worker listens")
+    return value
+
+
+_MAX_PORT = 65535
+ModelSource = Annotated[str, Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1)]
+Context = Annotated[int, Field(ge=2)]
+Address = Annotated[str, AfterValidator(_remote)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WorkerSettings(_Frozen):
+    """One worker: a remote one by its `address`, or else one that runs here, served or in process."""
+
+    model: ModelSource | None = None
+    address: Address | None = None
+    """Of a remote worker to use; a process that serves the role ignores it."""
+    listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
+    """Port 0 picks a free one."""
+    dtype: Dtype | None = None
+    device: Device = defaults.DEVICE
+    threads: Positive | None = None
+    context: Context | None = None
+    sessions: Positive | None = None
+    """KV slots; without it SERVED_SESSIONS in a service and 1 in process."""
+    session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
+    drain: Seconds = defaults.DRAIN_S
+
+
+class DraftSettings(WorkerSettings):
+    """The draft; without a model, the embedded one where the target is embedded or a service is asked for."""
+
+
+class TargetSettings(WorkerSettings):
+    """The target."""
+
+    model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
+
+
+class OrchestratorSettings(_Frozen):
+    """How rounds are run, and what a request takes where it does not say otherwise."""
+
+    mode: Mode = defaults.MODE
+    nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
+    depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
+    branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
+    max_new_tokens: Positive = defaults.MAX_NEW_TOKENS
+    temperature: float = defaults.TEMPERATURE
+    top_p: float = defaults.TOP_P
+    top_k: int = defaults.TOP_K
+    min_p: float = defaults.MIN_P
+    presence_penalty: float = defaults.PRESENCE_PENALTY
+    frequency_penalty: float = defaults.FREQUENCY_PENALTY
+    repetition_penalty: float = defaults.REPETITION_PENALTY
+    logit_bias: Annotated[tuple[tuple[int, float], ...], NoDecode, BeforeValidator(_biases)] = ()
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_strings)] = ()
+    ignore_eos: bool = False
+    chat: bool = False
+    timeout: PositiveSeconds | None = None
+    """From the request to its deadline, in seconds."""
+    retry: Seconds = defaults.RETRY_S
+    """How long an unreachable target is tried again."""
+    draft_patience: PositiveSeconds = defaults.DRAFT_PATIENCE_S
+    """How long a proposal is waited for, at least, before the round goes on without it."""
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+        )

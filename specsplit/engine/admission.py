@@ -1,0 +1,180 @@
+"""Who of one session comes in: one piece of work runs, one newer round and one end wait, repeats join.
+
+Bounded by construction, however many calls of a session arrive. Knows neither models nor slots; event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.context import Context
+from torch import Tensor
+
+from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
+from specsplit.core.types import Timings
+from specsplit.model.plan import Entry
+
+Work = Generator[Entry, Tensor, Any]
+Outcome = tuple[Any, Timings]
+MAX_CALLERS = 16
+"""Callers that may wait for one round; one more sends the oldest away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Which round of its session a piece of work is; a repeat has the same `body`."""
+
+    epoch: int
+    number: int
+    body: object
+
+    def is_before(self, other: Round) -> bool:
+        return (self.epoch, self.number) < (other.epoch, other.number)
+
+    def is_repeat_of(self, other: Round) -> bool:
+        """Return whether this is the other round again.
+
+        Raises:
+            InvalidRequest: the same round with another body.
+        """
+        if (self.epoch, self.number) != (other.epoch, other.number):
+            return False
+        if self.body != other.body:
+            raise InvalidRequest(f"Round {self.number} of this session had another body before.", param="round")
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One piece of work on its way through the worker, and whoever waits for its outcome."""
+
+    session: str | None
+    """None for work of no session."""
+    round: Round | None
+    """None for what ends a session, or belongs to none."""
+    start: Callable[[], Work]
+    loop: asyncio.AbstractEventLoop
+    ended: asyncio.Future[None]
+    """Done when the worker has let go of the task, also after its callers were cancelled."""
+    context: Context | None
+    callers: list[asyncio.Future[Outcome]] = field(default_factory=list["asyncio.Future[Outcome]"])
+    submitted_s: float = field(default_factory=time.perf_counter)
+    work: Work | None = None
+    entry: Entry | None = None
+    cancelled: bool = False
+    begun_s: float = 0.0
+    device_ms: float = 0.0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    batch_size: int = 1
+
+    def timings(self) -> Timings:
+        now = time.perf_counter()
+        return Timings(
+            wall_ms=(now - self.submitted_s) * 1e3,
+            queue_ms=(self.begun_s - self.submitted_s) * 1e3,
+            device_ms=self.device_ms,
+            num_forwards=self.num_forwards,
+            num_tokens=self.num_tokens,
+            batch_size=self.batch_size,
+        )
+
+    def join(self) -> asyncio.Future[Outcome]:
+        """Return a future of the outcome; of too many who wait for a round, the oldest is sent away."""
+        if self.round is not None and len(self.callers) == MAX_CALLERS:
+            oldest = self.callers.pop(0)
+            _fail(oldest, StaleRound(f"round {self.round.number} was superseded by a repeat of itself"))
+        future: asyncio.Future[Outcome] = self.loop.create_future()
+        self.callers.append(future)
+        return future
+
+    def settle(self, outcome: Outcome | None, error: Exception | None) -> None:
+        """Tell everybody who waits; for a cancelled task, nobody does."""
+        self.ended.set_result(None)
+        callers, self.callers = self.callers, []
+        for future in callers:
+            if error is not None:
+                _fail(future, error)
+            elif not future.done():
+                assert outcome is not None, "only a task that nobody waits for ends without an outcome"
+                future.set_result(outcome)
+
+
+def _fail(future: asyncio.Future[Outcome], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+class Line:
+    """One session's tasks, at most three; `running` is the one that the worker has."""
+
+    def __init__(self, task: Task) -> None:
+        self.running = task
+        self.waiting: Task | None = None
+        """The newest round, unless it runs."""
+        self.ending: Task | None = None
+        """The end of the session, which goes before `waiting`: rounds that came before it are void."""
+
+    def place(self, task: Task) -> Task:
+        """Give a task its place and return it, or the equal one that it joins.
+
+        Raises:
+            StaleRound, StaleEpoch: a later one is running or waiting.
+            InvalidRequest: the round that is running or waiting, with another body.
+        """
+        if task.round is None:
+            return self._place_end(task)
+        for other in (self.running, self.waiting):
+            if other is None or other.round is None or other.cancelled:
+                continue
+            if task.round.is_repeat_of(other.round):
+                return other
+            if task.round.is_before(other.round):
+                raise _stale(task.round, other.round)
+        self._void_waiting(task.round)
+        self.waiting = task
+        return task
+
+    def _place_end(self, task: Task) -> Task:
+        self._void_waiting(None)
+        if self.ending is not None:
+            return self.ending
+        if self.running.round is None and not self.running.cancelled:
+            return self.running
+        self.ending = task
+        return task
+
+    def withdraw(self, task: Task) -> bool:
+        """Take back a task that has not begun; return whether it was waiting here."""
+        if task is self.waiting:
+            self.waiting = None
+        elif task is self.ending:
+            self.ending = None
+        else:
+            return False
+        return True
+
+    def advance(self) -> Task | None:
+        """Return the task that runs now that the last one has ended, None if none is left."""
+        following = self.ending or self.waiting
+        if following is not None:
+            self.withdraw(following)
+            self.running = following
+        return following
+
+    def _void_waiting(self, newer: Round | None) -> None:
+        task, self.waiting = self.waiting, None
+        if task is not None:
+            assert task.round is not None
+            by = "the end of its session" if newer is None else f"round {newer.number}"
+            task.settle(None, StaleRound(f"round {task.round.number} was superseded by {by} before it began"))
+
+
+def _stale(late: Round, newer: Round) -> StaleEpoch | StaleRound:
+    if late.epoch < newer.epoch:
+        return StaleEpoch(f"epoch {late.epoch} of this session is over; epoch {newer.epoch} has begun")
+    return StaleRound(f"round {late.number} of this session was superseded by round {newer.number}")

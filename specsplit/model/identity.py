@@ -1,0 +1,157 @@
+"""What tells two models apart without loading them: hashes over the files that they were read from.
+
+Reads a tokenizer's files for a process that lacks the model. Knows neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import BinaryIO
+
+from huggingface_hub import try_to_load_from_cache
+
+from specsplit.core.errors import ModelDamaged
+
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Of all files of a tokenizer together."""
+_TOKENIZER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_TEMPLATE_PREFIX = "additional_chat_template."
+"""Names have no folders: `additional_chat_templates/rag.jinja` travels as `additional_chat_template.rag.jinja`."""
+_HASH_DIGITS = 16
+_BLOCK_BYTES = 4096
+_NUM_BLOCKS = 16
+"""Samples per weight file, the first and the last block of its data among them."""
+
+
+def model_folder(path: str) -> Path | None:
+    """Return the folder with the files of a model that was loaded from `path`, a folder or a hub id."""
+    if Path(path).is_dir():
+        return Path(path)
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:
+    """Return the files in `folder` that a tokenizer is made from, by name.
+
+    Raises:
+        ModelDamaged: they are too large, cannot be read, or a link leads out of the model `name`.
+    """
+    root, files, room = _root(folder), dict[str, bytes](), MAX_TOKENIZER_BYTES
+    try:
+        for path in sorted(_tokenizer_paths(folder)):
+            if not path.resolve().is_relative_to(root):
+                raise ModelDamaged(f"{path.name} of {name} is a link that leads out of the model's folder; copy it in.")
+            with path.open("rb") as file:
+                content = file.read(room + 1)
+            room -= len(content)
+            if room < 0:
+                raise ModelDamaged(f"The tokenizer files of {name} exceed {MAX_TOKENIZER_BYTES >> 20} MiB.")
+            files[path.name if path.parent == folder else _TEMPLATE_PREFIX + path.name] = content
+    except OSError as error:
+        raise ModelDamaged(f"The tokenizer files of {name} cannot be read ({error}).") from error
+    return files
+
+
+def place_of(file_name: str) -> Path:
+    """Return where below the tokenizer's folder a file of that name belongs.
+
+    Raises:
+        ModelDamaged: the name could lead elsewhere.
+    """
+    if not file_name or file_name.startswith(".") or any(character in file_name for character in "/\\:\0"):
+        raise ModelDamaged(f"A tokenizer file cannot be called {file_name!r}.")
+    if file_name.startswith(_TEMPLATE_PREFIX):
+        return Path(_TEMPLATE_FOLDER) / place_of(file_name.removeprefix(_TEMPLATE_PREFIX))
+    return Path(file_name)
+
+
+def files_hash(files: Mapping[str, bytes]) -> str:
+    """Return the hash over names and contents, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{len(name.encode())} {len(content)} {name}".encode())
+        digest.update(content)
+    return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def weights_hash(folder: Path) -> str:
+    """Return a hash over names, sizes, headers and samples of the weight files, 16 hexadecimal digits.
+
+    It reads a few blocks of each file: models of hundreds of gigabytes take milliseconds.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_weight_paths(folder)):
+        size = path.stat().st_size
+        digest.update(f"{len(path.name.encode())} {size} {path.name}".encode())
+        with path.open("rb") as file:
+            for part in _samples(file, size):
+                digest.update(part)
+    return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def _root(folder: Path) -> Path:
+    """Return what links may not lead out of: the folder, or in a hub cache the repository's, whose blobs it links."""
+    folder = folder.resolve()
+    repository = folder.parent.parent
+    return repository if folder.parent.name == "snapshots" and (repository / "blobs").is_dir() else folder
+
+
+def _tokenizer_paths(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if any(fnmatch(path.name, pattern) for pattern in _TOKENIZER_FILES) and path.is_file():
+            yield path
+    templates = folder / _TEMPLATE_FOLDER
+    if templates.is_dir():
+        yield from (path for path in templates.glob("*.jinja") if path.is_file())
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    """Return the files that are loaded: the one, those of the index, or else whatever there is."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        return [folder / name for name in set(weight_map.values())]
+    return list(folder.glob("*.safetensors"))
+
+
+def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Give a safetensors file's header and evenly spaced blocks of what follows; all of it where it is small."""
+    length = file.read(8)
+    header = file.read(min(int.from_bytes(length, "little"), size))
+    yield length + header
+    start = len(length) + len(header)
+    last = size - _BLOCK_BYTES
+    if last - start <= _BLOCK_BYTES * (_NUM_BLOCKS - 1):
+        yield file.read(size - start)
+        return
+    for block in range(_NUM_BLOCKS):
+        file.seek(start + (last - start) * block // (_NUM_BLOCKS - 1))
+        yield file.read(_BLOCK_BYTES)

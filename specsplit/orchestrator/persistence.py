@@ -1,0 +1,96 @@
+"""How long one request keeps asking its target: retries with jitter, and the deadline that nothing outlives.
+
+Knows no turn: what is asked again is the very same call, which the session contract makes harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.orchestrator.incidents import Incidents, reason_of
+
+Answer = TypeVar("Answer")
+_RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+
+
+class _OutOfTime(DeadlineExceeded):
+    """The request's own deadline passed, not that of a call."""
+
+
+class Persistence:
+    """One request's deadline, counted from now, and its way of asking a target that does not answer."""
+
+    def __init__(self, timeout_s: float | None, retry_s: float, rng: random.Random, incidents: Incidents) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s, self._retry_s, self._rng, self._incidents = timeout_s, retry_s, rng, incidents
+        self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, negative after it; infinite without one."""
+        return self._deadline_s - self._loop.time() if self._timeout_s is not None else math.inf
+
+    async def ask(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the answer of `send`, which is called again while the target is away, at fault or full.
+
+        Raises:
+            DeadlineExceeded: the request's own deadline passed.
+            LinkError, NoFreeSlot: the target's last error, after `retry_s`.
+        """
+        try:
+            return await self._attempt(send)
+        except _RETRIED as error:
+            return await self._ask_again(send, error)
+
+    async def _attempt(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        if self._timeout_s is None:
+            return await send()
+        remaining_s = self.remaining_s
+        if remaining_s <= 0:
+            raise _OutOfTime
+        limit = asyncio.timeout(remaining_s)
+        try:
+            async with limit:
+                return await send()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _OutOfTime from None
+
+    async def _ask_again(self, send: Callable[[], Awaitable[Answer]], error: SpecSplitError) -> Answer:
+        began_s = self._loop.time()
+        end_s = min(began_s + self._retry_s, self._deadline_s)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._incidents.degrade("target", reason_of(error))
+            left_s = end_s - self._loop.time()
+            if left_s <= 0:
+                raise self._given_up(error, self._loop.time() - began_s)
+            await asyncio.sleep(min(self._rng.uniform(0, pause_s), left_s))
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            try:
+                return await self._attempt(send)
+            except _OutOfTime:
+                continue
+            except _RETRIED as next_error:
+                error = next_error
+
+    def _given_up(self, error: SpecSplitError, tried_s: float) -> SpecSplitError:
+        """Return the error to be raised, in words that say who, for how long, and why."""
+        if self._loop.time() >= self._deadline_s:
+            limit = f"The request was not finished within its {self._timeout_s:g} s"
+            if isinstance(error, _OutOfTime):
+                return DeadlineExceeded(f"{limit}: the target did not answer in time; allow it more.")
+            return DeadlineExceeded(f"{limit}: the target could not be used for {tried_s:.1f} s ({_text(error)}).")
+        kind = next(kind for kind in _RETRIED if isinstance(error, kind))
+        return kind(f"The target could not be used and was asked again for {tried_s:.1f} s ({_text(error)}).")
+
+
+def _text(error: SpecSplitError) -> str:
+    return str(error).rstrip(".")

@@ -1,0 +1,185 @@
+"""One request being served: its links, its rounds, its counts; closes both workers' sessions whatever happens.
+
+Made by the pipeline, which owns what outlives a request. Knows ports and records only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import LinkError, ResourceError
+from specsplit.core.ports import Clock, Tokenizer, Verifier
+from specsplit.core.types import FinishReason, Identity, SessionParams
+from specsplit.orchestrator.controller import Controller
+from specsplit.orchestrator.draft_link import DraftLink
+from specsplit.orchestrator.health import DraftPeer
+from specsplit.orchestrator.incidents import Incidents
+from specsplit.orchestrator.link import Committed, TargetLink
+from specsplit.orchestrator.persistence import Persistence
+from specsplit.orchestrator.records import (
+    Chunk,
+    Patience,
+    Request,
+    RequestTimings,
+    Result,
+    Speculation,
+    Traffic,
+    Wire,
+)
+from specsplit.orchestrator.round import PingPong, Rounds, Source
+from specsplit.orchestrator.statistics import Tally
+from specsplit.orchestrator.stop import Stop
+from specsplit.telemetry import spans
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 1.0
+"""How long the end of a request waits for workers to free their slots."""
+KeepClosing = Callable[[asyncio.Task[None]], None]
+"""Takes a close that has not ended in time, so that it ends with the orchestrator at the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Whom a request is served by, and how they are used."""
+
+    verifier: Verifier
+    target: Identity
+    draft: DraftPeer | None
+    tokenizer: Tokenizer
+    clock: Clock
+    speculation: Speculation
+    patience: Patience
+    keep_closing: KeepClosing
+
+
+class Session:
+    """One generation; use it as a context manager."""
+
+    def __init__(
+        self, workers: Workers, request: Request, persistence: Persistence, incidents: Incidents, started_s: float
+    ) -> None:
+        self._workers, self._request, self._incidents, self._started_s = workers, request, incidents, started_s
+        seed = request.seed if request.seed is not None else secrets.randbits(64)
+        eos_ids = workers.tokenizer.eos_ids if request.eos_ids is None else request.eos_ids
+        target, num_prompt = workers.target, len(request.prompt_ids)
+        max_tokens = min(request.max_new_tokens, target.context - num_prompt)
+        self._opening = opening = SessionParams(
+            sampling=request.sampling,
+            seed=seed,
+            choice=request.choice,
+            prompt_length=num_prompt,
+            eos_ids=() if request.ignore_eos else eos_ids,
+            max_tokens=max_tokens,
+        )
+        key = secrets.token_hex(16)
+        self._committed = Committed(request.prompt_ids)
+        self._target = TargetLink(workers.verifier, target, key, self._committed, opening, persistence, incidents)
+        self._draft: DraftLink | None = None
+        source: Source | None = None
+        if workers.draft is not None:
+            self._draft = DraftLink(workers.draft, key, self._committed, opening, incidents)
+            draft_s = workers.patience.draft_s
+            source = PingPong(workers.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
+        self._source = source
+        self._rounds = Rounds(self._committed, self._target, source, incidents)
+        self._controller = Controller(workers.speculation, num_prompt + max_tokens)
+        self._stop = Stop(workers.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
+        self._tally = Tally(workers.speculation.depth if source is not None else 0)
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._first_token_s = 0.0
+        self._span = spans.OpenSpan("request", session=key)
+
+    async def next_chunk(self) -> Chunk:
+        """Run one round, the prompt's first, and return what it adds."""
+        is_prompt, draft = not self._token_ids, self._workers.draft
+        budget = None
+        if not is_prompt and draft is not None:
+            budget = self._controller.next_budget(len(self._committed), draft.context)
+        with spans.span("round", parent=self._span.context, round=self._rounds.number):
+            outcome = await self._rounds.run(budget)
+            spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
+        now_s = self._workers.clock.now()
+        if is_prompt:
+            self._first_token_s = now_s
+        self._tally.add(outcome)
+        cut = self._stop.take(outcome.verdict.token_ids, outcome.num_accepted)
+        self._token_ids.extend(cut.token_ids)
+        self._text.extend(text for text, _ in cut.pieces)
+        return Chunk(
+            token_ids=cut.token_ids,
+            accepted=tuple(index < outcome.num_accepted for index in range(len(cut.token_ids))),
+            pieces=cut.pieces,
+            finish_reason=cut.finish_reason,
+            result=self._result(cut.finish_reason, now_s) if cut.finish_reason else None,
+            degraded=self._incidents.now,
+        )
+
+    def _result(self, finish_reason: FinishReason, last_token_s: float) -> Result:
+        tally, decode_s = self._tally, last_token_s - self._first_token_s
+        return Result(
+            token_ids=tuple(self._token_ids),
+            text="".join(self._text),
+            prompt_token_ids=self._request.prompt_ids,
+            finish_reason=finish_reason,
+            seed=self._opening.seed,
+            mode="plain" if self._source is None else "pingpong",
+            timings=RequestTimings(
+                ttft_s=self._first_token_s - self._started_s,
+                decode_s=decode_s,
+                tokens_per_s=(len(self._token_ids) - 1) / decode_s if decode_s > 0 else 0.0,
+                draft_device_s=tally.draft_device_ms / 1e3,
+                target_device_s=tally.target_device_ms / 1e3,
+            ),
+            speculative_decoding=tally.summary(),
+            num_rounds=tally.num_rounds,
+            target_forwards=tally.target_forwards,
+            draft_forwards=tally.draft_forwards,
+            degraded=self._incidents.degraded,
+            resyncs=self._incidents.resyncs,
+            wire=self._wire(),
+        )
+
+    def _wire(self) -> Wire | None:
+        draft = self._draft.traffic if self._draft is not None else Traffic()
+        wire = Wire(self._rounds.number, draft=draft, target=self._target.traffic)
+        return wire if wire.sent_bytes or wire.received_bytes else None
+
+    async def __aenter__(self) -> Session:
+        if self._draft is not None:
+            self._draft.enter()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await to_its_end(self._close(is_failing=error is not None))
+        finally:
+            self._span.end()
+
+    async def _close(self, *, is_failing: bool) -> None:
+        """Close both sessions, without waiting for ever; a bug in the target's closing is an error of the request.
+
+        Where the request has failed already, its error is the one to report.
+        """
+        closing = asyncio.create_task(self._target.close())
+        tasks = {closing}
+        if self._source is not None:
+            tasks.add(asyncio.create_task(self._source.close()))
+        ended, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
+        for task in late:
+            self._workers.keep_closing(task)
+        for task in ended:
+            failure = None if task.cancelled() else task.exception()
+            if failure is None:
+                continue
+            if task is closing and not is_failing and not isinstance(failure, LinkError | ResourceError):
+                raise failure
+            _log.debug("a session could not be closed; its slot is freed when its time is over", exc_info=failure)

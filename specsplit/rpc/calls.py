@@ -1,0 +1,200 @@
+"""What each call is asked and answers, as messages; knows nothing of how messages travel.
+
+Encoders of requests raise InvalidRequest, the caller's mistake; encoders of answers raise ValueError, an engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import pairwise
+from typing import ParamSpec, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import Budget, Proposal, Timings, Turn, Verdict
+from specsplit.rpc.codec import (
+    MAX_NODES,
+    MAX_TAIL,
+    decode_bias,
+    decode_turn,
+    encode_telemetry,
+    encode_tree,
+    encode_turn,
+    require,
+    require_at_most,
+)
+from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+
+M = TypeVar("M", bound=Message)
+P = ParamSpec("P")
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """Return the message of `kind` that `data` holds.
+
+    Raises:
+        InvalidRequest: it holds none.
+    """
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"The {len(data)} bytes received are no {kind.__name__}.") from error
+    return message
+
+
+def _request(encode: Callable[P, M]) -> Callable[P, M]:
+    """Refuse what the wire cannot say in the caller's words; protobuf raises bare ValueErrors and TypeErrors."""
+
+    @wraps(encode)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> M:
+        try:
+            return encode(*args, **kwargs)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidRequest(f"The request holds a value that no message can carry: {error}.") from error
+
+    return checked
+
+
+@_request
+def encode_end_session(session: str) -> common_pb2.EndSessionRequest:
+    """Return what EndSession of either service is asked.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    return common_pb2.EndSessionRequest(session=session)
+
+
+@_request
+def encode_get_tokenizer(known_hash: str) -> target_pb2.GetTokenizerRequest:
+    """Return what TargetService.GetTokenizer is asked.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    return target_pb2.GetTokenizerRequest(known_hash=known_hash)
+
+
+@_request
+def encode_drafts_request(turn: Turn, known_nodes: int, budget: Budget) -> draft_pb2.GenerateDraftsRequest:
+    """Return what DraftService.GenerateDrafts is asked.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    return draft_pb2.GenerateDraftsRequest(
+        turn=encode_turn(turn),
+        known_nodes=known_nodes,
+        budget=draft_pb2.Budget(
+            max_new_nodes=budget.max_new_nodes, max_depth=budget.max_depth, max_branching=budget.max_branching
+        ),
+    )
+
+
+def decode_drafts_request(message: draft_pb2.GenerateDraftsRequest) -> tuple[Turn, int, Budget]:
+    """Return turn, known nodes and budget.
+
+    Raises:
+        InvalidRequest: see `decode_turn`; or a budget of nothing, or beyond what a tree may hold.
+    """
+    limits = message.budget
+    for name in ("max_new_nodes", "max_depth", "max_branching"):
+        value: int = getattr(limits, name)
+        require(value <= MAX_NODES, name, f"{name} must be at most {MAX_NODES}, not {value}.")
+    budget = Budget(limits.max_new_nodes, limits.max_depth, limits.max_branching)
+    return decode_turn(message.turn), message.known_nodes, budget
+
+
+@_request
+def encode_verify_request(turn: Turn, proposal: Proposal) -> target_pb2.VerifyDraftsRequest:
+    """Return what TargetService.VerifyDrafts is asked.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    return target_pb2.VerifyDraftsRequest(turn=encode_turn(turn), tree=encode_tree(proposal))
+
+
+def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -> target_pb2.VerifyDraftsResponse:
+    """Return the answer to the verify of `proposal`; the nodes verified are left out where they are all of its own."""
+    is_trimmed = verdict.verified != _numbers(proposal)
+    return target_pb2.VerifyDraftsResponse(
+        accepted=verdict.accepted,
+        token_ids=verdict.token_ids,
+        length=verdict.length,
+        is_trimmed=is_trimmed,
+        verified=verdict.verified if is_trimmed else (),
+        telemetry=encode_telemetry(verdict.timings, span_id),
+    )
+
+
+def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal, timings: Timings) -> Verdict:
+    """Return the verdict on `proposal`.
+
+    Raises:
+        InvalidRequest: no bonus token, or nodes that `proposal` does not have.
+    """
+    numbers = _numbers(proposal)
+    accepted = tuple(message.accepted)
+    require(len(message.token_ids) == len(accepted) + 1, "token_ids", "A verdict has one bonus token, always.")
+    require(set(accepted) <= set(numbers), "accepted", "The verdict accepts a node that was not sent.")
+    require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
+    require(set(message.verified) <= set(numbers), "verified", "The verdict scored a node that was not sent.")
+    require(message.is_trimmed or not message.verified, "verified", "The verdict names the nodes of a whole tree.")
+    return Verdict(
+        accepted=accepted,
+        token_ids=tuple(message.token_ids),
+        length=message.length,
+        verified=tuple(message.verified) if message.is_trimmed else numbers,
+        timings=timings,
+    )
+
+
+def _numbers(proposal: Proposal) -> tuple[int, ...]:
+    return tuple(range(proposal.first_node, proposal.first_node + len(proposal)))
+
+
+@_request
+def encode_score_request(
+    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]]
+) -> target_pb2.ScoreRequest:
+    """Return what TargetService.Score is asked.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    return target_pb2.ScoreRequest(
+        prompt=prompt,
+        scored=scored,
+        bias_ids=[token_id for token_id, _ in logit_bias],
+        bias_values=[bias for _, bias in logit_bias],
+    )
+
+
+def decode_score_request(
+    message: target_pb2.ScoreRequest,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, float], ...]]:
+    """Return prompt, scored tokens and biases.
+
+    Raises:
+        InvalidRequest: too many tokens, or biases that are no pairs of ids and finite numbers.
+    """
+    require_at_most(MAX_TAIL, message.prompt, "prompt")
+    require_at_most(MAX_TAIL, message.scored, "scored")
+    bias = decode_bias(message.bias_ids, message.bias_values)
+    return tuple(message.prompt), tuple(message.scored), bias
+
+
+def decode_scores(message: target_pb2.ScoreResponse, count: int) -> tuple[float, ...]:
+    """Return the log-probabilities of the `count` tokens asked for.
+
+    Raises:
+        InvalidRequest: another number of them, or one that is not finite.
+    """
+    require(len(message.log_probs) == count, "log_probs", f"{len(message.log_probs)} of {count} scores were answered.")
+    require(all(map(math.isfinite, message.log_probs)), "log_probs", "A score is not a finite number.")
+    return tuple(message.log_probs)

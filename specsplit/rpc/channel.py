@@ -1,0 +1,83 @@
+"""One connection to one worker: bytes out, bytes in, and every failure in the error tree. Knows no message.
+
+The one place where a client meets grpc: each call has a deadline, and trace context while spans are on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import grpc
+
+from specsplit.core.errors import SpecSplitError, WorkerClosed, WorkerUnreachable
+from specsplit.rpc.status import error_of
+from specsplit.rpc.transport import CLIENT_OPTIONS, dial_target
+from specsplit.telemetry import spans
+
+
+class WorkerChannel:
+    """A channel made with the first call, on the loop that runs it; `peer` names the worker in errors."""
+
+    def __init__(self, address: str, peer: str) -> None:
+        self._target = dial_target(address)
+        self._peer = peer
+        self._channel: grpc.aio.Channel | None = None
+        self._methods: dict[str, Any] = {}
+        self._is_closed = False
+
+    async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """Return the answer to one unary call; cancelling the caller cancels the call.
+
+        Raises:
+            LinkError: the worker cannot be reached, is late, or failed.
+            SpecSplitError: what the worker answered.
+        """
+        call = self._method(method, "unary_unary")(request, timeout=timeout_s, metadata=spans.inject())
+        try:
+            return cast(bytes, await call)
+        except grpc.aio.AioRpcError as failure:
+            raise self._error(failure) from failure
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+
+    async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:
+        """Yield the answers to one call with a streamed response; raises as `call` does."""
+        call = self._method(method, "unary_stream")(request, timeout=timeout_s, metadata=spans.inject())
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as failure:
+            raise self._error(failure) from failure
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+        finally:
+            call.cancel()
+
+    async def aclose(self) -> None:
+        """Cut the connection; calls under way fail, and closing again does nothing."""
+        self._is_closed = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _method(self, name: str, arity: str) -> Any:
+        if self._is_closed:
+            raise WorkerClosed(f"The connection to {self._peer} has been closed; make a new one.")
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target, options=CLIENT_OPTIONS)
+        if name not in self._methods:
+            self._methods[name] = getattr(self._channel, arity)(name)
+        return self._methods[name]
+
+    def _raise_if_closed(self) -> None:
+        """Tell the end of the channel, which grpc.aio reports as a cancellation, from one of the caller."""
+        task = asyncio.current_task()
+        if self._is_closed and task is not None and not task.cancelling():
+            raise WorkerUnreachable(f"The connection to {self._peer} was closed during the call.") from None
+
+    def _error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
+        return error_of(failure, self._peer)

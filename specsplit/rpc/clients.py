@@ -1,0 +1,194 @@
+"""Drafter and Verifier over gRPC. No call is tried again here: what a worker executed is the orchestrator's to know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from google.protobuf.message import Message
+
+from specsplit.core.errors import InvalidRequest, LinkError, PeerMismatch, SpecSplitError, WorkerFailed
+from specsplit.core.types import (
+    PROTOCOL_VERSION,
+    Budget,
+    Identity,
+    Proposal,
+    TokenizerFiles,
+    Turn,
+    Verdict,
+)
+from specsplit.rpc import calls, codec
+from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.tokenizer_stream import TokenizerReader
+
+CALL_TIMEOUT_S = 120.0
+PING_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
+
+M = TypeVar("M", bound=Message)
+A = TypeVar("A")
+Role = Literal["draft", "target"]
+_SERVICES: dict[Role, str] = {"draft": "/specsplit.v1.DraftService/", "target": "/specsplit.v1.TargetService/"}
+
+
+@dataclass(frozen=True, slots=True)
+class PingDetails:
+    """What one ping tells of a worker and of the way to it."""
+
+    identity: Identity
+    version: str
+    """Of the worker's package."""
+    clock_skew_ms: float
+    """How far the worker's clock is ahead of ours, give or take half the round trip."""
+    round_trip_ms: float
+
+
+class _RemoteWorker:
+    """What both clients share; one connection, made with the first call."""
+
+    role: Role
+
+    def __init__(self, address: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Name the worker at `address`, HOST:PORT.
+
+        Raises:
+            InvalidRequest: the address is malformed.
+        """
+        self.address = address
+        self._peer = f"The {self.role} at {address}"
+        self._call_timeout_s = call_timeout_s
+        self._channel = WorkerChannel(address, self._peer)
+
+    async def ping(self) -> Identity:
+        """Return who is there.
+
+        Raises:
+            PeerMismatch: a worker of another role or protocol version, or no worker.
+            LinkError: it cannot be reached or does not behave.
+        """
+        return (await self.ping_details()).identity
+
+    async def ping_details(self) -> PingDetails:
+        """Return who is there, its version, its clock and the round trip; raises as `ping` does."""
+        try:
+            details = await self._ping(self.role)
+        except PeerMismatch as mismatch:
+            raise await self._named(mismatch) from mismatch
+        identity = details.identity
+        if identity.role != self.role:
+            raise self._wrong_role(identity)
+        if identity.protocol_version != PROTOCOL_VERSION:
+            raise PeerMismatch(
+                f"{self._peer} speaks protocol version {identity.protocol_version} (specsplit {details.version}), "
+                f"not {PROTOCOL_VERSION} as here; install the same release on both sides."
+            )
+        return details
+
+    async def close(self, session: str) -> None:
+        """Free the session's slot; a worker that cannot be reached has nothing to free."""
+        request = calls.encode_end_session(session)
+        with suppress(LinkError):
+            await self._call(
+                "EndSession", request, common_pb2.EndSessionResponse, min(CLOSE_TIMEOUT_S, self._call_timeout_s)
+            )
+
+    async def aclose(self) -> None:
+        """Close the connection; calls under way fail."""
+        await self._channel.aclose()
+
+    async def _call(
+        self, method: str, request: Message, kind: type[M], timeout_s: float | None = None, role: Role | None = None
+    ) -> tuple[M, int, int]:
+        """Return the answer, and the bytes of the messages sent and received."""
+        data = request.SerializeToString()
+        path = _SERVICES[role or self.role] + method
+        answer = await self._channel.call(path, data, self._call_timeout_s if timeout_s is None else timeout_s)
+        return self._read(lambda: calls.parse(kind, answer)), len(data), len(answer)
+
+    def _read(self, decode: Callable[[], A]) -> A:
+        """Decode what the worker answered: if that is malformed, it is the worker's fault, not the request's."""
+        try:
+            return decode()
+        except InvalidRequest as error:
+            raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
+
+    async def _ping(self, role: Role) -> PingDetails:
+        timeout_s = min(PING_TIMEOUT_S, self._call_timeout_s)
+        start_s, start_us = time.perf_counter(), time.time_ns() / 1e3
+        answer, _, _ = await self._call("Ping", common_pb2.PingRequest(), common_pb2.PingResponse, timeout_s, role)
+        round_trip_ms = (time.perf_counter() - start_s) * 1e3
+        return PingDetails(
+            identity=self._read(lambda: codec.decode_identity(answer.identity)),
+            version=answer.identity.version,
+            clock_skew_ms=(answer.time_us - start_us) / 1e3 - round_trip_ms / 2,
+            round_trip_ms=round_trip_ms,
+        )
+
+    async def _named(self, mismatch: PeerMismatch) -> PeerMismatch:
+        """Return a better sentence if what is there is a worker of the other role."""
+        try:
+            return self._wrong_role((await self._ping("draft" if self.role == "target" else "target")).identity)
+        except SpecSplitError:
+            return mismatch
+
+    def _wrong_role(self, identity: Identity) -> PeerMismatch:
+        return PeerMismatch(
+            f"At {self.address} is a {identity.role} ({identity.model}), but a {self.role} is needed; "
+            "are the two addresses swapped?"
+        )
+
+
+class RemoteDrafter(_RemoteWorker):
+    """A draft worker in another process; implements Drafter."""
+
+    role: Role = "draft"
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        """Grow the session's tree; raises what the worker does, or LinkError."""
+        request = calls.encode_drafts_request(turn, known_nodes, budget)
+        answer, sent, received = await self._call("GenerateDrafts", request, draft_pb2.GenerateDraftsResponse)
+
+        def decode() -> Proposal:
+            timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
+            return codec.decode_tree(answer.tree, timings)
+
+        return self._read(decode)
+
+
+class RemoteVerifier(_RemoteWorker):
+    """A target worker in another process; implements Verifier."""
+
+    role: Role = "target"
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        """Have the tree verified; raises what the worker does, or LinkError."""
+        request = calls.encode_verify_request(turn, proposal)
+        answer, sent, received = await self._call("VerifyDrafts", request, target_pb2.VerifyDraftsResponse)
+
+        def decode() -> Verdict:
+            timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
+            return calls.decode_verdict(answer, proposal, timings)
+
+        return self._read(decode)
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> tuple[float, ...]:
+        """Return the log-probability of each scored token; raises what the worker does, or LinkError."""
+        request = calls.encode_score_request(prompt, scored, logit_bias)
+        answer, _, _ = await self._call("Score", request, target_pb2.ScoreResponse)
+        return self._read(lambda: calls.decode_scores(answer, len(scored)))
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        """Return the target's tokenizer, whole; raises what the worker does, or LinkError."""
+        request = calls.encode_get_tokenizer(known_hash).SerializeToString()
+        reader = TokenizerReader()
+        path = _SERVICES[self.role] + "GetTokenizer"
+        async with aclosing(self._channel.stream(path, request, self._call_timeout_s)) as pieces:
+            async for data in pieces:
+                self._read(lambda data=data: reader.add(calls.parse(target_pb2.GetTokenizerResponse, data)))
+        return self._read(reader.finish)

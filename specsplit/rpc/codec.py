@@ -1,0 +1,274 @@
+"""Core types to messages and back, every field; knows nothing of calls, channels or engines.
+
+What arrives is checked for what the types need, whoever sent it; what a model allows is the engine's to check.
+Decoders raise InvalidRequest and nothing else. Encoders raise protobuf's ValueError where no message can say it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, SessionParams, Timings, Turn
+from specsplit.rpc.pb import common_pb2
+
+MAX_NODES = 4096
+MAX_TAIL = 1 << 20
+MAX_SESSION_KEY = 64
+_LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
+_ROLES = {"draft": common_pb2.ROLE_DRAFT, "target": common_pb2.ROLE_TARGET}
+
+
+def require(holds: bool, param: str, sentence: str) -> None:
+    """Raise InvalidRequest with `sentence` about `param` unless the condition holds."""
+    if not holds:
+        raise InvalidRequest(sentence, param=param)
+
+
+def require_at_most(limit: int, items: Collection[object], param: str) -> None:
+    """Raise InvalidRequest if there are more items than the limit."""
+    require(len(items) <= limit, param, f"{param} has {len(items)} entries; the limit is {limit}.")
+
+
+def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Return the message of `sampling`."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+        bias_values=[bias for _, bias in sampling.logit_bias],
+    )
+
+
+def decode_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Return the sampling parameters of `message`.
+
+    Raises:
+        InvalidRequest: a value is out of range or not finite.
+    """
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=decode_bias(message.bias_ids, message.bias_values),
+    )
+
+
+def decode_bias(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Return the biases as pairs.
+
+    Raises:
+        InvalidRequest: ids and values are no pairs, too many, or a value is not finite.
+    """
+    require(len(ids) == len(values), "logit_bias", f"logit_bias has {len(ids)} ids, but {len(values)} values.")
+    require_at_most(MAX_TAIL, ids, "logit_bias")
+    require(all(map(math.isfinite, values)), "logit_bias", "logit_bias has a value that is not a finite number.")
+    return tuple(zip(ids, values, strict=True))
+
+
+def _encode_opening(params: SessionParams) -> common_pb2.SessionParams:
+    return common_pb2.SessionParams(
+        sampling=encode_sampling(params.sampling),
+        seed=params.seed,
+        choice=params.choice,
+        prompt_length=params.prompt_length,
+        eos_ids=params.eos_ids,
+        max_tokens=params.max_tokens,
+    )
+
+
+def _decode_opening(message: common_pb2.SessionParams) -> SessionParams:
+    require(message.HasField("sampling"), "sampling", "The session's parameters lack their sampling parameters.")
+    require_at_most(MAX_NODES, message.eos_ids, "eos_ids")
+    return SessionParams(
+        sampling=decode_sampling(message.sampling),
+        seed=message.seed,
+        choice=message.choice,
+        prompt_length=message.prompt_length,
+        eos_ids=tuple(message.eos_ids),
+        max_tokens=message.max_tokens,
+    )
+
+
+def encode_turn(turn: Turn) -> common_pb2.Turn:
+    """Return the message of `turn`."""
+    return common_pb2.Turn(
+        session=turn.session,
+        epoch=turn.epoch,
+        round=turn.round,
+        base_length=turn.base_length,
+        base_hash=turn.base_hash,
+        tail=turn.tail,
+        opening=None if turn.opening is None else _encode_opening(turn.opening),
+        verified=turn.verified,
+    )
+
+
+def decode_turn(message: common_pb2.Turn) -> Turn:
+    """Return the turn of `message`.
+
+    Raises:
+        InvalidRequest: a session key of no or too many characters, a list over its limit, or a wrong sampling value.
+    """
+    require_at_most(MAX_TAIL, message.tail, "tail")
+    require_at_most(MAX_NODES, message.verified, "verified")
+    return Turn(
+        session=decode_session(message.session),
+        epoch=message.epoch,
+        round=message.round,
+        base_length=message.base_length,
+        base_hash=message.base_hash,
+        tail=tuple(message.tail),
+        opening=_decode_opening(message.opening) if message.HasField("opening") else None,
+        verified=tuple(message.verified),
+    )
+
+
+def decode_session(key: str) -> str:
+    """Return the session key.
+
+    Raises:
+        InvalidRequest: it has no or too many characters.
+    """
+    require(
+        1 <= len(key) <= MAX_SESSION_KEY,
+        "session",
+        f"A session key has 1 to {MAX_SESSION_KEY} characters, not {len(key)}.",
+    )
+    return key
+
+
+def encode_tree(proposal: Proposal) -> common_pb2.Tree:
+    """Return the message of a tree; its parents travel as distances.
+
+    Raises:
+        ValueError: a number that no message can carry, or a parent that does not precede its node.
+    """
+    return common_pb2.Tree(
+        first_node=proposal.first_node,
+        root_position=proposal.root_position,
+        token_ids=proposal.token_ids,
+        parents=[_distance(number, parent) for number, parent in enumerate(proposal.parents, proposal.first_node)],
+        log_probs=bytes(min(round(-log_prob * 16), 255) for log_prob in proposal.log_probs),
+    )
+
+
+def _distance(number: int, parent: int) -> int:
+    if parent == ROOT and number > ROOT:
+        return 0
+    if not ROOT < parent < number:
+        raise ValueError(f"the parent of node {number} is {parent}")
+    return number - parent
+
+
+def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Proposal:
+    """Return the tree of `message`; parents may lie before its first node.
+
+    Raises:
+        InvalidRequest: too many nodes, arrays of different lengths, numbers below 1 or too large, or a parent below 1.
+    """
+    count, first_node = len(message.token_ids), message.first_node
+    require_at_most(MAX_NODES, message.token_ids, "token_ids")
+    require(
+        count == len(message.parents) == len(message.log_probs), "tree", "The token tree's arrays differ in length."
+    )
+    require(not count or first_node >= 1, "first_node", "Node numbers start at 1.")
+    require(first_node + count < 1 << 32, "first_node", "Node numbers have at most 32 bits.")
+    numbered = list(enumerate(message.parents, first_node))
+    require(
+        all(distance < number for number, distance in numbered),
+        "parents",
+        "A node of the token tree has a parent below number 1.",
+    )
+    return Proposal(
+        first_node=first_node,
+        root_position=message.root_position,
+        token_ids=tuple(message.token_ids),
+        parents=tuple(number - distance if distance else ROOT for number, distance in numbered),
+        log_probs=tuple(_LOG_PROBS[step] for step in message.log_probs),
+        timings=timings or Timings(),
+    )
+
+
+def encode_telemetry(timings: Timings, span_id: bytes = b"") -> common_pb2.Telemetry:
+    """Return the message of `timings`; bytes are counted by the client, so they do not travel."""
+    return common_pb2.Telemetry(
+        span_id=span_id,
+        wall_ms=timings.wall_ms,
+        queue_ms=timings.queue_ms,
+        device_ms=timings.device_ms,
+        num_forwards=timings.num_forwards,
+        num_tokens=timings.num_tokens,
+        batch_size=timings.batch_size,
+    )
+
+
+def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, received_bytes: int = 0) -> Timings:
+    """Return the timings of `message`.
+
+    Raises:
+        InvalidRequest: a time is negative or no finite number.
+    """
+    times = (message.wall_ms, message.queue_ms, message.device_ms)
+    require(all(0 <= time < math.inf for time in times), "telemetry", "A time is negative or no finite number.")
+    return Timings(
+        wall_ms=message.wall_ms,
+        queue_ms=message.queue_ms,
+        device_ms=message.device_ms,
+        num_forwards=message.num_forwards,
+        num_tokens=message.num_tokens,
+        batch_size=message.batch_size,
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
+    )
+
+
+def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
+    """Return the message of a worker's identity; `version` is its package's."""
+    return common_pb2.Identity(
+        role=_ROLES[identity.role],
+        protocol_version=identity.protocol_version,
+        model=identity.model,
+        vocab_size=identity.vocab_size,
+        vocab_hash=identity.vocab_hash,
+        tokenizer_hash=identity.tokenizer_hash,
+        weights_hash=identity.weights_hash,
+        context=identity.context,
+        max_nodes=identity.max_nodes,
+        dtype=identity.dtype,
+        device=identity.device,
+        version=version,
+    )
+
+
+def decode_identity(message: common_pb2.Identity) -> Identity:
+    """Return the identity of `message`.
+
+    Raises:
+        InvalidRequest: its role is neither draft nor target.
+    """
+    is_known = message.role in _ROLES.values()
+    require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")
+    return Identity(
+        role="draft" if message.role == common_pb2.ROLE_DRAFT else "target",
+        model=message.model,
+        vocab_size=message.vocab_size,
+        vocab_hash=message.vocab_hash,
+        context=message.context,
+        max_nodes=message.max_nodes,
+        tokenizer_hash=message.tokenizer_hash,
+        weights_hash=message.weights_hash,
+        protocol_version=message.protocol_version,
+        dtype=message.dtype,
+        device=message.device,
+    )

@@ -1,0 +1,119 @@
+"""What surrounds every call on a server: the one exception boundary, time limit, drain, trace; knows no message.
+
+The client's side of it (deadline, trace context) is in `channel`: an interceptor there costs a task a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
+from specsplit.rpc.status import status_of
+from specsplit.telemetry import spans
+
+MAX_CALL_S = 600.0
+"""The longest any call runs on a server, whatever deadline its client set."""
+OUR_SERVICES = "/specsplit."
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Metadata = Iterable[tuple[str, str | bytes]]
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """Runs each call of our services; health and reflection pass through untouched."""
+
+    def __init__(self, max_call_s: float = MAX_CALL_S) -> None:
+        self._max_call_s = max_call_s
+        self._is_draining = False
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    def refuse(self) -> None:
+        """Refuse every call from now on; those running go on."""
+        self._is_draining = True
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no call runs, at most `timeout_s`; return whether that is so."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the handler of one call of our services."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(OUR_SERVICES):
+            return handler
+        metadata: Metadata = cast(Any, handler_call_details).invocation_metadata or ()
+        if handler.response_streaming:
+            stream = cast(Callable[[bytes, Context], AsyncGenerator[bytes]], handler.unary_stream)
+
+            async def serve_stream(request: bytes, context: Context) -> None:
+                async def write_all() -> None:
+                    async with aclosing(stream(request, context)) as responses:
+                        async for response in responses:
+                            await context.write(response)
+
+                await self._run(write_all, method, metadata, context)
+
+            return cast(Any, grpc.unary_stream_rpc_method_handler)(serve_stream)
+        unary = cast(Callable[[bytes, Context], Awaitable[bytes]], handler.unary_unary)
+
+        async def serve_unary(request: bytes, context: Context) -> bytes:
+            return await self._run(lambda: unary(request, context), method, metadata, context)
+
+        return cast(Any, grpc.unary_unary_rpc_method_handler)(serve_unary)
+
+    async def _run(
+        self,
+        serve: Callable[[], Awaitable[T]],
+        method: str,
+        metadata: Metadata,
+        context: Context,
+    ) -> T:
+        """Run one call: counted, traced, in time; every error it raises becomes the call's status."""
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            if self._is_draining:
+                raise WorkerUnreachable("The worker is shutting down and takes no new calls.")
+            with spans.span("rpc", parent=spans.extract(metadata), method=method.rpartition("/")[2]):
+                return await self._in_time(serve)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status
+            if not isinstance(error, SpecSplitError):
+                _log.exception("%s failed", method)
+            return await context.abort_with_status(status_of(error))
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    async def _in_time(self, serve: Callable[[], Awaitable[T]]) -> T:
+        limit = asyncio.timeout(self._max_call_s)
+        try:
+            async with limit:
+                return await serve()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the worker's own
+            raise DeadlineExceeded(f"The call took longer than the {self._max_call_s:g} s a worker allows.") from error

@@ -1,0 +1,134 @@
+"""A gRPC server around a drafter or a verifier: listening, health, reflection, drain. Knows nothing of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specsplit.core.errors import InvalidSettings
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.rpc.interceptors import Boundary
+from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
+from specsplit.rpc.transport import SERVER_OPTIONS, format_address, parse_address
+
+LIVENESS, READINESS = "liveness", "readiness"
+_FLUSH_S = 0.5
+"""For the last answers to leave after the last call has ended."""
+_health, _health_pb2, _reflection = cast(Any, health), cast(Any, health_pb2), cast(Any, reflection)
+_SERVING = _health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = _health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Server:
+    """One running server; made by `serving`."""
+
+    def __init__(
+        self, server: grpc.aio.Server, boundary: Boundary, health_servicer: Any, services: list[str], address: str
+    ) -> None:
+        self._server, self._boundary, self._health = server, boundary, health_servicer
+        self._ready_names = ["", READINESS, *services]
+        self.address = address
+        """HOST:PORT, with the port that was really bound."""
+
+    @property
+    def num_running(self) -> int:
+        """Calls under way."""
+        return self._boundary.num_running
+
+    async def drain(self, grace_s: float = 10.0) -> None:
+        """Refuse new calls at once, give running ones `grace_s` seconds, then stop; draining again does no harm."""
+        self._boundary.refuse()
+        for name in self._ready_names:
+            await self._health.set(name, _NOT_SERVING)
+        is_idle = await self._boundary.wait_idle(grace_s)
+        await self._server.stop(_FLUSH_S if is_idle else None)
+        await self._boundary.wait_idle(_FLUSH_S)
+
+    async def wait(self) -> None:
+        """Wait until the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+@asynccontextmanager
+async def serving(
+    *, listen: str, drafter: Drafter | None = None, verifier: Verifier | None = None
+) -> AsyncGenerator[Server]:
+    """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
+
+    Port 0 picks a free one. At the end of the block running calls are cancelled; `drain` first to let them end.
+
+    Raises:
+        InvalidRequest: `listen` is malformed.
+        InvalidSettings: nothing can listen there, and why.
+    """
+    host, port = parse_address(listen, listening=True)
+    boundary = Boundary()
+    server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
+    services: list[str] = []
+    if drafter is not None:
+        server.add_generic_rpc_handlers([draft_handlers(drafter)])
+        services.append(DRAFT_SERVICE)
+    if verifier is not None:
+        server.add_generic_rpc_handlers([target_handlers(verifier)])
+        services.append(TARGET_SERVICE)
+    health_servicer = _health.aio.HealthServicer()
+    _add_standard_services(server, health_servicer, services)
+    bound_port = await _listen(server, host, port)
+    for name in (LIVENESS, READINESS, "", *services):
+        await health_servicer.set(name, _SERVING)
+    await server.start()
+    running = Server(server, boundary, health_servicer, services, format_address(host, bound_port))
+    try:
+        yield running
+    finally:
+        await running.drain(0)
+
+
+def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, services: list[str]) -> None:
+    cast(Any, health_pb2_grpc).add_HealthServicer_to_server(health_servicer, server)
+    names = [*services, _health.SERVICE_NAME, _reflection.SERVICE_NAME]
+    _reflection.enable_server_reflection(names, server)
+
+
+async def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind, and return the port; a trial bind goes first, since gRPC says why it failed only on stderr."""
+    address = format_address(host, port)
+    await _check_free(host, port)
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise InvalidSettings(f"Nothing can listen at {address}; choose another port, or port 0.") from error
+
+
+async def _check_free(host: str, port: int) -> None:
+    address = format_address(host, port)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InvalidSettings(f"The host of {address} has no address here; listen at 0.0.0.0 or 127.0.0.1.") from error
+    failures: list[OSError] = []
+    for family, kind, protocol, _, bind_to in found:
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                trial.bind(bind_to)
+                trial.listen(1)
+        except OSError as failure:
+            failures.append(failure)
+    in_use = next((failure for failure in failures if failure.errno == errno.EADDRINUSE), None)
+    if in_use is not None:
+        raise InvalidSettings(f"{address} is in use; stop what listens there, or choose another port (0 picks one).")
+    if len(failures) == len(found):
+        reason = os.strerror(failures[0].errno or errno.EADDRNOTAVAIL).lower()
+        raise InvalidSettings(f"Nothing can listen at {address} ({reason}); choose an address of this machine.")

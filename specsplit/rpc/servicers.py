@@ -1,0 +1,102 @@
+"""The two services: decode, call the port, encode; nothing else. Their callers' limits are the engines' to keep.
+
+Bytes in, bytes out: what cannot be parsed is then a request like any other bad one, and sizes are known for free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.types import Identity, Timings
+from specsplit.rpc import calls, codec
+from specsplit.rpc.interceptors import Context
+from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.tokenizer_stream import encode_tokenizer
+from specsplit.telemetry import spans
+
+DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+VERSION = version("specsplit")
+
+M = TypeVar("M", bound=Message)
+
+
+def draft_handlers(drafter: Drafter) -> grpc.GenericRpcHandler:
+    """Return DraftService over `drafter`."""
+
+    async def generate_drafts(request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
+        proposal = await drafter.propose(*calls.decode_drafts_request(request))
+        telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
+        return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
+
+    methods = {"GenerateDrafts": _unary(draft_pb2.GenerateDraftsRequest, generate_drafts)}
+    return _handlers(DRAFT_SERVICE, methods, drafter)
+
+
+def target_handlers(verifier: Verifier) -> grpc.GenericRpcHandler:
+    """Return TargetService over `verifier`."""
+
+    async def verify_drafts(request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
+        turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
+        verdict = await verifier.verify(turn, proposal)
+        return calls.encode_verdict(verdict, proposal, spans.current_span_id())
+
+    async def score(request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
+        start_s = time.perf_counter()
+        log_probs = await verifier.score(*calls.decode_score_request(request))
+        timings = Timings(wall_ms=(time.perf_counter() - start_s) * 1e3)  # the port says no more
+        return target_pb2.ScoreResponse(
+            log_probs=log_probs, telemetry=codec.encode_telemetry(timings, spans.current_span_id())
+        )
+
+    async def get_tokenizer(data: bytes, context: Context) -> AsyncGenerator[bytes]:
+        request = calls.parse(target_pb2.GetTokenizerRequest, data)
+        for piece in encode_tokenizer(await verifier.tokenizer_files(request.known_hash)):
+            yield piece.SerializeToString()
+
+    methods = {
+        "VerifyDrafts": _unary(target_pb2.VerifyDraftsRequest, verify_drafts),
+        "Score": _unary(target_pb2.ScoreRequest, score),
+        "GetTokenizer": _server_stream(get_tokenizer),
+    }
+    return _handlers(TARGET_SERVICE, methods, verifier)
+
+
+def _handlers(
+    service: str, methods: dict[str, grpc.RpcMethodHandler[Any, Any]], worker: Drafter | Verifier
+) -> grpc.GenericRpcHandler:
+    """Return the service's own methods with those that every worker has."""
+
+    async def end_session(request: common_pb2.EndSessionRequest) -> common_pb2.EndSessionResponse:
+        await worker.close(codec.decode_session(request.session))
+        return common_pb2.EndSessionResponse()
+
+    async def ping(request: common_pb2.PingRequest) -> common_pb2.PingResponse:
+        identity: Identity = await worker.ping()
+        return common_pb2.PingResponse(
+            identity=codec.encode_identity(identity, VERSION), time_us=time.time_ns() // 1000
+        )
+
+    every = {
+        "EndSession": _unary(common_pb2.EndSessionRequest, end_session),
+        "Ping": _unary(common_pb2.PingRequest, ping),
+    }
+    return grpc.method_handlers_generic_handler(service, {**methods, **every})
+
+
+def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def handle(data: bytes, context: Context) -> bytes:
+        return (await serve(calls.parse(kind, data))).SerializeToString()
+
+    return cast(Any, grpc.unary_unary_rpc_method_handler)(handle)
+
+
+def _server_stream(serve: Callable[[bytes, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
+    return cast(Any, grpc.unary_stream_rpc_method_handler)(serve)

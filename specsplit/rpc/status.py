@@ -1,0 +1,116 @@
+"""One table between the error tree and gRPC statuses, total both ways; a status is judged by its code and typed detail.
+
+Knows nothing of services or channels. Detail: `ErrorDetail` inside google.rpc.Status (grpc-status), never words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from specsplit.core import errors
+from specsplit.core.errors import InvalidRequest, SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.rpc.pb import common_pb2
+
+STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
+    errors.SpecSplitError: grpc.StatusCode.UNKNOWN,
+    errors.UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidSettings: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ModelError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.ModelDamaged: grpc.StatusCode.DATA_LOSS,
+    errors.ModelUnsupported: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.VocabularyMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ResourceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeviceUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NoFreeSlot: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WorkerClosed: grpc.StatusCode.UNAVAILABLE,
+    errors.MissingExtra: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LinkError: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerUnreachable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.WorkerFailed: grpc.StatusCode.INTERNAL,
+    errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.SessionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.SlotBehind: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.StaleRound: grpc.StatusCode.ABORTED,
+    errors.StaleEpoch: grpc.StatusCode.ABORTED,
+}
+"""Every error of the tree and its status; the detail's `kind` is the class's name."""
+
+_KINDS = {error.__name__: error for error in STATUS}
+_MAX_MESSAGE_BYTES = 1000
+"""It travels twice, percent-encoded and in the detail, and peers take 8 KiB of metadata."""
+
+_FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
+    grpc.StatusCode.UNAVAILABLE: (
+        errors.WorkerUnreachable,
+        "{peer} cannot be reached: it is not running, it hangs, or the connection was cut.",
+    ),
+    grpc.StatusCode.CANCELLED: (errors.WorkerUnreachable, "{peer} gave up the call."),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineExceeded, "{peer} gave no answer in time."),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        errors.PeerMismatch,
+        "{peer} serves no such service; is it a draft where a target is needed, or the other way round?",
+    ),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        errors.InvalidRequest,
+        "The message is too large for the link to {peer}; ask for less at a time.",
+    ),
+}
+"""What a status without our detail means: it comes from gRPC itself or from a process that is none of ours."""
+
+
+def status_of(error: Exception) -> grpc.Status:
+    """Return the status that says `error`; of one outside the tree nothing but that the worker failed."""
+    if not isinstance(error, SpecSplitError):
+        error = WorkerFailed("The worker failed on this request; its own log says more.")
+    kind = next(kind for kind in type(error).__mro__ if kind in STATUS)
+    detail = common_pb2.ErrorDetail(
+        kind=kind.__name__,
+        param=(error.param or "") if isinstance(error, InvalidRequest) else "",
+        have=error.have if isinstance(error, SlotBehind) else 0,
+    )
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    rich = status_pb2.Status(code=STATUS[kind].value[0], message=_bounded(str(error)), details=[packed])
+    return cast(grpc.Status, cast(Any, rpc_status).to_status(rich))
+
+
+def _bounded(message: str) -> str:
+    return message.encode("utf-8", "replace")[:_MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
+
+
+def error_of(failure: grpc.aio.AioRpcError, peer: str) -> SpecSplitError:
+    """Return the error of the tree that a failed call means; `peer` names the worker at the start of a sentence."""
+    detail = _detail_of(failure)
+    if detail is not None and detail.kind in _KINDS:
+        return _rebuilt(_KINDS[detail.kind], detail, failure.details() or "")
+    kind, sentence = _FOREIGN.get(failure.code(), (errors.WorkerFailed, "{peer} failed on this request."))
+    return kind(sentence.format(peer=peer))
+
+
+def _detail_of(failure: grpc.aio.AioRpcError) -> common_pb2.ErrorDetail | None:
+    detail = common_pb2.ErrorDetail()
+    try:
+        rich: Any = cast(Any, rpc_status).from_call(failure)
+        is_ours = rich is not None and any(packed.Unpack(detail) for packed in rich.details)
+    except (DecodeError, ValueError):  # a peer that is none of ours may send anything
+        return None
+    return detail if is_ours else None
+
+
+def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str) -> SpecSplitError:
+    if issubclass(kind, SlotBehind):
+        return kind(detail.have)
+    if issubclass(kind, InvalidRequest):
+        return kind(message, param=detail.param or None)
+    return kind(message)

@@ -1,0 +1,67 @@
+"""A tokenizer's files as the messages of one stream and back, bounded and whole; knows nothing of what is in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from specsplit.core.types import TokenizerFiles
+from specsplit.rpc.codec import MAX_NODES, require, require_at_most
+from specsplit.rpc.pb import target_pb2
+
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_FILES = 64
+_PIECE_BYTES = 256 << 10
+_FILE_NAME = re.compile(r"[^./\\:\0][^/\\:\0]{0,127}")
+"""A plain name: whoever keeps the files writes them under it."""
+
+
+def encode_tokenizer(tokenizer: TokenizerFiles) -> Iterator[target_pb2.GetTokenizerResponse]:
+    """Yield the messages that carry `tokenizer`."""
+    size = sum(map(len, tokenizer.files.values()))
+    yield target_pb2.GetTokenizerResponse(hash=tokenizer.hash, eos_ids=tokenizer.eos_ids, size=size)
+    for name, data in tokenizer.files.items():
+        for start in range(0, max(len(data), 1), _PIECE_BYTES):
+            yield target_pb2.GetTokenizerResponse(file_name=name, data=data[start : start + _PIECE_BYTES])
+
+
+class TokenizerReader:
+    """Puts the files together from the messages of one stream."""
+
+    def __init__(self) -> None:
+        self._head: target_pb2.GetTokenizerResponse | None = None
+        self._files: dict[str, bytearray] = {}
+        self._size = 0
+
+    def add(self, message: target_pb2.GetTokenizerResponse) -> None:
+        """Take the next message.
+
+        Raises:
+            InvalidRequest: too many or too large files, more than was announced, or a name that is no plain file name.
+        """
+        if self._head is None:
+            require(
+                message.size <= MAX_TOKENIZER_BYTES, "size", f"The tokenizer is larger than {MAX_TOKENIZER_BYTES} B."
+            )
+            require_at_most(MAX_NODES, message.eos_ids, "eos_ids")
+            self._head = message
+            return
+        name = message.file_name
+        require(_FILE_NAME.fullmatch(name) is not None, "file_name", "A tokenizer file's name is no plain file name.")
+        self._size += len(message.data)
+        require(self._size <= self._head.size, "size", "The tokenizer's files are larger than was announced.")
+        self._files.setdefault(name, bytearray()).extend(message.data)
+        require_at_most(MAX_FILES, self._files, "files")
+
+    def finish(self) -> TokenizerFiles:
+        """Return the whole.
+
+        Raises:
+            InvalidRequest: parts are missing.
+        """
+        head = self._head
+        is_whole = head is not None and bool(head.hash) and self._size == head.size
+        require(is_whole, "size", "The tokenizer's files did not arrive whole.")
+        assert head is not None
+        files = {name: bytes(data) for name, data in self._files.items()}
+        return TokenizerFiles(hash=head.hash, eos_ids=tuple(head.eos_ids), files=files)

@@ -1,0 +1,82 @@
+"""Addresses and the options of channels and servers; knows nothing of services."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from specsplit.core.errors import InvalidRequest
+
+MAX_MESSAGE_BYTES = 16 << 20
+KEEPALIVE_MS = 1500
+KEEPALIVE_TIMEOUT_MS = 1000
+
+_BOTH_ENDS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # without it a hung peer is noticed after a minute
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+CLIENT_OPTIONS: list[tuple[str, int]] = [
+    *_BOTH_ENDS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a worker restarted elsewhere keeps its name
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_BOTH_ENDS,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
+]
+
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<name>[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?)):(?P<port>[0-9]{1,5})"
+)
+
+
+def parse_address(address: str, *, listening: bool = False) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT"; an IPv6 host stands in brackets, and port 0 is for listening only.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    match = _ADDRESS.fullmatch(address)
+    port = int(match["port"]) if match else 0
+    host = (match["ipv6"] or match["name"]) if match else ""
+    is_host = match is not None and (match["ipv6"] is None or _ip_version(host) == 6)
+    if not is_host or port > 65535 or (port == 0 and not listening):
+        example = "127.0.0.1:0 or [::1]:50051" if listening else "127.0.0.1:50051, [::1]:50051 or target:50051"
+        raise InvalidRequest(f"{address!r} is no address; write HOST:PORT, as in {example}.", param="address")
+    return host, port
+
+
+def format_address(host: str, port: int) -> str:
+    """Return "HOST:PORT", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def dial_target(address: str) -> str:
+    """Return what a channel dials for `address`: a literal IP as it is, a name through DNS.
+
+    Raises:
+        InvalidRequest: the address is malformed.
+    """
+    host, port = parse_address(address)
+    if ":" in host:
+        return f"ipv6:{format_address(host, port)}"
+    return f"{'ipv4' if _ip_version(host) == 4 else 'dns'}:{host}:{port}"
+
+
+def _ip_version(host: str) -> int | None:
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return None

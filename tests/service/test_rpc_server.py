@@ -1,0 +1,350 @@
+"""A worker as a service: who answers, who is refused and how, what health says, how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    InvalidSettings,
+    ModelDamaged,
+    PeerMismatch,
+    WorkerClosed,
+    WorkerFailed,
+    WorkerUnreachable,
+)
+from specsplit.core.types import Budget, Identity, TokenizerFiles
+from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+from specsplit.rpc.server import serving
+from specsplit.rpc.transport import MAX_MESSAGE_BYTES
+from tests.contract.session_contract import PROMPT, Script
+from tests.contract.verifier_contract import decode_plainly, without_tree
+from tests.fakes import FakeDraft, FakeTarget, Faults
+from tests.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+FILES = TokenizerFiles("abc123", (256,), {"tokenizer.json": bytes(range(256)) * 3000, "merges.txt": b""})
+
+
+class Target(FakeTarget):
+    """A target that scores and has a tokenizer, in as few words as a transport needs."""
+
+    scored: object = None
+    is_damaged = False
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> tuple[float, ...]:
+        self.scored = (tuple(prompt), tuple(scored), tuple(logit_bias))
+        return tuple(-0.5 * token_id for token_id in scored)
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        if self.is_damaged:
+            raise ModelDamaged("fake has no tokenizer files.")
+        return replace(FILES, files={}) if known_hash == FILES.hash else FILES
+
+
+async def test_a_ping_tells_who_is_there_and_how_far():
+    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+        details = await verifier.ping_details()
+    assert details.identity == await Target().ping()
+    assert details.version
+    assert details.round_trip_ms > 0
+    assert abs(details.clock_skew_ms) < 1000
+
+
+async def test_scores_and_biases_travel():
+    target = Target()
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        assert await verifier.score((1, 2), (3, 4), ((7, -1.5),)) == (-1.5, -2.0)
+    assert target.scored == ((1, 2), (3, 4), ((7, -1.5),))
+
+
+async def test_a_tokenizer_arrives_whole_and_only_when_it_is_news():
+    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+        assert await verifier.tokenizer_files() == FILES
+        assert await verifier.tokenizer_files("another") == FILES
+        assert await verifier.tokenizer_files(FILES.hash) == replace(FILES, files={})
+
+
+async def test_an_error_before_a_stream_begins_keeps_its_type():
+    target = Target()
+    target.is_damaged = True
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        with pytest.raises(ModelDamaged, match="no tokenizer files"):
+            await verifier.tokenizer_files()
+        assert server.num_running == 0
+
+
+async def test_a_mistake_in_the_worker_is_told_without_its_inside(caplog: pytest.LogCaptureFixture):
+    target = FakeTarget(Faults(fail_at=0, error=RuntimeError("tensor 7 of user 8")))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        with pytest.raises(WorkerFailed) as raised:
+            await verifier.verify(turn, without_tree(turn))
+        assert "tensor" not in str(raised.value)
+        assert "tensor 7 of user 8" in caplog.text
+        assert len(await decode_plainly(verifier, PROMPT, 3)) == 3
+
+
+async def test_timings_come_with_the_bytes_of_both_messages():
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        timings = (await verifier.verify(turn, without_tree(turn))).timings
+    assert (timings.num_forwards, timings.device_ms) == (1, 1.0)
+    assert 20 < timings.sent_bytes < 200
+    assert 5 < timings.received_bytes < 100
+
+
+async def test_the_wrong_role_is_said_by_both_names():
+    async with (
+        serving(listen=LOOPBACK, drafter=FakeDraft()) as draft,
+        verifier_at(draft) as verifier,
+        serving(listen=LOOPBACK, verifier=FakeTarget()) as target,
+        drafter_at(target) as drafter,
+    ):
+        with pytest.raises(PeerMismatch, match=r"is a draft \(fake-FakeDraft\), but a target is needed"):
+            await verifier.ping()
+        with pytest.raises(PeerMismatch, match=r"is a target \(fake-FakeTarget\), but a draft is needed"):
+            await drafter.ping()
+        turn = Script().first()
+        with pytest.raises(PeerMismatch, match="is it a draft where a target is needed"):
+            await verifier.verify(turn, without_tree(turn))
+
+
+async def test_another_protocol_version_is_refused():
+    class OldTarget(FakeTarget):
+        async def ping(self) -> Identity:
+            return replace(await super().ping(), protocol_version=7)
+
+    async with serving(listen=LOOPBACK, verifier=OldTarget()) as server, verifier_at(server) as verifier:
+        with pytest.raises(PeerMismatch, match="protocol version 7"):
+            await verifier.ping()
+
+
+async def test_what_is_no_worker_at_all_is_unreachable_or_a_mismatch():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    web = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with web, verifier_at(f"127.0.0.1:{web.sockets[0].getsockname()[1]}") as verifier:
+        with pytest.raises((WorkerUnreachable, PeerMismatch, WorkerFailed), match=r"The target at 127\.0\.0\.1"):
+            await verifier.ping()
+
+
+async def test_an_address_that_refuses_is_unreachable_at_once_and_closing_there_is_harmless():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        async with asyncio.timeout(20), verifier_at(f"127.0.0.1:{reserved.getsockname()[1]}") as verifier:
+            for _ in range(10):
+                with pytest.raises(WorkerUnreachable, match="cannot be reached"):
+                    await verifier.ping()
+            await verifier.close("nobody")
+
+
+async def test_a_worker_that_returns_is_reached_by_the_same_client():
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+        address = server.address
+        truth = await decode_plainly(verifier, PROMPT, 4)
+        await server.drain(0)
+        with pytest.raises(WorkerUnreachable):
+            await verifier.ping()
+        async with serving(listen=address, verifier=FakeTarget()), asyncio.timeout(20):
+            while True:
+                try:
+                    await verifier.ping()
+                    break
+                except WorkerUnreachable:
+                    await asyncio.sleep(0.01)
+            assert await decode_plainly(verifier, PROMPT, 4) == truth
+
+
+async def test_a_port_in_use_is_refused_with_a_remedy():
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+        with pytest.raises(InvalidSettings, match=rf"{server.address} is in use; .*another port"):
+            async with serving(listen=server.address, drafter=FakeDraft()):
+                pass
+    async with serving(listen=server.address, drafter=FakeDraft()) as again:
+        assert again.address == server.address
+
+
+@pytest.mark.parametrize(
+    ("listen", "error"),
+    [
+        ("127.0.0.1", InvalidRequest),
+        ("nowhere", InvalidRequest),
+        ("192.0.2.1:0", InvalidSettings),
+        ("no-such-host.invalid:0", InvalidSettings),
+    ],
+)
+async def test_an_address_where_nothing_can_listen_is_refused_by_name(listen: str, error: type[Exception]):
+    with pytest.raises(error) as raised:
+        async with serving(listen=listen, verifier=FakeTarget()):
+            pass
+    assert listen in str(raised.value)
+
+
+@pytest.mark.parametrize(("listen", "host"), [("0.0.0.0:0", "0.0.0.0"), ("localhost:0", "localhost")])
+async def test_the_address_of_a_server_keeps_its_host_and_names_its_port(listen: str, host: str):
+    async with serving(listen=listen, verifier=FakeTarget()) as server:
+        name, _, port = server.address.rpartition(":")
+        assert (name, int(port) > 0) == (host, True)
+        async with verifier_at(f"127.0.0.1:{port}") as verifier:
+            assert (await verifier.ping()).role == "target"
+
+
+async def test_a_message_over_the_limit_is_a_bad_request_either_way():
+    class Talkative(Target):
+        async def ping(self) -> Identity:
+            return replace(await super().ping(), model="m" * MAX_MESSAGE_BYTES)
+
+    async with serving(listen=LOOPBACK, verifier=Talkative()) as server, verifier_at(server) as verifier:
+        turn = replace(Script().first(), tail=(1 << 31,) * (MAX_MESSAGE_BYTES // 5 + 1))
+        with pytest.raises(InvalidRequest, match="too large"):
+            await verifier.verify(turn, without_tree(turn))
+        with pytest.raises(InvalidRequest, match="too large"):
+            await verifier.ping()
+        assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await channel.unary_unary("/specsplit.v1.TargetService/VerifyDrafts")(bytes(MAX_MESSAGE_BYTES + 1))
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_message_larger_than_grpcs_own_default_passes():
+    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+        scored = (1 << 31,) * (1 << 20)
+        assert len(await verifier.score((1,), scored)) == len(scored)
+
+
+async def test_a_deadline_cancels_the_work_and_is_said():
+    faults = Faults(gate=asyncio.Event())
+    target = FakeTarget(faults)
+    async with serving(listen=LOOPBACK, verifier=target) as server:
+        verifier = RemoteVerifier(server.address, call_timeout_s=0.2)
+        turn = Script().first()
+        with pytest.raises(DeadlineExceeded, match="no answer in time"):
+            await verifier.verify(turn, without_tree(turn))
+        await wait_until(lambda: target.num_under_way == 0 and server.num_running == 0)
+        await verifier.aclose()
+    assert target.slots == {}
+
+
+async def test_cancelling_the_caller_cancels_the_work():
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        call = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await wait_until(lambda: target.num_under_way == 0)
+
+
+async def test_a_client_closed_during_a_call_says_so_and_takes_no_more():
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        call = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        await verifier.aclose()
+        with pytest.raises(WorkerUnreachable, match="closed"):
+            await call
+        with pytest.raises(WorkerClosed):
+            await verifier.ping()
+        await verifier.aclose()
+
+
+async def test_draining_refuses_new_calls_and_lets_running_ones_end():
+    gate = asyncio.Event()
+    target = FakeTarget(Faults(gate=gate))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        waiting = asyncio.create_task(server.wait())
+        drain = asyncio.create_task(server.drain(20))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            names = ("readiness", "", "specsplit.v1.TargetService", "liveness")
+            health = [await health_of(channel, name) for name in names]
+        assert health == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING]
+        with pytest.raises(WorkerUnreachable, match="shutting down"):
+            await verifier.ping()
+        assert not running.done()
+        gate.set()
+        assert len((await running).token_ids) == 1
+        await drain
+        await waiting
+        with pytest.raises(WorkerUnreachable):
+            await verifier.ping()
+
+
+async def test_a_drain_does_not_wait_beyond_its_grace():
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        async with asyncio.timeout(20):
+            await server.drain(0.05)
+        with pytest.raises(WorkerUnreachable):
+            await running
+        assert (target.num_under_way, server.num_running) == (0, 0)
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
+
+
+@pytest.mark.parametrize("role", ["DraftService", "TargetService"])
+async def test_health_and_reflection_name_what_is_served(role: str):
+    workers: dict[str, Any] = {"drafter": FakeDraft()} if role == "DraftService" else {"verifier": FakeTarget()}
+    async with serving(listen=LOOPBACK, **workers) as server, grpc.aio.insecure_channel(server.address) as channel:
+        for name in ("", "liveness", "readiness", f"specsplit.v1.{role}"):
+            assert await health_of(channel, name) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await health_of(channel, "specsplit.v1.StageService")
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        listed = await reflected(channel, reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in listed.list_services_response.service}
+        assert {f"specsplit.v1.{role}", "grpc.health.v1.Health"} <= names
+        assert sum(name.startswith("specsplit") for name in names) == 1
+        symbol = reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"specsplit.v1.{role}")
+        assert (await reflected(channel, symbol)).file_descriptor_response.file_descriptor_proto
+
+
+async def reflected(channel: grpc.aio.Channel, request: Any) -> Any:
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(request)
+    response = await call.read()
+    await call.done_writing()
+    return response
+
+
+async def test_many_sessions_leave_no_task_behind():
+    draft = FakeDraft()
+    async with serving(listen=LOOPBACK, drafter=draft) as server:
+        idle = len(asyncio.all_tasks())
+        drafter = RemoteDrafter(server.address)
+        for _ in range(50):
+            script = Script()
+            await drafter.propose(script.first(), 0, Budget(4, 2, 2))
+            await drafter.close(script.session)
+        await drafter.aclose()
+        await wait_until(lambda: server.num_running == 0)
+        assert draft.slots == {}
+        await wait_until(lambda: len(asyncio.all_tasks()) <= idle)
