@@ -179,12 +179,17 @@ class Host(Generic[E]):
             await asyncio.sleep(net.rng.uniform(5, 40) * UNIT_S)
             if net.strikes(3):
                 await self._restart()
-            elif net.strikes(3) and sessions():
-                net.count(f"{self.name} evicts")
-                await self.engine.close(net.rng.choice(sessions()))
-            elif net.strikes(2) and sessions() and self._plant(self.engine, net.rng.choice(sessions()), net.rng):
-                net.count(f"{self.name} has other rows planted")
+            elif net.strikes(6) and sessions():
+                await self._disturb(net.rng.choice(sessions()))
             await self.engine.sweep()
+
+    async def _disturb(self, session: str) -> None:
+        net = self.net
+        if net.rng.random() < 0.5:
+            net.count(f"{self.name} evicts")
+            await self.engine.close(session)
+        elif self._plant(self.engine, session, net.rng):
+            net.count(f"{self.name} has other rows planted")
 
     async def _restart(self) -> None:
         net = self.net

@@ -1,19 +1,24 @@
 """Fake workers behind a bad link, by plan: a call is refused, an answer is lost, the worker is away for a while.
 
-Wraps any worker, draft or target; what the worker itself holds stays in the one wrapped.
+Wraps any worker, draft or target; what the worker itself holds stays in the one wrapped. At the end a pipeline of two,
+for virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import TypeVar
 
 from specsplit.core.errors import NoFreeSlot, WorkerFailed, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
-from tests.fakes import FakeDraft, FakeTarget
+from specsplit.core.types import Budget, Identity, Proposal, SessionParams, TokenizerFiles, Turn, Verdict
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
+from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, perfect_guess, plain_tokens
+from tests.virtual_time import LoopClock
 
 Answer = TypeVar("Answer")
 
@@ -149,3 +154,31 @@ class Flaky:
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         assert isinstance(self.inner, FakeTarget)
         return await self.inner.tokenizer_files(known_hash)
+
+
+PROMPT = tuple(b"Once upon a time")
+CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
+VERIFY_S = 0.02
+
+
+def request(tokens: int = 60, **change: object) -> Request:
+    return replace(Request(prompt_ids=PROMPT, max_new_tokens=tokens, seed=7, ignore_eos=True), **change)  # type: ignore[arg-type]
+
+
+def workers(plan: dict[int, Fault] | None = None, *, away: tuple[tuple[float, float], ...] = ()) -> tuple[Flaky, Flaky]:
+    """Return a target that takes `VERIFY_S` a round and a perfect draft that takes no time."""
+    target = Flaky(FakeTarget(), late_s=VERIFY_S)
+    target.after = Fault.LATE
+    return target, Flaky(FakeDraft(perfect_guess), plan, away=away)
+
+
+def orchestrator(target: Flaky, draft: Flaky) -> Orchestrator:
+    return Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), rng=random.Random(1))
+
+
+async def collect(owner: Orchestrator, wanted: Request) -> tuple[list[Chunk], Result]:
+    chunks = [chunk async for chunk in owner.stream(wanted)]
+    result = chunks[-1].result
+    assert result is not None
+    assert result.token_ids == tuple(plain_tokens(SessionParams(seed=wanted.seed or 0), PROMPT, wanted.max_new_tokens))
+    return chunks, result

@@ -12,10 +12,12 @@ from specsplit.draft.engine import DraftEngine
 from specsplit.engine.session import Sampler
 from specsplit.model.loader import LoadedModel
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from specsplit.target.engine import TargetEngine
 
 PLAIN = Speculation(mode="plain")
+PATIENT = Patience(draft_s=60)
+"""So that a busy machine makes no draft look slow: tests count rounds."""
 
 
 def run(
@@ -26,7 +28,7 @@ def run(
     async def serve() -> list[Result]:
         verifier, drafter = TargetEngine(target), DraftEngine(draft) if draft else None
         assert target.tokenizer is not None
-        orchestrator = Orchestrator(verifier, drafter, target.tokenizer, speculation)
+        orchestrator = Orchestrator(verifier, drafter, target.tokenizer, speculation, patience=PATIENT)
         results = [await orchestrator.generate(request) for request in requests]
         assert verifier.num_sessions == 0
         assert drafter is None or drafter.num_sessions == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -56,12 +56,12 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class CountingProxy:
-    """Forwards TCP to `port` and counts the bytes of each direction."""
+    """Forwards TCP to `port` and counts connections and the bytes of each direction."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._pumps = set[asyncio.Task[None]]()
-        self.sent_bytes = self.received_bytes = 0
+        self._writers = set[asyncio.StreamWriter]()
+        self.num_connections = self.sent_bytes = self.received_bytes = 0
         self.address = ""
 
     @asynccontextmanager
@@ -72,33 +72,27 @@ class CountingProxy:
             yield self
         finally:
             server.close()
-            for pump in self._pumps:
-                pump.cancel()
-            await asyncio.gather(*self._pumps, return_exceptions=True)
+            for writer in self._writers:
+                writer.close()
+            await wait_until(lambda: not self._writers)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._pumps.add(task)
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, up_writer, is_sent=True))
-                group.create_task(self._pump(up_reader, writer, is_sent=False))
-        finally:
-            writer.close()
-            up_writer.close()
-            self._pumps.discard(task)
+        self.num_connections += 1
+        self._writers |= {writer, up_writer}
+        await asyncio.gather(self._pump(reader, up_writer, is_sent=True), self._pump(up_reader, writer, is_sent=False))
+        self._writers -= {writer, up_writer}
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
-        while data := await reader.read(1 << 16):
-            if is_sent:
-                self.sent_bytes += len(data)
-            else:
-                self.received_bytes += len(data)
-            writer.write(data)
-            await writer.drain()
-        writer.write_eof()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if is_sent:
+                    self.sent_bytes += len(data)
+                else:
+                    self.received_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 async def _serve_alone() -> None:

@@ -35,6 +35,8 @@ class Account:
     """Those and the tokens of the last verdict that came through."""
     openings: dict[str, SessionParams] = field(default_factory=dict[str, SessionParams])
     last: dict[str, Turn] = field(default_factory=dict[str, Turn])
+    behind: dict[str, int] = field(default_factory=dict[str, int])
+    """What a worker said to hold, until the turn that sends the rest."""
     resyncs: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
     """Worker, round, reason, tokens; as the result has them."""
     num_reported: int = 0
@@ -81,7 +83,7 @@ class Ledger:
 
     def _follow(self, account: Account, role: str, turn: Turn) -> None:
         """Check that rounds rise within an epoch, and that the same round is the same turn."""
-        last = account.last.get(role)
+        last, have = account.last.get(role), account.behind.pop(role, None)
         account.last[role] = turn
         if last is None or turn == last:
             return
@@ -89,13 +91,14 @@ class Ledger:
         self.require(is_later, f"rounds: the orchestrator sent another round {turn.round} to the {role}")
         if turn.epoch > last.epoch:
             account.resyncs.append((role, account.num_rounds, "epoch_raised", 0))
+        elif have is not None:
+            held = min(have, last.base_length - 1)
+            reason = "slot_behind" if held else "slot_lost"
+            account.resyncs.append((role, account.num_rounds, reason, last.base_length - held))
 
     def behind(self, role: str, turn: Turn, have: int) -> None:
         """Take note that a worker said what it holds, and that the orchestrator heard it."""
-        if turn.base_length:
-            account, held = self.accounts[turn.session], min(have, turn.base_length - 1)
-            reason = "slot_behind" if held else "slot_lost"
-            account.resyncs.append((role, account.num_rounds, reason, turn.base_length - held))
+        self.accounts[turn.session].behind[role] = have
 
     def failed(self, turn: Turn) -> None:
         """Take note of a verify that failed."""
@@ -124,7 +127,6 @@ class _Watch:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.num_forwards = 0
         self._last: dict[str, tuple[int, int]] = {}
 
     def over(self, turn: Turn, work: Work) -> Work:
@@ -133,11 +135,9 @@ class _Watch:
         try:
             entry = next(work)
             if entry.base_length > 0:  # else the slot is new: it was evicted, and nothing is known of this session
-                self.ledger.require(
-                    self._last.get(turn.session, (-1, -1)) < this, f"rounds: {this} ran after {self._last}"
-                )
+                last = self._last.get(turn.session, (-1, -1))
+                self.ledger.require(last < this, f"rounds: (epoch, round) {this} ran after {last}")
             while True:
-                self.num_forwards += 1
                 logits = yield ClaimedEntry(
                     entry.slot,
                     entry.base_length,
@@ -155,13 +155,13 @@ class _Watch:
 
 
 def plant(engine: TargetEngine | DraftEngine, session: str, rng: random.Random) -> bool:
-    """Give an idle session a slot with other tokens, consistent in itself, from some position on; return whether."""
+    """Give an idle session a slot that holds other tokens, or none, from some position on; return whether."""
     table = engine._sessions
     held = table._idle.get(session)
     if held is None or not held.ids:
         return False
     cut = rng.randrange(len(held.ids))
-    other = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((len(held.ids) - cut, rng.randint(0, 9))))]
+    other = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((len(held.ids) - cut, rng.randint(0, 9), 0)))]
     held.ids = [*held.ids[:cut], *other]
     held._hashes, held.kept, held.slot.length = prefix_hashes(held.ids), None, len(held.ids)
     rows: list[Row] = cast("HashRunner", engine._model.runner).cache.rows[held.slot.index]

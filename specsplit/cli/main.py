@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from specsplit.cli import options
+from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
@@ -99,7 +100,7 @@ def orchestrate(
     """Continue a prompt with the target's text, at the draft's pace, in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
 
-    raise typer.Exit(_interruptible(run, ctx))
+    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 def _serving(role: Role) -> Callable[..., None]:
@@ -166,13 +167,16 @@ def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C.
+
+    Without `arguments` it runs those of the process, and takes the process for its own.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an odd locale may lack a character, which is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings, we say in our own words
     try:
-        code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False)
+        code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False, obj=arguments is None)
         sys.stdout.flush()
     except SpecSplitError as error:
         return _fail(error, str(error), error.exit_code)
@@ -189,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: BaseException, message: str, code: int) -> int:
-    if os.environ.get(defaults.ENV_DEBUG, "0") not in ("", "0"):
+    if is_debugging():
         traceback.print_exception(error)
     typer.echo(f"Error: {message}", err=True)
     return code

@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from specsplit import assembly
 from specsplit.cli import render
+from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
@@ -57,13 +59,14 @@ class Transcript:
         )
 
 
-def run(given: Mapping[str, Any]) -> int:
+def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True)
     if given.get("print_config"):
         print_config(effective, as_json=bool(given.get("json")))
         return 0
+    set_up_logging(is_service=False)
     settings = effective.settings
     settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
@@ -72,6 +75,8 @@ def run(given: Mapping[str, Any]) -> int:
         raise InvalidSettings(f"--compare has nothing to compare without a draft; name one with {option}.")
     if settings.lacks_draft:
         render.note(f"No draft for this target: decoding plainly; name one with {option} to speculate.")
+    if settings.is_remote and owns_process:
+        _spare_torch()
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
         job = _Job(prompt, settings, is_json=bool(given.get("json")), compares=bool(given.get("compare")))
@@ -121,6 +126,11 @@ def _read_file(name: str) -> str:
         raise InvalidRequest(
             f"The prompt file {name} is not UTF-8 (byte {error.start}); convert it first.", param="prompt"
         ) from error
+
+
+def _spare_torch() -> None:
+    """Keep transformers from importing torch for a tokenizer, which takes a second: no model will ever run here."""
+    cast("dict[str, ModuleType | None]", sys.modules).setdefault("torch", None)
 
 
 @contextmanager

@@ -11,14 +11,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from specsplit import assembly
 from specsplit.cli import render
+from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core.defaults import Role
 from specsplit.core.sections import WorkerSettings
@@ -38,11 +39,11 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=False, role=role)
         return 0
+    set_up_logging(is_service=True)
     settings: WorkerSettings = getattr(effective.settings, role)
-    signal.signal(signal.SIGTERM, _end_while_loading)
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
-        with render.loading_bar() as progress:
+        with _terminable(), render.loading_bar() as progress:
             model = assembly.load_worker(role, settings, progress)
         gc.freeze()  # what lives as long as the process need not be looked at again
         if not model.runner.is_recorded:
@@ -51,8 +52,18 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     return 0
 
 
-def _end_while_loading(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)  # nothing has been promised to anybody yet
+@contextmanager
+def _terminable() -> Generator[None]:
+    """Let SIGTERM end the process at once while nothing has been promised yet, in a container too."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _serve(model: LoadedModel, settings: WorkerSettings) -> None:

@@ -86,7 +86,9 @@ class DraftPeer:
             raise
         except Exception as error:  # noqa: BLE001 - no draft, no error
             self._down = _reason_of_silence(error)
-            _log.warning("the draft cannot be used, decoding plainly until it can: %s", error or "no answer")
+            _log.warning(
+                "the draft cannot be used, decoding plainly until it can: %s", str(error) or "no answer to a ping"
+            )
         else:
             self._rise()
 

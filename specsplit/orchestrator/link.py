@@ -17,7 +17,7 @@ from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict, prefix_hashes
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import Traffic, WorkerRole
+from specsplit.orchestrator.records import ResyncReason, Traffic, WorkerRole
 
 Answer = TypeVar("Answer", Proposal, Verdict)
 _MAX_RAISES = 8
@@ -79,30 +79,30 @@ class Link:
             try:
                 answer = await send(turn)
             except SlotBehind as behind:
-                self._fall_back(turn, behind)
+                if turn.base_length == 0:
+                    raise  # it lacks nothing that could still be sent
                 if behind.have == 0:
                     await self._check_worker()
+                self._fall_back(turn, behind.have)
             except (StaleRound, StaleEpoch):
                 # Some attempt of ours that nobody waits for has got further than we know.
                 num_raises += 1
                 if num_raises > _MAX_RAISES:
                     raise
                 self._raise_epoch()
+                verified = ()
             else:
                 self._is_open = True
                 self._sent_bytes += answer.timings.sent_bytes
                 self._received_bytes += answer.timings.received_bytes
                 return turn, answer
 
-    def _fall_back(self, turn: Turn, behind: SlotBehind) -> None:
-        """Believe the worker; a turn that claimed nothing lacks nothing that could still be sent."""
-        if turn.base_length == 0:
-            raise behind
-        self._have = min(behind.have, turn.base_length - 1)
+    def _fall_back(self, turn: Turn, have: int) -> None:
+        """Believe a worker that says how little it holds."""
+        self._have = min(have, turn.base_length - 1)
         self._is_open = False
-        self._incidents.resync(
-            self._worker, "slot_behind" if self._have else "slot_lost", turn.base_length - self._have
-        )
+        reason: ResyncReason = "slot_behind" if self._have else "slot_lost"
+        self._incidents.resync(self._worker, reason, turn.base_length - self._have)
 
     async def _check_worker(self) -> None:
         """Look whether a worker that lost a slot is still the same."""

@@ -11,14 +11,14 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import Chunk, Mode, Patience, Request, Result, Speculation
-from specsplit.orchestrator.session import Session, Workers
+from specsplit.orchestrator.session import Serving, Session
 
 
 class MonotonicClock:
@@ -106,13 +106,14 @@ class Orchestrator:
         Raises:
             InvalidRequest, ContextExceeded: the request does not fit the target.
             DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `patience` allows.
+            PeerMismatch: a worker has another role or protocol version, or the target became another model.
         """
         started_s = self.clock.now()
         incidents = Incidents()
         persistence = self._persistence(request.timeout_s, incidents)
         target = await self._connect(persistence)
         request.check_fits(target.context, target.vocab_size)
-        workers = Workers(
+        serving = Serving(
             verifier=self.verifier,
             target=target,
             draft=self._draft,
@@ -122,11 +123,15 @@ class Orchestrator:
             patience=self.patience,
             keep_closing=self._keep_closing,
         )
-        async with Session(workers, request, persistence, incidents, started_s) as session:
-            chunk = await session.next_chunk()
-            while chunk.finish_reason is None:
-                yield chunk
+        try:
+            async with Session(serving, request, persistence, incidents, started_s) as session:
                 chunk = await session.next_chunk()
+                while chunk.finish_reason is None:
+                    yield chunk
+                    chunk = await session.next_chunk()
+        except PeerMismatch:
+            self._target = None  # another one by now: ask again who it is
+            raise
         yield chunk
 
     async def generate(self, request: Request) -> Result:

@@ -45,7 +45,7 @@ KeepClosing = Callable[[asyncio.Task[None]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class Serving:
     """Whom a request is served by, and how they are used."""
 
     verifier: Verifier
@@ -62,12 +62,12 @@ class Session:
     """One generation; use it as a context manager."""
 
     def __init__(
-        self, workers: Workers, request: Request, persistence: Persistence, incidents: Incidents, started_s: float
+        self, serving: Serving, request: Request, persistence: Persistence, incidents: Incidents, started_s: float
     ) -> None:
-        self._workers, self._request, self._incidents, self._started_s = workers, request, incidents, started_s
+        self._serving, self._request, self._incidents, self._started_s = serving, request, incidents, started_s
         seed = request.seed if request.seed is not None else secrets.randbits(64)
-        eos_ids = workers.tokenizer.eos_ids if request.eos_ids is None else request.eos_ids
-        target, num_prompt = workers.target, len(request.prompt_ids)
+        eos_ids = serving.tokenizer.eos_ids if request.eos_ids is None else request.eos_ids
+        target, num_prompt = serving.target, len(request.prompt_ids)
         max_tokens = min(request.max_new_tokens, target.context - num_prompt)
         self._opening = opening = SessionParams(
             sampling=request.sampling,
@@ -79,18 +79,18 @@ class Session:
         )
         key = secrets.token_hex(16)
         self._committed = Committed(request.prompt_ids)
-        self._target = TargetLink(workers.verifier, target, key, self._committed, opening, persistence, incidents)
+        self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
         self._draft: DraftLink | None = None
         source: Source | None = None
-        if workers.draft is not None:
-            self._draft = DraftLink(workers.draft, key, self._committed, opening, incidents)
-            draft_s = workers.patience.draft_s
-            source = PingPong(workers.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
+        if serving.draft is not None:
+            self._draft = DraftLink(serving.draft, key, self._committed, opening, incidents)
+            draft_s = serving.patience.draft_s
+            source = PingPong(serving.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
         self._source = source
         self._rounds = Rounds(self._committed, self._target, source, incidents)
-        self._controller = Controller(workers.speculation, num_prompt + max_tokens)
-        self._stop = Stop(workers.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
-        self._tally = Tally(workers.speculation.depth if source is not None else 0)
+        self._controller = Controller(serving.speculation, num_prompt + max_tokens)
+        self._stop = Stop(serving.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
+        self._tally = Tally(serving.speculation.depth if source is not None else 0)
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._first_token_s = 0.0
@@ -98,14 +98,14 @@ class Session:
 
     async def next_chunk(self) -> Chunk:
         """Run one round, the prompt's first, and return what it adds."""
-        is_prompt, draft = not self._token_ids, self._workers.draft
+        is_prompt, draft = not self._token_ids, self._serving.draft
         budget = None
         if not is_prompt and draft is not None:
             budget = self._controller.next_budget(len(self._committed), draft.context)
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(budget)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
-        now_s = self._workers.clock.now()
+        now_s = self._serving.clock.now()
         if is_prompt:
             self._first_token_s = now_s
         self._tally.add(outcome)
@@ -175,7 +175,7 @@ class Session:
             tasks.add(asyncio.create_task(self._source.close()))
         ended, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
         for task in late:
-            self._workers.keep_closing(task)
+            self._serving.keep_closing(task)
         for task in ended:
             failure = None if task.cancelled() else task.exception()
             if failure is None:

@@ -66,7 +66,7 @@ class WorkerChannel:
 
     def _method(self, name: str, arity: str) -> Any:
         if self._is_closed:
-            raise WorkerClosed(f"The connection to {self._peer} has been closed; make a new one.")
+            raise WorkerClosed(f"{self._peer}: the connection has been closed; make a new one.")
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._target, options=CLIENT_OPTIONS)
         if name not in self._methods:
@@ -77,7 +77,7 @@ class WorkerChannel:
         """Tell the end of the channel, which grpc.aio reports as a cancellation, from one of the caller."""
         task = asyncio.current_task()
         if self._is_closed and task is not None and not task.cancelling():
-            raise WorkerUnreachable(f"The connection to {self._peer} was closed during the call.") from None
+            raise WorkerUnreachable(f"{self._peer}: the connection was closed during the call.") from None
 
     def _error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
         return error_of(failure, self._peer)

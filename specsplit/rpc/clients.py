@@ -10,7 +10,14 @@ from typing import Literal, TypeVar
 
 from google.protobuf.message import Message
 
-from specsplit.core.errors import InvalidRequest, LinkError, PeerMismatch, SpecSplitError, WorkerFailed
+from specsplit.core.errors import (
+    InvalidRequest,
+    LinkError,
+    PeerMismatch,
+    SpecSplitError,
+    WorkerClosed,
+    WorkerFailed,
+)
 from specsplit.core.types import (
     PROTOCOL_VERSION,
     Budget,
@@ -91,7 +98,7 @@ class _RemoteWorker:
     async def close(self, session: str) -> None:
         """Free the session's slot; a worker that cannot be reached has nothing to free."""
         request = calls.encode_end_session(session)
-        with suppress(LinkError):
+        with suppress(LinkError, WorkerClosed):
             await self._call(
                 "EndSession", request, common_pb2.EndSessionResponse, min(CLOSE_TIMEOUT_S, self._call_timeout_s)
             )

@@ -30,7 +30,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class Boundary(grpc.aio.ServerInterceptor):
     """Runs each call of our services; health and reflection pass through untouched."""
 
-    def __init__(self, max_call_s: float = MAX_CALL_S) -> None:
+    def __init__(self, max_call_s: float) -> None:
         self._max_call_s = max_call_s
         self._is_draining = False
         self._num_running = 0

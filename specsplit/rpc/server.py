@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.rpc.interceptors import Boundary
+from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
 from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
 from specsplit.rpc.transport import SERVER_OPTIONS, format_address, parse_address
 
@@ -60,18 +60,23 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    *, listen: str, drafter: Drafter | None = None, verifier: Verifier | None = None
+    *,
+    listen: str,
+    drafter: Drafter | None = None,
+    verifier: Verifier | None = None,
+    max_call_s: float = MAX_CALL_S,
 ) -> AsyncGenerator[Server]:
     """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
 
-    Port 0 picks a free one. At the end of the block running calls are cancelled; `drain` first to let them end.
+    Port 0 picks a free one; no call runs longer than `max_call_s`, whatever deadline its client set. At the end of the
+    block running calls are cancelled; `drain` first to let them end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
         InvalidSettings: nothing can listen there, and why.
     """
     host, port = parse_address(listen, listening=True)
-    boundary = Boundary()
+    boundary = Boundary(max_call_s)
     server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
     services: list[str] = []
     if drafter is not None:

@@ -63,7 +63,7 @@ _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         errors.InvalidRequest,
-        "The message is too large for the link to {peer}; ask for less at a time.",
+        "{peer} would have to take or give a message that is too large; ask for less at a time.",
     ),
 }
 """What a status without our detail means: it comes from gRPC itself or from a process that is none of ours."""

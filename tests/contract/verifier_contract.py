@@ -198,7 +198,7 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
 
     async def test_the_tokenizer_comes_without_its_files_where_they_are_known(self, worker: Verifier) -> None:
         whole = await worker.tokenizer_files()
-        assert (await worker.ping()).tokenizer_hash == whole.hash != ""
+        assert whole.hash
         assert len(whole.files) > 0
         known = await worker.tokenizer_files(whole.hash)
         assert (known.hash, known.eos_ids, dict(known.files)) == (whole.hash, whole.eos_ids, {})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import math
+import random
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ from tests.fakes import (
     plain_tokens,
     random_guess,
 )
+from tests.flaky import Fault, Flaky
+from tests.virtual_time import LoopClock, run_virtual
 
 TOKENIZER = FakeTokenizer()
 
@@ -85,6 +89,38 @@ requests = st.builds(
 )
 
 
+GARBLES = [
+    lambda proposal: replace(proposal, parents=proposal.parents[::-1]),
+    lambda proposal: replace(proposal, log_probs=(math.nan, *proposal.log_probs)),
+    lambda proposal: replace(proposal, first_node=proposal.first_node - 3),
+    lambda proposal: replace(proposal, root_position=0),
+    lambda proposal: replace(proposal, token_ids=tuple(-token_id for token_id in proposal.token_ids)),
+    lambda proposal: None,
+]
+TARGET_FAULTS = [fault for fault in Fault if fault not in (Fault.HUNG, Fault.BROKEN, Fault.GARBLED)]
+"""Those that a request survives when the target has them; it survives all that a draft has."""
+
+
+def plans(faults: list[Fault]) -> st.SearchStrategy[dict[int, Fault]]:
+    return st.dictionaries(st.integers(0, 40), st.sampled_from(faults), max_size=12)
+
+
+aways = st.lists(st.tuples(st.floats(0, 4), st.floats(0, 2)), max_size=3).map(
+    lambda times: [(start, start + length) for start, length in times]
+)
+late = st.sampled_from([0.001, 0.1, 1.0])
+flaky_targets = st.builds(Flaky, targets, plans(TARGET_FAULTS), away=aways, late_s=late)
+flaky_drafts = st.builds(
+    Flaky,
+    drafts,
+    plans(list(Fault)),
+    away=aways,
+    late_s=late,
+    garble=st.sampled_from(GARBLES),
+    hangs_on_close=st.sampled_from([False, False, True]),
+)
+
+
 async def collect(orchestrator: Orchestrator, request: Request) -> tuple[list[Chunk], Result]:
     chunks = [chunk async for chunk in orchestrator.stream(request)]
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -114,6 +150,43 @@ def test_the_output_is_plain_decodings(
     assert not target.slots
     assert not draft.slots
     assert target.num_forwards == len(chunks) == result.num_rounds + 1
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(flaky_targets, flaky_drafts, speculations, requests, st.sampled_from([0.0, 0.02]))
+def test_the_output_is_plain_decodings_whatever_fails(
+    target: Flaky, draft: Flaky, speculation: Speculation, request: Request, verify_s: float
+) -> None:
+    if verify_s:
+        target.after, target.late_s = Fault.LATE, verify_s
+
+    async def main() -> tuple[list[Chunk], Result]:
+        owner = Orchestrator(target, draft, TOKENIZER, speculation, LoopClock(), rng=random.Random(request.seed))
+        chunks = [chunk async for chunk in owner.stream(request)]
+        await owner.aclose()
+        result = chunks[-1].result
+        assert result is not None
+        return chunks, result
+
+    chunks, result = run_virtual(main)
+    expected = decode_plainly(request, target.inner.context)
+    assert Expected(result.token_ids, result.text, result.finish_reason) == expected
+    check_chunks(chunks, result)
+    assert not target.inner.slots or target.away  # a close may have come while it was away
+    for number, chunk in enumerate(chunks):
+        is_degraded = [phase for phase in result.degraded if phase.first_round <= number <= phase.last_round]
+        assert (chunk.degraded is not None) == bool(is_degraded)
+    check_recomputed(target, result)
+
+
+def check_recomputed(target: Flaky, result: Result) -> None:
+    """Check that the target computed what every round needs once, and a second time what the resyncs say."""
+    assert isinstance(target.inner, FakeTarget)
+    if Fault.LOST in target.plan.values():
+        return  # executed for an answer that nobody got
+    again = sum(resync.num_tokens for resync in result.resyncs if resync.worker == "target")
+    nodes = sum(len(proposal.token_ids[: target.inner.trim]) for proposal in target.inner.proposals)
+    assert target.inner.num_tokens == len(result.prompt_token_ids) + result.num_rounds + nodes + again
 
 
 @given(targets, requests)

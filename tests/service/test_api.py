@@ -150,6 +150,41 @@ def test_closing_ends_what_is_under_way_and_every_thread():
         pipeline.generate(PROMPT)
 
 
+def test_a_stream_made_before_the_end_and_begun_after_it_says_so():
+    pipeline = Pipeline(mode="plain")
+    stream, later = pipeline.stream(PROMPT), pipeline.astream(PROMPT)
+    pipeline.close()
+    with pytest.raises(InvalidRequest, match="This pipeline is closed"):
+        next(stream)
+    with pytest.raises(InvalidRequest, match="This pipeline is closed"):
+        asyncio.run(anext(later))
+
+
+def test_closing_while_requests_begin_ends_each_with_an_answer_or_the_reason():
+    pipeline = Pipeline(mode="plain", max_new_tokens=2)
+    gate = threading.Barrier(9)
+    outcomes: list[str] = []
+
+    def generate() -> None:
+        gate.wait()
+        try:
+            for _ in range(20):
+                pipeline.generate(PROMPT)
+            outcomes.append("done")
+        except InvalidRequest as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=generate, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    pipeline.close()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(outcomes) == 8
+    assert all(outcome == "done" or "closed" in outcome for outcome in outcomes)
+
+
 def test_other_vocabularies_are_refused_naming_both_models():
     target = Identity(role="target", model="large", vocab_size=8, vocab_hash="a", context=16, max_nodes=8)
     draft = Identity(role="draft", model="small", vocab_size=8, vocab_hash="b", context=16, max_nodes=8)

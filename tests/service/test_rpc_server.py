@@ -23,7 +23,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.types import Budget, Identity, TokenizerFiles
+from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import serving
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES
@@ -95,6 +95,17 @@ async def test_a_mistake_in_the_worker_is_told_without_its_inside(caplog: pytest
         assert "tensor" not in str(raised.value)
         assert "tensor 7 of user 8" in caplog.text
         assert len(await decode_plainly(verifier, PROMPT, 3)) == 3
+
+
+async def test_an_answer_that_no_message_can_carry_is_the_workers_failure():
+    class Broken(FakeTarget):
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            return Verdict((), (-1,), 6)
+
+    async with serving(listen=LOOPBACK, verifier=Broken()) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        with pytest.raises(WorkerFailed):
+            await verifier.verify(turn, without_tree(turn))
 
 
 async def test_timings_come_with_the_bytes_of_both_messages():
@@ -240,6 +251,15 @@ async def test_a_deadline_cancels_the_work_and_is_said():
         await wait_until(lambda: target.num_under_way == 0 and server.num_running == 0)
         await verifier.aclose()
     assert target.slots == {}
+
+
+async def test_a_server_ends_calls_that_set_no_deadline_of_their_own():
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target, max_call_s=0.2) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        with pytest.raises(DeadlineExceeded, match=r"longer than the 0\.2 s"):
+            await verifier.verify(turn, without_tree(turn))
+        await wait_until(lambda: target.num_under_way == 0)
 
 
 async def test_cancelling_the_caller_cancels_the_work():

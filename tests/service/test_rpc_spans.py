@@ -1,14 +1,14 @@
-"""One trace over both processes' sides: the worker's spans hang below the caller's, and the answer names them."""
+"""One trace over both sides of a call: the worker's span hangs below the caller's, and the answer names it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+import grpc
 import pytest
 
-from specsplit.rpc.clients import RemoteVerifier
+from specsplit.rpc import calls
 from specsplit.rpc.pb import target_pb2
 from specsplit.rpc.server import serving
 from specsplit.telemetry import names, spans
@@ -18,45 +18,41 @@ from tests.contract.verifier_contract import without_tree
 from tests.fakes import FakeTarget
 from tests.rpc_servers import LOOPBACK, verifier_at
 
+VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
+Metadata = tuple[tuple[str, str], ...]
 
-async def verify(verifier: RemoteVerifier) -> None:
+
+async def answered_span(address: str, metadata: Metadata) -> str:
+    """Verify by hand, and return the span id in the answer."""
     turn = Script().first()
-    await verifier.verify(turn, without_tree(turn))
+    request = calls.encode_verify_request(turn, without_tree(turn)).SerializeToString()
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await channel.unary_unary(VERIFY)(request, metadata=metadata)
+    return target_pb2.VerifyDraftsResponse.FromString(answer).telemetry.span_id.hex()
 
 
-@pytest.fixture
-def span_ids(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return the span ids of the answers, as they come in."""
-    seen: list[bytes] = []
-    parse = target_pb2.VerifyDraftsResponse.FromString
-
-    def watch(kind: Any, data: bytes) -> Any:
-        message = parse_any(kind, data)
-        if kind is target_pb2.VerifyDraftsResponse:
-            seen.append(parse(data).telemetry.span_id)
-        return message
-
-    from specsplit.rpc import calls
-
-    parse_any = calls.parse
-    monkeypatch.setattr(calls, "parse", watch)
-    return seen
-
-
-async def test_the_workers_span_is_a_child_of_the_callers(tmp_path: Path, span_ids: list[bytes]):
+async def test_the_workers_span_is_a_child_of_the_callers(tmp_path: Path):
     file = tmp_path / "trace.jsonl"
     async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+        with trace_to_file(file), spans.span("verify"):
+            turn = Script().first()
+            await verifier.verify(turn, without_tree(turn))
+            by_hand = await answered_span(server.address, spans.inject())
+        untraced = await answered_span(server.address, ())
+    first, second, caller = (json.loads(line) for line in file.read_text().splitlines())
+    assert (first["name"], second["name"], caller["name"]) == ("rpc", "rpc", "verify")
+    for served in (first, second):
+        assert (served["trace_id"], served["parent_id"]) == (caller["trace_id"], caller["span_id"])
+        assert served["attributes"] == {"method": "VerifyDrafts"}
+        assert (served["name"] in names.SPANS, "method" in names.ATTRIBUTES) == (True, True)
+    assert (by_hand, untraced) == (second["span_id"], "")
+
+
+@pytest.mark.parametrize("traceparent", ["", "00-0-0-00", "x" * 1000, f"00-{'0' * 32}-{'0' * 16}-01"])
+async def test_a_malformed_trace_context_costs_no_request(tmp_path: Path, traceparent: str):
+    file = tmp_path / "trace.jsonl"
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
         with trace_to_file(file):
-            with spans.span("verify"):
-                await verify(verifier)
-            await verifier.ping()
-        await verify(verifier)
-    recorded = [json.loads(line) for line in file.read_text().splitlines()]
-    caller = next(span for span in recorded if span["name"] == "verify")
-    served, pinged = (span for span in recorded if span["name"] == "rpc")
-    assert (served["trace_id"], served["parent_id"]) == (caller["trace_id"], caller["span_id"])
-    assert served["attributes"]["method"] == "VerifyDrafts"
-    assert pinged["parent_id"] is None
-    assert span_ids == [bytes.fromhex(served["span_id"]), b""]
-    assert {span["name"] for span in recorded} <= names.SPANS.keys()
-    assert {name for span in recorded for name in span["attributes"]} <= names.ATTRIBUTES.keys()
+            answered = await answered_span(server.address, (("traceparent", traceparent),))
+    (served,) = (json.loads(line) for line in file.read_text().splitlines())
+    assert (served["parent_id"], served["span_id"]) == (None, answered)

@@ -7,7 +7,9 @@ import json
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +17,7 @@ from specsplit.cli import render
 from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
 from specsplit.core.settings import KEYS, Settings, load_settings
-from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.records import Degraded, Reason, RequestTimings, Result, SpeculativeDecoding
 from specsplit.telemetry import spans
 from specsplit.telemetry.setup import trace_to_file
 
@@ -65,6 +67,10 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
         (["--prompt", "a", "--top"], "--top"),
         (["--prompt", "a", "--mode", "pingpong", "--target-model", "m"], "--draft-model"),
         (["--prompt", "a", "--compare", "--target-model", "m"], "nothing to compare without a draft"),
+        (["--prompt", "a", "--compare", "--target", "a:1"], "without a draft; name one with --draft."),
+        (["--prompt", "a", "--draft", "a:1"], "--draft needs a remote target as well"),
+        (["--prompt", "a", "--target", "a:1", "--device", "cpu"], "--device is for a model loaded here and --target"),
+        (["--prompt", "a", "--target", "nowhere"], "--target must be HOST:PORT"),
         (["--prompt", "a", "--config", "no/such.toml"], "cannot be read"),
         (["--prompt", "a", "--trace-file", "no/such/folder/f"], "cannot be written (No such file or directory)"),
     ],
@@ -114,7 +120,7 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_on_demand(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_help_has_five_panels_every_default_and_three_examples(capsys: Capture):
+def test_help_groups_the_options_and_has_every_default_and_three_examples(capsys: Capture):
     assert main(["orchestrate", "--help"]) == 0
     out = capsys.readouterr().out
     titles = re.findall(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)
@@ -123,16 +129,19 @@ def test_help_has_five_panels_every_default_and_three_examples(capsys: Capture):
         "Sampling",
         "Speculation",
         "Models",
+        "Services",
         "Output",
     ]
     assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
     assert len(re.findall(r"^ specsplit orchestrate --", out[out.index("Examples:") :], flags=re.MULTILINE)) == 3
 
 
-def test_help_shows_the_defaults_that_the_settings_have(capsys: Capture):
-    main(["orchestrate", "--help"])
+@pytest.mark.parametrize("role", ["orchestrator", "target", "draft"])
+def test_help_shows_the_defaults_that_the_settings_have(role: str, capsys: Capture):
+    main(["orchestrate" if role == "orchestrator" else role, "--help"])
     out = capsys.readouterr().out
-    for field, value in Settings().orchestrator.model_dump().items():
+    assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
+    for field, value in getattr(Settings(), role).model_dump().items():
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             line = next(line for line in out.splitlines() if f"--{field.replace('_', '-')} " in line)
             assert f"[default: {value}]" in line
@@ -172,6 +181,19 @@ def test_print_config_masks_the_password_of_an_address(capsys: Capture):
     assert list(printed) == list(KEYS)
     assert printed["target.model"] == {"value": f"https://{MASK}@hub/m", "source": "command line"}
     assert "pw" not in out
+
+
+def test_print_config_of_a_worker_shows_its_own_role(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    monkeypatch.setenv("SPECSPLIT_DRAFT_SESSIONS", "8")
+    assert main(["draft", "--print-config", "--model", "m", "--listen", "0.0.0.0:7002"]) == 0
+    out = capsys.readouterr().out
+    printed = tomllib.loads(out)
+    assert list(printed) == ["draft"]
+    assert (printed["draft"]["model"], printed["draft"]["listen"], printed["draft"]["sessions"]) == (
+        "m",
+        "0.0.0.0:7002",
+        8,
+    )
 
 
 def test_doctor_reports_wrong_settings_as_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
@@ -259,6 +281,36 @@ def test_the_summary_names_speed_acceptance_mode_and_seed():
         "3 tokens (length) | 12.5 tok/s | mean acceptance length 2.50 | acceptance rate 75% | 3 target forwards | "
         "mode pingpong | seed 7"
     )
+
+
+def test_the_summary_names_what_was_degraded_and_for_how_long():
+    phases = (
+        Degraded("draft", "slow", 1, 1),
+        Degraded("draft", "unreachable", 3, 9),
+        Degraded("draft", "slow", 12, 13),
+    )
+    line = render.summary(replace(_result((1, 2, 3), 12.5), degraded=phases))
+    assert line.endswith(" | mode pingpong | draft slow in 3 rounds | draft unreachable in 7 rounds | seed 7")
+
+
+@pytest.mark.parametrize("reason", get_args(Reason))
+def test_every_reason_for_a_degraded_phase_has_its_words(reason: str):
+    draft, target = render.degraded(f"draft {reason}"), render.degraded(f"target {reason}")
+    assert draft.startswith("The draft ")
+    assert f"The draft {reason}:" not in draft
+    assert target.endswith("and the text is the same.")
+
+
+def test_a_note_between_the_text_is_dim_and_begins_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
+    screen, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    for stream in (screen, pipe):
+        text = render.TextStream(stream)
+        text.write([("a", False)])
+        text.interrupt()
+    render.dim_note("b")
+    assert screen.getvalue() == "a\n\x1b[2mb\x1b[0m\n"
+    assert pipe.getvalue() == "a"
 
 
 @pytest.mark.parametrize(

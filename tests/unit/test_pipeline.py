@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -9,10 +11,18 @@ from itertools import pairwise
 
 import pytest
 
-from specsplit.core.errors import ContextExceeded, InvalidRequest, InvalidSettings, SlotBehind, VocabularyMismatch
-from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams
+from specsplit.core.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    InvalidSettings,
+    SlotBehind,
+    VocabularyMismatch,
+    WorkerFailed,
+    WorkerUnreachable,
+)
+from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, Verdict
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Request, Speculation
+from specsplit.orchestrator.records import Chunk, Patience, Request, Speculation
 from specsplit.orchestrator.round import fit
 from tests.fakes import (
     VOCAB_SIZE,
@@ -153,6 +163,64 @@ async def test_the_result_as_json_types_names_what_the_command_line_promises() -
     assert isinstance(counts, dict)
     assert isinstance(counts["acceptance_histogram"], list)
     assert {"num_spec_steps", "mean_acceptance_length", "draft_acceptance_rate"} <= counts.keys()
+
+
+class OverTheWire(FakeTarget):
+    """A target whose every call moves 100 bytes there and 10 back."""
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        verdict = await super().verify(turn, proposal)
+        return replace(verdict, timings=replace(verdict.timings, sent_bytes=100, received_bytes=10))
+
+
+class DraftOverTheWire(FakeDraft):
+    """A draft whose every call moves 7 bytes there and 3 back."""
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        proposal = await super().propose(turn, known_nodes, budget)
+        return replace(proposal, timings=replace(proposal.timings, sent_bytes=7, received_bytes=3))
+
+
+async def test_what_travelled_is_summed_over_all_calls_and_split_by_link() -> None:
+    result = await orchestrator(OverTheWire(), DraftOverTheWire(perfect_guess)).generate(REQUEST)
+    assert result.num_rounds == 4
+    assert result.to_dict()["wire"] == {
+        "sent_bytes": 5 * 100 + 4 * 7,
+        "received_bytes": 5 * 10 + 4 * 3,
+        "rounds": 5,
+        "draft": {"sent_bytes": 28, "received_bytes": 12},
+        "target": {"sent_bytes": 500, "received_bytes": 50},
+    }
+    assert (await orchestrator(FakeTarget(), FakeDraft()).generate(REQUEST)).wire is None
+
+
+async def test_incidents_as_json_types_name_worker_reason_and_rounds() -> None:
+    draft = FakeDraft(perfect_guess, Faults(fail_at=0, error=WorkerFailed("its own code failed")))
+    target = FakeTarget(Faults(fail_at=3, error=WorkerUnreachable("cut")))
+    published = (await orchestrator(target, draft).generate(REQUEST)).to_dict()
+    degraded = published["degraded"]
+    assert isinstance(degraded, list)
+    assert degraded[0]["worker"] == "draft"  # type: ignore[index, call-overload]
+    assert degraded[0]["reason"] == "failed"  # type: ignore[index, call-overload]
+    target_phase = {"worker": "target", "reason": "unreachable", "first_round": 3, "last_round": 3}
+    assert target_phase in degraded
+    assert json.loads(json.dumps(published)) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("timeout_s", value) for value in (0, -1, math.inf, math.nan)),
+        *(("retry_s", value) for value in (-1, math.inf, math.nan)),
+        *(("draft_s", value) for value in (0, -1, math.nan)),
+    ],
+)
+def test_patience_has_bounds(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        Patience(**{name: value})
+    if name == "timeout_s":
+        with pytest.raises(InvalidRequest, match=name):
+            replace(REQUEST, timeout_s=value)
 
 
 # ---------------------------------------------------------------- modes, seeds, room

@@ -306,6 +306,14 @@ def test_a_target_that_is_another_model_after_a_restart_ends_the_text() -> None:
             identity = await super().ping()
             return replace(identity, weights_hash="first" if self.num_pings == 1 else "second")
 
-    target = Replaced(FakeTarget(), {3: Fault.RESTARTED})
-    said, _ = fail(target, Flaky(FakeDraft()), PeerMismatch, Patience())
-    assert "replaced by another model" in said
+    target, draft = Replaced(FakeTarget(), {3: Fault.RESTARTED}), Flaky(FakeDraft())
+
+    async def main() -> Result:
+        owner = orchestrator(target, draft)
+        with pytest.raises(PeerMismatch, match="replaced by another model"):
+            await owner.generate(REQUEST)
+        target.plan = {target.num_calls + 3: Fault.RESTARTED}
+        return await owner.generate(REQUEST)  # with the model that is there now
+
+    assert run_virtual(main).token_ids == PLAIN_TOKENS
+    assert target.num_pings == 4

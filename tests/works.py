@@ -1,0 +1,61 @@
+"""Works for a worker whose course a test can read: what they did, in the order in which they did it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from specsplit.engine.worker import Worker
+from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+from tests.runners import SteeredRunner, steered
+
+Work = Generator[Entry, Tensor, str]
+
+
+@dataclass
+class Diary:
+    """What the works of a test did, in the order in which they did it."""
+
+    lines: list[str] = field(default_factory=list[str])
+
+    def work(
+        self, name: str, num_forwards: int = 1, *, slot: int = 0, error: Exception | None = None
+    ) -> Callable[[], Work]:
+        """Return work that feeds `num_forwards` tokens, then raises `error` or returns its name."""
+
+        def start() -> Work:
+            self.lines.append(f"{name} begins")
+            try:
+                for position in range(num_forwards):
+                    logits = yield Entry(slot, position, [7])
+                    assert logits.shape == (1, 320)
+                    self.lines.append(f"{name} got logits")
+            except GeneratorExit:
+                self.lines.append(f"{name} is closed")
+                raise
+            if error is not None:
+                raise error
+            return name
+
+        return start
+
+
+async def submitted(*tasks: asyncio.Task[object]) -> None:
+    """Give tasks just made the turn in which they hand their work over."""
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+
+
+@asynccontextmanager
+async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[Worker, SteeredRunner]]:
+    loaded, runner = steered(model)
+    worker = Worker(loaded.runner, name="tested")
+    try:
+        yield worker, runner
+    finally:
+        await worker.close()
