@@ -48,6 +48,7 @@ T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
+_DRAFT_HERE_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -87,10 +88,13 @@ def not_recorded(model: LoadedModel) -> str:
 class Workers:
     """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended."""
 
-    def __init__(self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer, *, are_remote: bool = False
+    ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
+        self._are_remote = are_remote
         self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
@@ -98,7 +102,9 @@ class Workers:
         speculation = Speculation(
             mode=settings.mode, nodes=settings.nodes, depth=settings.depth, branching=settings.branching
         )
-        patience = Patience(retry_s=settings.retry, draft_s=settings.draft_patience)
+        # In one process draft and target take turns: nothing is gained by not waiting.
+        draft_s = settings.draft_patience if self._are_remote else max(settings.draft_patience, _DRAFT_HERE_S)
+        patience = Patience(retry_s=settings.retry, draft_s=draft_s)
         key = (speculation, patience)
         if key not in self._orchestrators:
             drafter = None if settings.mode == "plain" else self.drafter
@@ -309,7 +315,7 @@ async def connected(settings: Settings) -> AsyncGenerator[Workers]:
         chosen = settings.orchestrator
         patience_s = chosen.retry if chosen.timeout is None else min(chosen.retry, chosen.timeout)
         files = await _retried(fetch, settings.target.address, patience_s)
-        workers = Workers(verifier, drafter, _load_tokenizer(files, cache))
+        workers = Workers(verifier, drafter, _load_tokenizer(files, cache), are_remote=True)
         stack.push_async_callback(workers.aclose)
         yield workers
 

@@ -21,16 +21,16 @@ tags: [speculative-decoding, python]
 # The embedded pair
 
 Two small models that SpecSplit ships, so that everything can be tried and measured without a download: a target that
-continues Python source, and a one-layer draft distilled from it. Ordinary transformers checkpoints in bf16:
-`AutoModelForCausalLM.from_pretrained(folder)` opens them. Made by `python -m benchmarks.train_pair all`; the choices are
-explained in docs/training.md.
+continues Python source, and a small draft distilled from it. Ordinary transformers checkpoints in bf16:
+`AutoModelForCausalLM.from_pretrained(folder)` opens them. Made by `python -m benchmarks.train_pair all`; the choices
+are explained in docs/training.md.
 """
 _NOT_FOR = """## What it is not for
 
-It completes Python that looks right; it does not know what the code should do. It has no knowledge of the world, follows
-no instructions, knows no other language, and may repeat lines of its training text or itself. Do not use what it writes
-unread, and do not judge speculative decoding's worth for large models by its acceptance alone: use it to run, show and
-measure the machinery.
+It completes Python that looks right; it does not know what the code should do. It has no knowledge of the world,
+follows no instructions, knows no other language, and may repeat lines of its training text or itself. Do not use what
+it writes unread, and do not judge speculative decoding's worth for large models by its acceptance alone: use it to run,
+show and measure the machinery.
 """
 
 
@@ -58,14 +58,20 @@ def _data(manifest: dict[str, Any], record: dict[str, Any]) -> str:
     counted = ", ".join(f"{licence} {count}" for licence, count in licences.most_common())
     return f"""## Data
 
-Python source of the standard library and of {len(packages) - 1} packages, read from their wheels: {manifest["train_bytes"]:,} bytes
-in {manifest["train_files"]:,} files to train on, {manifest["held_out_bytes"]:,} bytes in {manifest["held_out_files"]:,} files held out (SHA-256 of the
-text modulo 100 below 2). Tests, generated files, data tables, vendored copies and near-duplicates are out, files near a
-held-out one too; comment headers are cut off. {manifest["held_out_windows_in_train"]:.1%} of the held-out three-line windows stand somewhere in the
-training text all the same, as common idioms do. The prompts of `benchmarks/data/code_prompts.jsonl` were written by hand
-and are not in it. Corpus file: {manifest["compressed_bytes"]:,} bytes, SHA-256 `{manifest["sha256"]}`.
+Python source of the standard library and of {len(packages) - 1} packages, read from their wheels:
 
-The tokenizer is a byte-level BPE of {record["vocab_size"]:,} tokens, {record["bytes_per_token"]} bytes per token of held-out text.
+| | files | bytes |
+|---|---|---|
+| trained on | {manifest["train_files"]:,} | {manifest["train_bytes"]:,} |
+| held out | {manifest["held_out_files"]:,} | {manifest["held_out_bytes"]:,} |
+
+A file is held out where the SHA-256 of its text is 0 or 1 modulo 100. Tests, generated files, data tables, vendored
+copies and near-duplicates are out, and so are files near a held-out one; comment headers are cut off. All the same
+{manifest["held_out_windows_in_train"]:.1%} of the held-out windows of three lines stand somewhere in the training text,
+as common idioms do. The prompts of `benchmarks/data/code_prompts.jsonl` were written by hand and are not in it.
+Corpus file: {manifest["compressed_bytes"]:,} bytes, SHA-256 `{manifest["sha256"]}`.
+
+Tokenizer: byte-level BPE, {record["vocab_size"]:,} tokens, {record["bytes_per_token"]} bytes of held-out text each.
 
 Licences: {counted}.
 
@@ -96,7 +102,7 @@ def _recipe(record: dict[str, Any]) -> str:
     lines += ["", f"Machine: {machine['cpu']}, {machine['cores']} cores. Versions: {versions}."]
     lines += [
         "",
-        f"The draft learned from {record['continuations']['rows']:,} continuations by the target and as much human text.",
+        f"The draft learned from {record['continuations']['rows']:,} texts by the target and as much human text.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -119,20 +125,19 @@ def _losses(found: dict[str, Any]) -> str:
         by_position = " | ".join(f"{value:.3f}" for value in part["nats_per_byte_by_position"].values())
         lines.append(f"| {name} | {part['nats_per_byte']:.4f} | {part['nats_per_token']:.4f} | {by_position} |")
     agreement = found["agreement_on_human_text"]
-    lines += [
-        "",
-        f"Over {target['num_bytes']:,} bytes in windows of 2,048 tokens. Teacher-forced on that text the two agree on the next token in "
-        f"{agreement['greedy']:.1%} of places greedily and {agreement['coupled']:.1%} at T=1 with shared noise "
-        f"(1 - TV: {agreement['one_minus_tv']:.1%}).",
-    ]
-    return "\n".join(lines) + "\n"
+    summary = (
+        f"Over {target['num_bytes']:,} bytes in windows of 2,048 tokens. Teacher-forced on that text the two agree on "
+        f"the next token in {agreement['greedy']:.1%} of places greedily and {agreement['coupled']:.1%} at T=1 with "
+        f"shared noise (1 - TV: {agreement['one_minus_tv']:.1%})."
+    )
+    return "\n".join([*lines, "", summary]) + "\n"
 
 
 def _acceptance(found: dict[str, Any]) -> str:
     lines = [
         "## Acceptance",
         "",
-        "Mean acceptance length (bonus token included), chain of 4, 96 new tokens a prompt, through the package's engines in fp32:",
+        "Mean acceptance length (bonus token included), chain of 4, 96 new tokens a prompt, in fp32:",
         "",
         "| prompts | T | all | outside loops | answers that loop |",
         "|---|---|---|---|---|",

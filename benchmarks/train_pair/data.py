@@ -49,7 +49,7 @@ class Stream:
         return self.tokens[start : start + BLOCK_TOKENS + 1]
 
     def batch(self, seed: int, position: int, num_blocks: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and next tokens, int64 [B, length], of the blocks from `position` on, B = blocks * 2048 / length.
+        """Return inputs and next tokens of the blocks from `position` on, int64 [blocks * 2048 / length, length].
 
         Each pass over the stream has its own order.
         """

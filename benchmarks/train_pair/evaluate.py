@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class HeldOut:
         sizes = self.bytes_of_tokens[self.wanted]
         by_position = {
             f"{start}-{end}": round((nats[:, start:end].sum() / sizes[:, start:end].sum().clamp(min=1)).item(), 4)
-            for start, end in zip(POSITION_EDGES, POSITION_EDGES[1:], strict=False)
+            for start, end in pairwise(POSITION_EDGES)
         }
         return {
             "nats_per_byte": nats_per_byte(nats.flatten().tolist(), sizes.flatten().tolist()),

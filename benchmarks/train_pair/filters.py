@@ -16,10 +16,9 @@ MAX_DIGITS = 0.12
 MAX_NON_ASCII = 0.02
 HELD_OUT_PERCENT = 2
 
-_FOLDERS = frozenset(
-    "test tests testing _testing unittests conftest fixtures testdata test_data _vendor vendor vendored _vendored "
-    "third_party thirdparty extern externals externally_vendored lib2to3 idlelib turtledemo pydoc_data encodings "
-    "locale locales migrations site-packages node_modules generated _generated gen _gen pb _pb2".split()
+_FOLDERS = re.compile(
+    r"_?(unit)?test(s|ing|data|_data)?|conftest|fixtures|_?vendor(ed)?|third_?party|extern(als|ally_vendored)?|lib2to3|"
+    r"idlelib|turtledemo|pydoc_data|encodings|locales?|migrations|site-packages|node_modules|_?gen(erated)?|_?pb2?"
 )
 _NAMES = re.compile(
     r"^(test_.*|.*_tests?|tests?|conftest|_version|version|versioneer|.*_pb2(_grpc)?|.*_generated|.*lextab|.*yacctab|"
@@ -39,7 +38,7 @@ _BLANK_RUN = re.compile(r"\n{4,}")
 def rejects_path(path: str) -> bool:
     """Tell whether the path alone names a test, a vendored copy, generated code or data."""
     parts = PurePosixPath(path.lower())
-    return bool(_FOLDERS.intersection(parts.parts[:-1])) or _NAMES.match(parts.name) is not None
+    return any(map(_FOLDERS.fullmatch, parts.parts[:-1])) or _NAMES.match(parts.name) is not None
 
 
 def decoded(content: bytes) -> str | None:

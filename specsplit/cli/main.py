@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
@@ -171,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it runs those of the process, and takes the process for its own.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: what fails, we say in our own words
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an odd locale may lack a character, which is no reason to fail
             stream.reconfigure(errors="backslashreplace")

@@ -245,7 +245,7 @@ async def _follow(
 
 
 class _CtrlC:
-    """Owns SIGINT for the life of the loop: it cancels the work under way, never what closes sessions and engines.
+    """Owns SIGINT and SIGTERM for the life of the loop: they cancel the work under way, never what closes sessions.
 
     asyncio's own handler would cancel the main task instead, wherever it happens to stand.
     """
@@ -253,7 +253,8 @@ class _CtrlC:
     def __init__(self) -> None:
         self.was_pressed = False
         self._work: asyncio.Task[None] | None = None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._press)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._press)
 
     def _press(self) -> None:
         if self._work is not None and not self.was_pressed:

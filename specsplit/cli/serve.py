@@ -41,6 +41,7 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
         return 0
     set_up_logging(is_service=True)
     settings: WorkerSettings = getattr(effective.settings, role)
+    _check_listen(settings.listen)
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
         with _terminable(), render.loading_bar() as progress:
@@ -50,6 +51,14 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
             render.note(assembly.not_recorded(model))
         asyncio.run(_serve(model, settings))
     return 0
+
+
+def _check_listen(listen: str) -> None:
+    """Refuse an address where nothing can listen before a model is loaded for it."""
+    from specsplit.rpc.server import check_free
+    from specsplit.rpc.transport import parse_address
+
+    asyncio.run(check_free(*parse_address(listen, listening=True)))
 
 
 @contextmanager

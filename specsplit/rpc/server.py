@@ -107,14 +107,19 @@ def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, servic
 async def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
     """Bind, and return the port; a trial bind goes first, since gRPC says why it failed only on stderr."""
     address = format_address(host, port)
-    await _check_free(host, port)
+    await check_free(host, port)
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise InvalidSettings(f"Nothing can listen at {address}; choose another port, or port 0.") from error
 
 
-async def _check_free(host: str, port: int) -> None:
+async def check_free(host: str, port: int) -> None:
+    """Refuse an address where nothing can listen.
+
+    Raises:
+        InvalidSettings: it is in use, or none of this machine's.
+    """
     address = format_address(host, port)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

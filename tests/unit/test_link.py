@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, PeerMismatch, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, Turn
+from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
 from specsplit.orchestrator.health import Cooldown
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -54,11 +55,20 @@ def test_a_session_whose_proposals_are_late_is_asked_for_less_often_though_other
     target, _ = workers()
     draft = ForSomeSessions(FakeDraft(perfect_guess), late_s=0.3)
     draft.fault = Fault.LATE
-    slow, quick = run_virtual(lambda: serve_both(orchestrator(target, draft), (300, 1500)))
+
+    async def main() -> tuple[Result, list[Result]]:
+        owner = orchestrator(target, draft)
+        slow = asyncio.create_task(collect(owner, request(300)))
+        await asyncio.sleep(0.01)  # so that it is the first to ask
+        quick = [(await collect(owner, request(490)))[1] for _ in range(3)]
+        return (await slow)[1], quick
+
+    slow, quick = run_virtual(main)
     asked = [turn for turn in draft.inner.turns if turn.session == draft.victim]
-    assert len(asked) < 9
+    assert len(asked) < 12  # in six seconds
     assert {phase.reason for phase in slow.degraded} == {"slow"}
-    assert sum(phase.last_round - phase.first_round + 1 for phase in quick.degraded) < quick.num_rounds / 4
+    assert sum(phase.last_round - phase.first_round + 1 for result in quick for phase in result.degraded) < 60
+    assert sum(result.num_rounds for result in quick) < 400
 
 
 def test_a_new_session_knows_that_the_draft_has_been_slow() -> None:
@@ -160,7 +170,11 @@ def test_a_draft_is_asked_for_no_more_nodes_than_it_offers() -> None:
 
 
 def test_a_draft_is_not_asked_any_more_once_the_text_has_a_token_that_it_lacks() -> None:
-    target, draft = workers()
+    def smaller_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
+        return (perfect_guess(params, prefix, last_tokens)[0] % (VOCAB_SIZE - 1),)
+
+    target, _ = workers()
+    draft = Flaky(FakeDraft(smaller_guess))
     draft.vocab_size = VOCAB_SIZE - 1
     _, result = run_virtual(lambda: collect(orchestrator(target, draft), request()))
     first = result.token_ids.index(VOCAB_SIZE - 1)
