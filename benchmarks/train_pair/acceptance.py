@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.metrics import Acceptance, acceptance
 from benchmarks.train_pair.corpus import Document
+from benchmarks.train_pair.filters import without_header
 from benchmarks.train_pair.text_checks import has_coherent_indentation, has_matching_brackets, is_loop
 from benchmarks.workloads import Prompt
 from specsplit.assembly import Models, Workers, load_models, running
@@ -33,10 +34,10 @@ Tell = Callable[[str], None]
 
 
 def held_out_prompts(documents: Iterable[Document], count: int) -> list[Prompt]:
-    """Return beginnings of the first held-out files that are long enough, each cut at the end of a line."""
+    """Return beginnings of the first held-out files that are long enough, without header, cut at the end of a line."""
     found: list[Prompt] = []
     for document in documents:
-        lines = document.text.splitlines()
+        lines = without_header(document.text).splitlines()
         if document.held_out and len(lines) > 3 * PROMPT_LINES and len(found) < count:
             text = "\n".join(lines[:PROMPT_LINES]).rstrip()
             found.append(Prompt(f"{document.package}/{document.path}", text))

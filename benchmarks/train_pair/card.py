@@ -66,7 +66,8 @@ Python source of the standard library and of {len(packages) - 1} packages, read 
 | held out | {manifest["held_out_files"]:,} | {manifest["held_out_bytes"]:,} |
 
 A file is held out where the SHA-256 of its text is 0 or 1 modulo 100. Tests, generated files, data tables, vendored
-copies and near-duplicates are out, and so are files near a held-out one; comment headers are cut off. All the same
+copies and near-duplicates are out, and so are files near a held-out one. Three in four files trained on lose the
+comments that they begin with, mostly a licence; held-out files keep them. All the same
 {manifest["held_out_windows_in_train"]:.1%} of the held-out windows of three lines stand somewhere in the training text,
 as common idioms do. The prompts of `benchmarks/data/code_prompts.jsonl` were written by hand and are not in it.
 Corpus file: {manifest["compressed_bytes"]:,} bytes, SHA-256 `{manifest["sha256"]}`.
@@ -112,7 +113,7 @@ def _shape(shape: dict[str, int]) -> str:
 
 
 def _losses(found: dict[str, Any]) -> str:
-    target, draft = found["loss"]["target"], found["loss"]["draft"]
+    target, draft, bare = (found["loss"][name] for name in ("target", "draft", "target_without_headers"))
     lines = [
         "## Held-out loss",
         "",
@@ -121,7 +122,7 @@ def _losses(found: dict[str, Any]) -> str:
         + " |",
     ]
     lines.append("|---" * (3 + len(target["nats_per_byte_by_position"])) + "|")
-    for name, part in (("target", target), ("draft", draft)):
+    for name, part in (("target", target), ("draft", draft), ("target, headers cut off", bare)):
         by_position = " | ".join(f"{value:.3f}" for value in part["nats_per_byte_by_position"].values())
         lines.append(f"| {name} | {part['nats_per_byte']:.4f} | {part['nats_per_token']:.4f} | {by_position} |")
     agreement = found["agreement_on_human_text"]

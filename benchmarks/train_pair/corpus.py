@@ -22,8 +22,10 @@ from benchmarks.train_pair.filters import (
     decoded,
     fingerprint,
     is_held_out,
+    keeps_header,
     reason_to_reject,
     rejects_path,
+    without_header,
 )
 from benchmarks.train_pair.sources import Package, Source, download, package_sources, standard_library
 from specsplit.core.errors import InvalidSettings
@@ -60,11 +62,12 @@ def candidates(sources: Iterable[Source], rejected: Counter[str]) -> Iterator[tu
             rejected["path"] += 1
             continue
         text = decoded(source.content)
-        reason = "size or encoding" if text is None else reason_to_reject(source.content, text)
+        reason = "size or encoding" if text is None else reason_to_reject(text)
         if text is None or reason is not None:
             rejected[reason or ""] += 1
             continue
         digest = fingerprint(text)
+        text = text if keeps_header(digest) else without_header(text)
         yield digest, Document(source.package, source.path, text, is_held_out(digest))
 
 
@@ -85,7 +88,7 @@ def build(sources: Iterable[Source], prompts: Sequence[str], max_bytes: int | No
         if not document.held_out and max_bytes is not None and num_train_bytes + size > max_bytes:
             rejected["corpus is full"] += 1
             continue
-        reason = duplicates.reason_to_reject(digest, document.text, document.held_out)
+        reason = duplicates.reason_to_reject(digest, without_header(document.text), document.held_out)
         if reason is not None:
             rejected[reason] += 1
             continue

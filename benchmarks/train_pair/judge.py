@@ -30,8 +30,10 @@ def evaluate(run: Run) -> dict[str, Any]:
     draft = model.load(space.draft).to(machine.device).requires_grad_(False)
     sizes = tokenizer.bytes_of_tokens(tokenizer.load(space.tokenizer))
     held_out = HeldOut.of(Stream.open(space.held_out_tokens), sizes, recipe.held_out_windows)
+    bare = HeldOut.of(Stream.open(space.held_out_code_tokens), sizes, recipe.held_out_windows)
     run.tell("loss and agreement on held-out text")
     losses = {"target": held_out.loss(target), "draft": held_out.loss(draft)}
+    losses["target_without_headers"] = bare.loss(target)
     agreement = held_out.agreement(target, draft)
     documents = corpus.read(space.require(space.corpus, "corpus"))
     measured = acceptance.measure(

@@ -19,6 +19,7 @@ from benchmarks.train_pair.continuations import Continuations
 from benchmarks.train_pair.data import Stream, pack
 from benchmarks.train_pair.distill import DraftTask
 from benchmarks.train_pair.files import write_whole
+from benchmarks.train_pair.filters import without_header
 from benchmarks.train_pair.forward import Forward
 from benchmarks.train_pair.loop import Budget, Loop
 from benchmarks.train_pair.optimizer import Optimizers
@@ -82,7 +83,9 @@ def build_tokenizer(run: Run) -> None:
         tokenizer.save(tokenizer.train(train, run.recipe.vocab_size), space.tokenizer)
     trained = tokenizer.load(space.tokenizer)
     run.tell("encoding")
+    bare = [without_header(text) for text in held_out]
     num_held_out = pack(tokenizer.encode_documents(trained, held_out), space.held_out_tokens)
+    pack(tokenizer.encode_documents(trained, bare), space.held_out_code_tokens)
     num_train = pack(tokenizer.encode_documents(trained, train), space.train_tokens)
     held_out_bytes = sum(len(text.encode()) for text in held_out)
     space.note(

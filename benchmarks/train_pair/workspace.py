@@ -38,6 +38,11 @@ class Workspace:
         return self.root / "held_out.u16"
 
     @property
+    def held_out_code_tokens(self) -> Path:
+        """The held-out files without their headers."""
+        return self.root / "held_out_code.u16"
+
+    @property
     def continuations(self) -> Path:
         return self.root / "continuations.u16"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specsplit.orchestrator.records import Piece
 from specsplit.orchestrator.text import Detokenizer, StopStrings
-from tests.fakes import UNITS, VOCAB_SIZE, FakeTokenizer
+from tests.language import UNITS, VOCAB_SIZE, FakeTokenizer
 
 decode = FakeTokenizer().decode
 token_lists = st.lists(st.one_of(st.sampled_from(UNITS), st.integers(0, VOCAB_SIZE - 1)), max_size=80)

@@ -146,7 +146,7 @@ def test_files_beyond_the_limit_are_refused(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(identity, "MAX_TOKENIZER_BYTES", size - 1)
     with pytest.raises(ModelDamaged, match="The tokenizer files of it exceed"):
         read_tokenizer_files(folder, "it")
-    monkeypatch.setattr("specsplit.model.tokenizer.MAX_TOKENIZER_BYTES", size - 1)
+    monkeypatch.setitem(tokenizer_from_files.__globals__, "MAX_TOKENIZER_BYTES", size - 1)
     with pytest.raises(ModelDamaged, match="that the target sent exceeds"):
         tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), tmp_path / "t")
 

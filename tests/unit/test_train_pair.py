@@ -1,0 +1,394 @@
+"""The recipe of the embedded pair at toy size: corpus, tokenizer, training that resumes, distillation, shipping."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.train_pair import corpus, filters, judge, model, sources, stages, text_checks, tokenizer
+from benchmarks.train_pair.data import BLOCK_TOKENS, Stream, pack
+from benchmarks.train_pair.distill import DraftTask, distillation_loss
+from benchmarks.train_pair.evaluate import HeldOut, nats_per_byte
+from benchmarks.train_pair.forward import QUERY_BLOCK, Forward, next_token_loss
+from benchmarks.train_pair.loop import Budget, Loop
+from benchmarks.train_pair.model import Shape
+from benchmarks.train_pair.optimizer import Optimizers, Rates, orthogonalised, schedule
+from benchmarks.train_pair.recipe import Machine, Recipe, Shares
+from benchmarks.train_pair.sources import Package, Source
+from benchmarks.train_pair.train import Batches, TargetTask
+from benchmarks.train_pair.workspace import Workspace
+from specsplit.core.errors import InvalidSettings
+from specsplit.model.loader import load_model
+
+VOCAB = 320
+TARGET = Shape(num_layers=2, hidden=32, mlp=64, num_heads=2, num_kv_heads=1)
+DRAFT = Shape(num_layers=1, hidden=32, mlp=64, num_heads=2, num_kv_heads=1)
+SILENT = Console(file=io.StringIO())
+
+
+def module(number: int, lines: int = 12) -> str:
+    """Return a small valid Python file that shares no three lines with those of other numbers."""
+    body = "".join(
+        f"    value_{number}_{line} = combine(first, 'part {number} of {line}')\n"
+        f"    first = value_{number}_{line}.strip()\n"
+        for line in range(lines)
+    )
+    return f'"""Module {number}."""\n\n\ndef work_{number}(first):\n{body}    return first\n'
+
+
+def source(path: str, text: str | bytes) -> Source:
+    return Source("demo", path, text if isinstance(text, bytes) else text.encode())
+
+
+def built(*given: Source, prompts: tuple[str, ...] = ()) -> corpus.Built:
+    return corpus.build(given, prompts)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "reason"),
+    [
+        ("demo/tests/helper.py", module(1), "path"),
+        ("demo/test_it.py", module(1), "path"),
+        ("demo/_vendor/copy.py", module(1), "path"),
+        ("demo/api_pb2.py", module(1), "path"),
+        ("demo/lib2to3/fixes/fix_print.py", module(1), "path"),
+        ("demo/made.py", "# This file was automatically generated from a schema.\n" + module(1), "generated"),
+        ("demo/table.py", "TABLE = [\n" + "    0x1234, 0x5678, 0x9abc,\n" * 60 + "]\n", "data"),
+        ("demo/minified.py", module(1) + "x = '" + "ab " * 100 + "'\n", "long lines"),
+        ("demo/old.py", module(1) + "print 'hello'\n", "not Python 3"),
+        ("demo/greek.py", module(1) + "# " + "λόγος " * 30 + "\n", "other script"),
+        ("demo/latin.py", module(1).encode() + b"# caf\xe9\n", "size or encoding"),
+        ("demo/huge.py", module(1, 4000), "size or encoding"),
+        ("demo/tiny.py", "x = 1\n", "size or encoding"),
+        ("demo/licence.py", "# All rights are someone's.\n" * 20 + "x = 1\n", "size or encoding"),
+    ],
+)
+def test_a_file_that_teaches_nothing_is_left_out(path: str, text: str | bytes, reason: str):
+    found = built(source(path, text), source("demo/good.py", module(2)))
+    assert [document.path for document in found.documents] == ["demo/good.py"]
+    assert found.rejected == Counter({reason: 1})
+
+
+def test_a_path_with_test_inside_a_word_is_kept():
+    assert not filters.rejects_path("demo/latest/contest.py")
+
+
+def test_text_is_kept_in_one_form():
+    text = filters.decoded(b"\xef\xbb\xbfx = 1  \r\n\r\n\r\n\r\n\r\n\tif_so = 2\r" + module(1).encode())
+    assert text is not None
+    assert text.startswith("x = 1\n\n\n    if_so = 2\n")
+
+
+def test_the_split_follows_the_text_alone_and_holds_out_about_two_in_a_hundred():
+    digests = [filters.fingerprint(module(number)) for number in range(2000)]
+    assert 20 <= sum(map(filters.is_held_out, digests)) <= 60
+    assert filters.fingerprint("# licence\n\n" + module(3).replace("    ", "\t")) == digests[3]
+
+
+def test_one_training_file_in_four_keeps_its_header_and_every_held_out_one():
+    numbers = range(600)
+    found = built(*(source(f"demo/f{number}.py", "# Some licence.\n" + module(number, 4)) for number in numbers))
+    headed = {held_out: [] for held_out in (True, False)}
+    for document in found.documents:
+        headed[document.held_out].append(document.text.startswith("# Some licence."))
+    assert headed[True]
+    assert all(headed[True])
+    assert 0.15 < sum(headed[False]) / len(headed[False]) < 0.35
+
+
+def held_out_number(start: int = 0) -> int:
+    return next(n for n in range(start, start + 2000) if filters.is_held_out(filters.fingerprint(module(n, 40))))
+
+
+def test_a_training_file_near_a_held_out_one_is_left_out():
+    original = module(held_out_number(), 40)
+    near = original.replace("return first", "return first or None") + "\n\n" + module(5000, 5)
+    assert not filters.is_held_out(filters.fingerprint(near))
+    found = built(source("demo/near.py", near), source("demo/original.py", original))
+    assert [(document.path, document.held_out) for document in found.documents] == [("demo/original.py", True)]
+    assert found.rejected == Counter({"near a held-out file": 1})
+
+
+def test_of_near_duplicates_one_stays_and_of_copies_too():
+    number = next(n for n in range(50) if not filters.is_held_out(filters.fingerprint(module(n, 40))))
+    text = module(number, 40)
+    edited = text + "\n\ndef more():\n    return 1\n"
+    given = [source("demo/a.py", text), source("demo/b.py", edited), source("demo/c.py", "# copied\n" + text)]
+    found = built(*given)
+    assert len(found.documents) == 1
+    assert sum(found.rejected.values()) == 2
+
+
+def test_a_file_that_holds_a_benchmark_prompt_is_left_out():
+    prompt = "import shelf\n\n\nclass Clerk:\n    def __init__(self, desk):\n        self.desk, self.open = desk, 1\n"
+    given = [source("demo/has.py", module(1) + prompt), source("demo/has_not.py", module(2))]
+    found = built(*given, prompts=(prompt,))
+    assert [document.path for document in found.documents] == ["demo/has_not.py"]
+
+
+def test_a_corpus_reads_back_as_written_and_tells_what_it_is_made_of(tmp_path: Path):
+    odd = module(1) + "# a line separator \u2028 and a next line \x85 inside\n"
+    found = built(source("demo/odd.py", odd), source("demo/other.py", module(2)))
+    path = tmp_path / "corpus.jsonl.xz"
+    record = corpus.write(path, found, [Package("demo", "1.0", "MIT"), Package("absent", "2.0", "MIT")])
+    assert corpus.read(path) == found.documents
+    assert [package["name"] for package in record["packages"]] == ["demo"]
+    assert corpus.manifest_path(path).exists()
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        corpus.read(path)
+
+
+def test_every_package_of_the_list_is_pinned_and_has_a_permissive_licence():
+    packages = sources.read_packages()
+    assert len({package.key for package in packages}) == len(packages) > 300
+    permissive = ("MIT", "BSD", "Apache-2.0", "PSF", "ISC", "0BSD", "Python-2.0")
+    for package in packages:
+        parts = package.licence.replace(" AND ", " OR ").split(" OR ")
+        assert all(part.startswith(permissive) for part in parts), package
+
+
+def test_a_package_is_read_from_its_wheel(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "demo_pack-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("demo_pack/a.py", "x = 1\n")
+        wheel.writestr("demo_pack/data.json", "{}")
+    package = Package("demo-pack", "1.0", "MIT")
+    assert [item.path for item in sources.package_sources(package, tmp_path)] == ["demo_pack/a.py"]
+    assert sources.download([package], tmp_path, []) == []
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return [module(number) for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def words(texts: list[str]):
+    return tokenizer.train(texts, VOCAB)
+
+
+def test_the_tokenizer_gives_back_any_text_and_takes_an_indentation_as_one_token(words, tmp_path: Path):
+    tokenizer.save_for_transformers(words, tmp_path, 64)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (module(3), "a\n\n\n    b  =\t'naïve ▶ 漢'\n", "  leading", "trailing \n"):
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+        assert sum(tokenizer.bytes_of_tokens(words)[token] for token in words.encode(text).ids) == len(text.encode())
+    assert loaded.eos_token_id == loaded.bos_token_id == tokenizer.END_OF_TEXT_ID
+    assert tokenizer.END_OF_TEXT_ID not in loaded("x = 1")["input_ids"]
+    tokens = words.encode("return first\n    first").tokens
+    assert any(token.startswith("Ċ") and token.count("Ġ") == 4 for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def stream(words, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stream:
+    path = tmp_path_factory.mktemp("stream") / "train.u16"
+    pack(tokenizer.encode_documents(words, texts), path)
+    return Stream.open(path)
+
+
+def test_each_pass_gives_every_block_once_in_an_order_of_its_own(stream: Stream):
+    count = stream.num_blocks
+    assert count > 3
+    blocks = [stream.batch(7, position, 1, BLOCK_TOKENS) for position in range(2 * count)]
+    passes = [[inputs.numpy().tobytes() for inputs, _ in part] for part in (blocks[:count], blocks[count:])]
+    assert set(passes[0]) == set(passes[1])
+    assert len(set(passes[0])) == count
+    inputs, wanted = stream.batch(7, 1, 1, 512)
+    assert torch.equal(inputs.flatten()[1:], wanted.flatten()[:-1])
+    assert torch.equal(inputs.flatten(), blocks[1][0].flatten())
+
+
+def toy(shape: Shape = TARGET, seed: int = 0):
+    fresh = model.new_model(shape, VOCAB, seed)
+    with torch.no_grad():  # what begins at zero would hide mistakes
+        for parameter in fresh.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return fresh
+
+
+def test_the_training_forward_is_that_of_transformers():
+    trained = toy()
+    token_ids = torch.randint(0, VOCAB, (2, QUERY_BLOCK + 44))
+    with torch.no_grad():
+        ours = Forward(trained, torch.float32).hidden(token_ids) @ trained.model.embed_tokens.weight.t()
+        theirs = trained(token_ids).logits.flatten(0, 1)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_losses_have_the_gradients_of_what_they_compute():
+    x, head = torch.randn(700, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    wanted = torch.randint(0, 40, (700,))
+    value = next_token_loss(x, head, wanted)
+    expected = torch.nn.functional.cross_entropy(x @ head.t(), wanted)
+    torch.testing.assert_close(value, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(loss, (x, head)) for loss in (value, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    target_x, target_head = torch.randn(700, 8), torch.randn(40, 8)
+    value = distillation_loss(x, head, target_x, target_head, 0.3)
+    p, q = (target_x @ target_head.t()).softmax(-1), (x @ head.t()).softmax(-1)
+    expected = (0.7 * (p * (p / q).log()).sum(-1) + 0.3 * 0.5 * (p - q).abs().sum(-1)).mean()
+    torch.testing.assert_close(value, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(loss, (x, head)) for loss in (value, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
+
+
+def test_an_orthogonalised_update_has_singular_values_near_one():
+    for rows, columns in ((24, 8), (8, 24)):
+        values = torch.linalg.svdvals(orthogonalised(torch.randn(3, rows, columns)))
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_the_rates_rise_stay_and_fall_to_nothing():
+    rates = Rates()
+    assert schedule(0.0, rates) < 0.2
+    assert schedule(0.2, rates) == schedule(rates.flat_until, rates) == 1.0
+    assert 0 < schedule(0.9, rates) < schedule(0.6, rates) < 1
+    assert schedule(1.0, rates) == 0.0
+
+
+def target_loop(stream: Stream, folder: Path, steps: int) -> tuple[Loop, TargetTask]:
+    fresh = model.new_model(TARGET, VOCAB, 0)
+    task = TargetTask(fresh, Forward(fresh, torch.float32), stream, Batches(1, 1), 5)
+    return Loop("target", task, Optimizers(fresh, Rates()), Budget(1.0, steps), folder, SILENT), task
+
+
+def test_training_lowers_the_loss_and_resumes_bit_for_bit_where_it_was_cut(stream: Stream, tmp_path: Path):
+    whole, uncut = target_loop(stream, tmp_path / "whole", 20)
+    before = whole.run(max_steps=1).loss
+    state = whole.run()
+    assert state.step == 20
+    assert state.tokens == 20 * BLOCK_TOKENS
+    assert state.loss < before - 0.5
+
+    target_loop(stream, tmp_path / "cut", 20)[0].run(max_steps=8)
+    resumed, task = target_loop(stream, tmp_path / "cut", 20)
+    assert resumed.state.step == 8
+    resumed.run()
+    assert resumed.state.loss == state.loss
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, uncut.model.state_dict()[name]), name
+
+
+def test_a_budget_of_minutes_counts_time_before_an_interruption():
+    assert Budget(2.0).fraction(0, 30.0) == 0.25
+    assert Budget(2.0).fraction(10**6, 500.0) == 1.0
+
+
+def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
+    loop, task = target_loop(stream, tmp_path / "target", 20)
+    loop.run()
+    target = task.model.requires_grad_(False)
+    draft = model.new_draft(DRAFT, target, 3)
+    held_out = HeldOut.of(stream, tokenizer.bytes_of_tokens(words), 1)
+    before = held_out.agreement(target, draft)
+    distilling = DraftTask(
+        model=draft,
+        forward=Forward(draft, torch.float32),
+        target=Forward(target, torch.float32),
+        human=stream,
+        own=stream,
+        batches=Batches(1, 1),
+        seed=2,
+    )
+    Loop("draft", distilling, Optimizers(draft, Rates()), Budget(1.0, 12), tmp_path, SILENT).run()
+    after = held_out.agreement(target, draft)
+    assert after["greedy"] > before["greedy"] + 0.1
+    assert after["coupled"] > before["coupled"] + 0.1
+    assert (1 - (1 - after["one_minus_tv"])) / (2 - after["one_minus_tv"]) - 0.05 <= after["coupled"]
+    assert after["coupled"] <= after["one_minus_tv"] + 0.05
+
+
+def test_a_loop_is_a_period_in_the_last_48_tokens():
+    start = list(range(100, 150))
+    assert text_checks.is_loop(start + [1, 2, 3] * 16)
+    assert text_checks.is_loop([7] * 48)
+    assert text_checks.is_loop(start + list(range(24)) * 2)
+    assert not text_checks.is_loop(start + list(range(25)) * 2)
+    assert not text_checks.is_loop([1, 2, 3] * 16 + [4])
+    assert not text_checks.is_loop([7] * 47)
+
+
+def test_brackets_and_indentation_are_judged_as_far_as_a_cut_text_goes():
+    assert text_checks.has_matching_brackets("def f(a):\n    return g(a, [')', {1: ")
+    assert not text_checks.has_matching_brackets("x = (1, 2]\n")
+    assert not text_checks.has_matching_brackets("x = 1)\n")
+    assert text_checks.has_coherent_indentation("def f():\n    if x:\n        return 1\n    return '''not")
+    assert not text_checks.has_coherent_indentation("def f():\n    if x:\n        return 1\n  return 2\n")
+
+
+def test_nats_per_byte_divides_the_nats_of_tokens_by_the_bytes_they_stand_for(stream: Stream, words):
+    assert nats_per_byte([1.0, 2.0, 3.0], [2, 4, 0]) == 1.0
+    sizes = tokenizer.bytes_of_tokens(words)
+    blank = model.new_model(TARGET, VOCAB, 0)
+    with torch.no_grad():
+        blank.model.embed_tokens.weight.zero_()  # every token equally likely
+    loss = HeldOut.of(stream, sizes, 1).loss(blank)
+    ids = np.asarray(stream.tokens[1 : BLOCK_TOKENS + 1])
+    assert loss["nats_per_byte"] == pytest.approx(BLOCK_TOKENS * math.log(VOCAB) / sum(sizes[token] for token in ids))
+
+
+RECIPE = Recipe(
+    vocab_size=VOCAB,
+    target=TARGET,
+    draft=DRAFT,
+    target_batches=Batches(1, 1),
+    draft_batches=Batches(1, 1),
+    continuation_batch=4,
+    shares=Shares(0.5, 0.2, 0.3),
+    held_out_windows=1,
+    num_prompts=10,
+    num_table_prompts=2,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, texts: list[str]) -> stages.Run:
+    space = Workspace(tmp_path / "work")
+    documents = [corpus.Document("demo", f"{n}.py", text, n % 4 == 0) for n, text in enumerate(texts)]
+    long = corpus.Document("demo", "long.py", module(900, 120), True)
+    corpus.write(space.corpus, corpus.Built([*documents, long], Counter(), 0.0), [Package("demo", "1.0", "MIT")])
+    return stages.Run(space, RECIPE, Machine(torch.device("cpu"), torch.float32, 1, False), SILENT)
+
+
+def test_a_stage_names_the_stage_it_needs(run: stages.Run):
+    with pytest.raises(InvalidSettings, match="stage `tokenizer` first"):
+        stages.train_target(run, 0.01)
+
+
+def test_the_stages_end_in_a_pair_that_anyone_can_load(
+    run: stages.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("benchmarks.train_pair.acceptance.DEPTHS", (1, 2))
+    monkeypatch.setattr("benchmarks.train_pair.acceptance.NUM_TABLE_TOKENS", 2)
+    monkeypatch.setattr("benchmarks.train_pair.acceptance.NUM_NEW_TOKENS", 48)
+    stages.build_tokenizer(run)
+    plan = stages.plan(run, 0.02, 0.0)
+    assert stages.plan(run, 90.0, 5.0) == plan  # a resumed run keeps to it
+    stages.train_target(run, plan.target)
+    stages.write_continuations(run, 0.0)
+    assert run.space.continuations.stat().st_size == 4 * 512 * 2
+    stages.distill_draft(run, plan.distill)
+    found = judge.evaluate(run)
+    assert len(found["samples"]) == 10
+    assert [len(row["by_depth"]) for row in found["table"]] == [2] * 9
+
+    shipped = tmp_path / "embedded"
+    stages.export(run.space, shipped, lambda line: None)
+    assert "## Acceptance" in (shipped / "README.md").read_text(encoding="utf-8")
+    for role in ("target", "draft"):
+        opened = AutoModelForCausalLM.from_pretrained(shipped / role, dtype="auto")
+        assert opened.dtype == torch.bfloat16
+        assert opened.config.max_position_embeddings == 8192
+        loaded = load_model(str(shipped / role), role=role, threads=1, record=False)
+        assert loaded.eos_ids == (tokenizer.END_OF_TEXT_ID,)
+        assert loaded.vocab_size == VOCAB
