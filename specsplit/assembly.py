@@ -49,6 +49,8 @@ Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 _DRAFT_HERE_S = 60.0
+_PROPOSE_S, _VERIFY_S = 10.0, 600.0
+"""What one call may take: a draft's prefill that is cut off goes on from there, a hung target shows without it."""
 _log = logging.getLogger(__name__)
 
 
@@ -262,14 +264,15 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
     async with AsyncExitStack() as stack:
         device = DeviceThread(model.role, model.threads)
         stack.push_async_callback(device.close)
+        ttl_s, listen = settings.session_ttl, settings.listen
         if model.role == "draft":
-            drafter = engine = DraftEngine(model, device, ttl_s=settings.session_ttl)
-            service = server.serving(listen=settings.listen, drafter=drafter)
+            drafter = engine = DraftEngine(model, device, ttl_s=ttl_s)
+            service = server.serving(listen=listen, drafter=drafter, num_sessions=lambda: drafter.num_sessions)
         else:
-            verifier = engine = TargetEngine(model, device, ttl_s=settings.session_ttl)
-            service = server.serving(listen=settings.listen, verifier=verifier)
+            verifier = engine = TargetEngine(model, device, ttl_s=ttl_s)
+            service = server.serving(listen=listen, verifier=verifier, num_sessions=lambda: verifier.num_sessions)
         stack.push_async_callback(engine.aclose)
-        sweeping = asyncio.create_task(_sweep(engine, settings.session_ttl / 4))
+        sweeping = asyncio.create_task(_sweep(engine, ttl_s / 4))
         stack.callback(sweeping.cancel)
         yield await stack.enter_async_context(service)
 
@@ -300,11 +303,11 @@ async def connected(settings: Settings) -> AsyncGenerator[Workers]:
 
     assert settings.target.address is not None, "whoever connects has an address"
     async with AsyncExitStack() as stack:
-        verifier = RemoteVerifier(settings.target.address)
+        verifier = RemoteVerifier(settings.target.address, call_timeout_s=_VERIFY_S)
         stack.push_async_callback(verifier.aclose)
         drafter = None
         if settings.draft_address is not None:
-            drafter = RemoteDrafter(settings.draft_address)
+            drafter = RemoteDrafter(settings.draft_address, call_timeout_s=_PROPOSE_S)
             stack.push_async_callback(drafter.aclose)
         cache = _cache_folder()
 

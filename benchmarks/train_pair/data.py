@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specsplit.core.errors import InvalidSettings
+
 BLOCK_TOKENS = 2048
 """The longest sequence trained on; shorter ones are cut from blocks, so the order does not depend on their length."""
 
@@ -37,6 +39,13 @@ class Stream:
 
     @classmethod
     def open(cls, path: Path) -> Stream:
+        """Map a packed stream.
+
+        Raises:
+            InvalidSettings: it is shorter than a block.
+        """
+        if path.stat().st_size < 2 * (BLOCK_TOKENS + 1):
+            raise InvalidSettings(f"{path} holds fewer than {BLOCK_TOKENS + 1:,} tokens, too few to train on.")
         return cls(np.memmap(path, dtype=np.uint16, mode="r"))
 
     @property

@@ -164,7 +164,7 @@ class _Grower:
             if pending:
                 self._session.extend(pending)
                 pending = ()
-            self._expand(frontier, logits, budget.max_branching)
+            self._expand(frontier, logits, min(budget.max_branching, budget.max_new_nodes))
 
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
         """Return the nodes to expand in the next level, the likeliest first."""

@@ -79,7 +79,7 @@ def held_tokenizer_hash(folder: Path) -> str:
     """Return the hash of the tokenizer files that `tokenizer_from_files` left in `folder`, empty if there are none."""
     try:
         files = read_tokenizer_files(folder, str(folder)) if folder.is_dir() else {}
-    except ModelDamaged:
+    except (ModelDamaged, OSError):
         return ""
     return files_hash(files) if files else ""
 

@@ -44,16 +44,24 @@ class DraftLink(Link):
         """Have the peer looked after while this session lives."""
         self._peer.enter()
 
-    async def propose(self, budget: Budget, verified: tuple[int, ...], wait_s: float) -> Proposal | None:
+    async def propose(
+        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float = math.inf
+    ) -> Proposal | None:
         """Have the draft grow its tree below the committed tokens; None where none comes within `wait_s`.
 
-        `verified` are the draft's nodes that were scored last.
+        `verified` are the draft's nodes that were scored last. Nothing is waited for beyond `remaining_s`, the
+        request's own, which says nothing against the draft.
         """
-        answer = self._why_not() or await self._wait_for(budget, verified, wait_s)
+        answer = self._why_not() or await self._wait_for(budget, verified, wait_s, remaining_s)
         if isinstance(answer, Proposal):
             return answer
         self._incidents.degrade("draft", answer)
         return None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it would be asked now."""
+        return self._why_not() is None
 
     def _why_not(self) -> Reason | None:
         if self._under_way is not None:
@@ -61,22 +69,26 @@ class DraftLink(Link):
         now_s = self._loop.time()
         return self._peer.why_not(now_s) or self._cooldown.why_not(now_s)
 
-    async def _wait_for(self, budget: Budget, verified: tuple[int, ...], wait_s: float) -> Proposal | Reason:
+    async def _wait_for(
+        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float
+    ) -> Proposal | Reason:
         asked_s = self._loop.time()
         waiter: _Waiter = self._loop.create_future()
         self._has_called = True
         self._under_way = self._loop.create_task(self._ask(budget, verified, waiter))
-        timer = self._loop.call_later(wait_s, self._give_up, waiter, asked_s)
+        is_blamed = wait_s <= remaining_s
+        timer = self._loop.call_later(min(wait_s, remaining_s), self._give_up, waiter, asked_s, is_blamed)
         try:
             return await waiter
         finally:
             timer.cancel()
 
-    def _give_up(self, waiter: _Waiter, asked_s: float) -> None:
+    def _give_up(self, waiter: _Waiter, asked_s: float, is_blamed: bool) -> None:
         if not waiter.done():
             now_s = self._loop.time()
-            self._cooldown.fail("slow", asked_s, now_s)
-            self._peer.delay(asked_s, now_s)
+            if is_blamed:
+                self._cooldown.fail("slow", asked_s, now_s)
+                self._peer.delay(asked_s, now_s)
             waiter.set_result("slow")
 
     async def _ask(self, budget: Budget, verified: tuple[int, ...], waiter: _Waiter) -> None:

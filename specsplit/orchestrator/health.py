@@ -72,15 +72,17 @@ class DraftPeer:
         """Tokens that a session of the draft may hold; unbounded while it is not known."""
         return self.identity.context if self.identity is not None else sys.maxsize
 
-    async def meet(self, target: Identity) -> None:
+    async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, for the first time; one that does not answer is asked again in the background.
+
+        It is waited for as long as a connection takes, and no longer than `remaining_s`.
 
         Raises:
             VocabularyMismatch, PeerMismatch: it answers, and is no draft for `target`.
         """
         self._target = target
         try:
-            async with asyncio.timeout(_MEETING_S):
+            async with asyncio.timeout(min(_MEETING_S, remaining_s)):
                 await self.check()
         except (VocabularyMismatch, PeerMismatch):
             raise
@@ -145,12 +147,12 @@ class DraftPeer:
             await asyncio.wait({recovery})
 
     def _start_recovery(self) -> None:
-        is_wanted = self._down not in (None, "mismatch") and self._num_sessions > 0
+        is_wanted = self._down is not None and self._num_sessions > 0
         if is_wanted and (self._recovery is None or self._recovery.done()):
             self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="specsplit-draft-recovery")
 
     async def _recover(self) -> None:
-        """Ping until an answer comes; a draft for another target is left alone for good."""
+        """Ping until a draft for this target answers; one for another is looked at again now and then."""
         pause_s = _FIRST_PAUSE_S
         while True:
             await asyncio.sleep(self._rng.uniform(0, pause_s))
@@ -160,7 +162,7 @@ class DraftPeer:
                     await self.check()
             except (VocabularyMismatch, PeerMismatch) as error:
                 self._refuse(error)
-                return
+                pause_s = _MOST_COOLDOWN_S
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
                 self._down = _reason_of_silence(error)
             else:
@@ -172,8 +174,10 @@ class DraftPeer:
         self._down, self._up_since_s = None, asyncio.get_running_loop().time()
 
     def _refuse(self, error: Exception) -> None:
+        if self._down != "mismatch":
+            _log.warning("the draft is not used: %s", error)
         self._down = "mismatch"
-        _log.warning("the draft is not used any more: %s", error)
+        self._start_recovery()
 
 
 def _reason_of_silence(error: Exception) -> Reason:

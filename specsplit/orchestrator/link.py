@@ -179,6 +179,8 @@ class TargetLink(Link):
         started_s = self._loop.time()
         verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
         self.verify_s = self._loop.time() - started_s
+        if turn.base_length == 0 and self._persistence.num_failures:
+            await self._check_worker()  # it had nothing to lose, so nothing told whether it is still the same
         return verdict
 
     def _raise_epoch(self) -> None:
@@ -187,15 +189,20 @@ class TargetLink(Link):
 
     async def _check_worker(self) -> None:
         before, now = self._identity, await self._persistence.ask(self._verifier.ping)
-        if (now.vocab_hash, now.weights_hash) != (before.vocab_hash, before.weights_hash):
+        if _arithmetic(now) != _arithmetic(before) or now.context < before.context:
             raise PeerMismatch(
-                f"The target was replaced by another model ({now.model}) in the middle of a text begun by "
-                f"{before.model}; send the request again."
+                f"The target was replaced by another model ({now.model}, {now.dtype}, context {now.context}) in the "
+                f"middle of a text begun by {before.model}, {before.dtype}; send the request again."
             )
 
     async def close(self) -> None:
         """Free the target's slot."""
         await self._verifier.close(self.session)
+
+
+def _arithmetic(identity: Identity) -> tuple[str, str, str]:
+    """Return what decides the text."""
+    return identity.vocab_hash, identity.weights_hash, identity.dtype
 
 
 def _shifted(verdict: Verdict, shift: int) -> Verdict:

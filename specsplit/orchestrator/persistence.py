@@ -29,6 +29,7 @@ class Persistence:
     def __init__(self, timeout_s: float | None, retry_s: float, rng: random.Random, incidents: Incidents) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeout_s, self._retry_s, self._rng, self._incidents = timeout_s, retry_s, rng, incidents
+        self.num_failures = 0
         self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
 
     @property
@@ -41,7 +42,7 @@ class Persistence:
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
-            LinkError, NoFreeSlot: the target's last error, after `retry_s`.
+            LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
             return await self._attempt(send)
@@ -65,9 +66,10 @@ class Persistence:
 
     async def _ask_again(self, send: Callable[[], Awaitable[Answer]], error: SpecSplitError) -> Answer:
         began_s = self._loop.time()
-        end_s = min(began_s + self._retry_s, self._deadline_s)
+        end_s = self._deadline_s if self._timeout_s is not None else began_s + self._retry_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            self.num_failures += 1
             self._incidents.degrade("target", reason_of(error))
             left_s = end_s - self._loop.time()
             if left_s <= 0:

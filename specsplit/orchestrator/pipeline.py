@@ -68,30 +68,34 @@ class Orchestrator:
         return "plain" if self.drafter is None else "pingpong"
 
     async def connect(self) -> Identity:
-        """Ask the workers who they are, once, and return the target's identity; `stream` does so by itself.
+        """Ask the workers who they are and return the target's identity; `stream` does so by itself.
 
         A draft that does not answer is asked again later.
 
         Raises:
             VocabularyMismatch: draft and target do not share a vocabulary.
-            PeerMismatch: a worker has another role or protocol version.
+            PeerMismatch: a worker has another role or protocol version, or the target another vocabulary.
             InvalidRequest: the trees to be verified are larger than the target takes.
             DeadlineExceeded, LinkError: the target does not answer.
         """
         return await self._connect(self._persistence(None, Incidents()))
 
     async def _connect(self, persistence: Persistence) -> Identity:
-        if self._target is None:
-            target = await persistence.ask(self.verifier.ping)
+        target = await persistence.ask(self.verifier.ping)  # every request: it may be another one since the last
+        if target != self._target:
+            if target.vocab_hash != self.tokenizer.vocab_hash:
+                raise PeerMismatch(
+                    f"The target {target.model} has another vocabulary than the tokenizer here; connect again."
+                )
             if self._draft is not None:
-                await self._draft.meet(target)
+                await self._draft.meet(target, persistence.remaining_s)
                 if self.speculation.nodes > target.max_nodes:
                     raise InvalidRequest(
                         f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
                         param="nodes",
                     )
             self._target = target
-        return self._target
+        return target
 
     def _persistence(self, timeout_s: float | None, incidents: Incidents) -> Persistence:
         patience = self.patience
@@ -123,15 +127,11 @@ class Orchestrator:
             patience=self.patience,
             keep_closing=self._keep_closing,
         )
-        try:
-            async with Session(serving, request, persistence, incidents, started_s) as session:
+        async with Session(serving, request, persistence, incidents, started_s) as session:
+            chunk = await session.next_chunk()
+            while chunk.finish_reason is None:
+                yield chunk
                 chunk = await session.next_chunk()
-                while chunk.finish_reason is None:
-                    yield chunk
-                    chunk = await session.next_chunk()
-        except PeerMismatch:
-            self._target = None  # another one by now: ask again who it is
-            raise
         yield chunk
 
     async def generate(self, request: Request) -> Result:

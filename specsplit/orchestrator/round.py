@@ -91,7 +91,7 @@ class PingPong:
             budget = replace(budget, max_new_nodes=draft.max_nodes)
         wait_s = max(self._draft_s, budget.max_depth * self._mean_verify_s)
         with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
-            proposal = await self._link.propose(budget, self._verified, min(wait_s, self._persistence.remaining_s))
+            proposal = await self._link.propose(budget, self._verified, wait_s, self._persistence.remaining_s)
             if proposal is None:
                 return self._no_offer(first_node)
             spans.annotate(nodes=len(proposal), forwards=proposal.timings.num_forwards)

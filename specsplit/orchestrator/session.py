@@ -171,8 +171,12 @@ class Session:
         """
         closing = asyncio.create_task(self._target.close())
         tasks = {closing}
-        if self._source is not None:
-            tasks.add(asyncio.create_task(self._source.close()))
+        if self._source is not None and self._draft is not None:
+            draft_closing = asyncio.create_task(self._source.close())
+            if self._draft.is_well:
+                tasks.add(draft_closing)
+            else:
+                self._serving.keep_closing(draft_closing)  # nobody waits for a draft that is slow or away
         ended, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
         for task in late:
             self._serving.keep_closing(task)

@@ -14,6 +14,7 @@ from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, Sessi
 from specsplit.rpc.pb import common_pb2
 
 MAX_NODES = 4096
+_MAX_HASH = 64
 MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
 _LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
@@ -251,11 +252,21 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
     )
 
 
+def _checked_hash(text: str) -> str:
+    """Return a hash that may become a folder's name.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    require(text == "" or (len(text) <= _MAX_HASH and text.isascii() and text.isalnum()), "hash", "A hash is none.")
+    return text
+
+
 def decode_identity(message: common_pb2.Identity) -> Identity:
     """Return the identity of `message`.
 
     Raises:
-        InvalidRequest: its role is neither draft nor target.
+        InvalidRequest: its role is neither draft nor target, or a hash is none.
     """
     is_known = message.role in _ROLES.values()
     require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")
@@ -266,8 +277,8 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         vocab_hash=message.vocab_hash,
         context=message.context,
         max_nodes=message.max_nodes,
-        tokenizer_hash=message.tokenizer_hash,
-        weights_hash=message.weights_hash,
+        tokenizer_hash=_checked_hash(message.tokenizer_hash),
+        weights_hash=_checked_hash(message.weights_hash),
         protocol_version=message.protocol_version,
         dtype=message.dtype,
         device=message.device,

@@ -27,6 +27,15 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
+_OF_SESSIONS = ("GenerateDrafts", "VerifyDrafts", "EndSession")
+"""What a draining worker still does for the sessions that it has."""
+
+
+def draining() -> WorkerUnreachable:
+    """Return the error for what a draining worker does not begin any more."""
+    return WorkerUnreachable("The worker is shutting down and takes nothing new.")
+
+
 class Boundary(grpc.aio.ServerInterceptor):
     """Runs each call of our services; health and reflection pass through untouched."""
 
@@ -38,11 +47,15 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._idle.set()
 
     @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
     def num_running(self) -> int:
         return self._num_running
 
     def refuse(self) -> None:
-        """Refuse every call from now on; those running go on."""
+        """Refuse every call from now on but those of sessions; what runs goes on."""
         self._is_draining = True
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -95,8 +108,8 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._num_running += 1
         self._idle.clear()
         try:
-            if self._is_draining:
-                raise WorkerUnreachable("The worker is shutting down and takes no new calls.")
+            if self._is_draining and method.rpartition("/")[2] not in _OF_SESSIONS:
+                raise draining()
             with spans.span("rpc", parent=spans.extract(metadata), method=method.rpartition("/")[2]):
                 return await self._in_time(serve)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from specsplit.rpc.transport import SERVER_OPTIONS, format_address, parse_addres
 
 LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5
+_LOOK_S = 0.05
 """For the last answers to leave after the last call has ended."""
 _health, _health_pb2, _reflection = cast(Any, health), cast(Any, health_pb2), cast(Any, reflection)
 _SERVING = _health_pb2.HealthCheckResponse.SERVING
@@ -32,9 +33,16 @@ class Server:
     """One running server; made by `serving`."""
 
     def __init__(
-        self, server: grpc.aio.Server, boundary: Boundary, health_servicer: Any, services: list[str], address: str
+        self,
+        server: grpc.aio.Server,
+        boundary: Boundary,
+        health_servicer: Any,
+        services: list[str],
+        address: str,
+        num_sessions: Callable[[], int],
     ) -> None:
         self._server, self._boundary, self._health = server, boundary, health_servicer
+        self._num_sessions = num_sessions
         self._ready_names = ["", READINESS, *services]
         self.address = address
         """HOST:PORT, with the port that was really bound."""
@@ -45,13 +53,21 @@ class Server:
         return self._boundary.num_running
 
     async def drain(self, grace_s: float = 10.0) -> None:
-        """Refuse new calls at once, give running ones `grace_s` seconds, then stop; draining again does no harm."""
+        """Open no session any more, give those open `grace_s` seconds to end, then stop; again does no harm."""
         self._boundary.refuse()
         for name in self._ready_names:
             await self._health.set(name, _NOT_SERVING)
-        is_idle = await self._boundary.wait_idle(grace_s)
+        is_idle = await self._sessions_end(grace_s)
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
+
+    async def _sessions_end(self, timeout_s: float) -> bool:
+        """Wait until no session is open and no call runs; return whether that is so in time."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while self._num_sessions() and loop.time() < end_s:  # noqa: ASYNC110 - another thread's count
+            await asyncio.sleep(min(_LOOK_S, max(0.0, end_s - loop.time())))
+        return await self._boundary.wait_idle(max(0.0, end_s - loop.time()))
 
     async def wait(self) -> None:
         """Wait until the server has stopped."""
@@ -64,12 +80,14 @@ async def serving(
     listen: str,
     drafter: Drafter | None = None,
     verifier: Verifier | None = None,
+    num_sessions: Callable[[], int] = lambda: 0,
     max_call_s: float = MAX_CALL_S,
 ) -> AsyncGenerator[Server]:
     """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
 
-    Port 0 picks a free one; no call runs longer than `max_call_s`, whatever deadline its client set. At the end of the
-    block running calls are cancelled; `drain` first to let them end.
+    Port 0 picks a free one; `num_sessions` tells how many sessions a drain has to wait for; no call runs longer than
+    `max_call_s`, whatever deadline its client set. At the end of the block running calls are cancelled; `drain` first
+    to let them end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
@@ -80,10 +98,10 @@ async def serving(
     server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
     services: list[str] = []
     if drafter is not None:
-        server.add_generic_rpc_handlers([draft_handlers(drafter)])
+        server.add_generic_rpc_handlers([draft_handlers(drafter, lambda: boundary.is_draining)])
         services.append(DRAFT_SERVICE)
     if verifier is not None:
-        server.add_generic_rpc_handlers([target_handlers(verifier)])
+        server.add_generic_rpc_handlers([target_handlers(verifier, lambda: boundary.is_draining)])
         services.append(TARGET_SERVICE)
     health_servicer = _health.aio.HealthServicer()
     _add_standard_services(server, health_servicer, services)
@@ -91,7 +109,7 @@ async def serving(
     for name in (LIVENESS, READINESS, "", *services):
         await health_servicer.set(name, _SERVING)
     await server.start()
-    running = Server(server, boundary, health_servicer, services, format_address(host, bound_port))
+    running = Server(server, boundary, health_servicer, services, format_address(host, bound_port), num_sessions)
     try:
         yield running
     finally:

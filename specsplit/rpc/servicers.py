@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import Message
 
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity, Timings
+from specsplit.core.types import Identity, Timings, Turn
 from specsplit.rpc import calls, codec
-from specsplit.rpc.interceptors import Context
+from specsplit.rpc.interceptors import Context, draining
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.telemetry import spans
@@ -25,14 +25,17 @@ DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 VERSION = version("specsplit")
 
+IsDraining = Callable[[], bool]
 M = TypeVar("M", bound=Message)
 
 
-def draft_handlers(drafter: Drafter) -> grpc.GenericRpcHandler:
-    """Return DraftService over `drafter`."""
+def draft_handlers(drafter: Drafter, is_draining: IsDraining) -> grpc.GenericRpcHandler:
+    """Return DraftService over `drafter`; a worker that drains opens no session."""
 
     async def generate_drafts(request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
-        proposal = await drafter.propose(*calls.decode_drafts_request(request))
+        turn, known_nodes, budget = calls.decode_drafts_request(request)
+        _check_open(turn, is_draining)
+        proposal = await drafter.propose(turn, known_nodes, budget)
         telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
         return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
 
@@ -40,11 +43,12 @@ def draft_handlers(drafter: Drafter) -> grpc.GenericRpcHandler:
     return _handlers(DRAFT_SERVICE, methods, drafter)
 
 
-def target_handlers(verifier: Verifier) -> grpc.GenericRpcHandler:
-    """Return TargetService over `verifier`."""
+def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.GenericRpcHandler:
+    """Return TargetService over `verifier`; a worker that drains opens no session."""
 
     async def verify_drafts(request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
         turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
+        _check_open(turn, is_draining)
         verdict = await verifier.verify(turn, proposal)
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
@@ -67,6 +71,11 @@ def target_handlers(verifier: Verifier) -> grpc.GenericRpcHandler:
         "GetTokenizer": _server_stream(get_tokenizer),
     }
     return _handlers(TARGET_SERVICE, methods, verifier)
+
+
+def _check_open(turn: Turn, is_draining: IsDraining) -> None:
+    if turn.opening is not None and is_draining():
+        raise draining()
 
 
 def _handlers(

@@ -163,6 +163,7 @@ def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
 
 def with_endings_that_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "_CLOSE_S", None)
+    patch.setattr(DraftLink, "is_well", True)
 
 
 @pytest.mark.parametrize(

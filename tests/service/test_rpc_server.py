@@ -312,6 +312,28 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end():
             await verifier.ping()
 
 
+async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
+    target = FakeTarget()
+    sessions = lambda: len(target.slots)  # noqa: E731
+    async with (
+        serving(listen=LOOPBACK, verifier=target, num_sessions=sessions) as server,
+        verifier_at(server) as verifier,
+    ):
+        script = Script()
+        first = script.first()
+        ids = [*PROMPT, (await verifier.verify(first, without_tree(first))).bonus_token]
+        drain = asyncio.create_task(server.drain(20))
+        await asyncio.sleep(0)
+        turn = script.turn(ids, len(ids) - 1)
+        assert len((await verifier.verify(turn, without_tree(turn))).token_ids) == 1
+        with pytest.raises(WorkerUnreachable, match="shutting down"):
+            await verifier.verify(new := Script().first(), without_tree(new))
+        assert not drain.done()
+        await verifier.close(script.session)
+        async with asyncio.timeout(10):
+            await drain
+
+
 async def test_a_drain_does_not_wait_beyond_its_grace():
     target = FakeTarget(Faults(gate=asyncio.Event()))
     async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:

@@ -260,7 +260,7 @@ def test_a_draft_replaced_between_two_rounds_is_found_out_by_its_empty_slot(capl
     draft.inner.ping = other_from_the_second_ping  # type: ignore[method-assign, assignment]
     _, result = serve(target, draft)
     assert [(phase.reason, phase.first_round) for phase in result.degraded] == [("mismatch", 4)]
-    assert "not used any more: The draft fake-FakeDraft and the target" in caplog.text
+    assert "not used: The draft fake-FakeDraft and the target" in caplog.text
 
 
 def test_a_draft_of_another_vocabulary_from_the_start_is_refused() -> None:

@@ -31,6 +31,7 @@ from specsplit.rpc.tokenizer_stream import MAX_TOKENIZER_BYTES, TokenizerReader,
 uint32 = st.integers(0, (1 << 32) - 1)
 ids = st.lists(uint32, max_size=12).map(tuple)
 finite32 = st.floats(0, 1e6, width=32)
+hashes = st.text("0123456789abcdef", max_size=64)
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 samplings = st.builds(
     SamplingParams,
@@ -81,8 +82,8 @@ identities = st.builds(
     vocab_hash=words,
     context=uint32,
     max_nodes=uint32,
-    tokenizer_hash=words,
-    weights_hash=words,
+    tokenizer_hash=hashes,
+    weights_hash=hashes,
     protocol_version=uint32,
     dtype=words,
     device=words,

@@ -207,6 +207,12 @@ def test_each_pass_gives_every_block_once_in_an_order_of_its_own(stream: Stream)
     assert torch.equal(inputs.flatten(), blocks[1][0].flatten())
 
 
+def test_a_stream_without_a_whole_block_is_refused(tmp_path: Path):
+    pack([[1] * BLOCK_TOKENS], tmp_path / "short.u16")
+    with pytest.raises(InvalidSettings, match=r"short\.u16 holds fewer than 2,049 tokens"):
+        Stream.open(tmp_path / "short.u16")
+
+
 def toy(shape: Shape = TARGET, seed: int = 0):
     fresh = model.new_model(shape, VOCAB, seed)
     with torch.no_grad():  # what begins at zero would hide mistakes
@@ -343,7 +349,7 @@ RECIPE = Recipe(
     draft=DRAFT,
     target_batches=Batches(1, 1),
     draft_batches=Batches(1, 1),
-    continuation_batch=4,
+    continuation_batch=8,
     shares=Shares(0.5, 0.2, 0.3),
     held_out_windows=1,
     num_prompts=10,
@@ -376,7 +382,7 @@ def test_the_stages_end_in_a_pair_that_anyone_can_load(
     assert stages.plan(run, 90.0, 5.0) == plan  # a resumed run keeps to it
     stages.train_target(run, plan.target)
     stages.write_continuations(run, 0.0)
-    assert run.space.continuations.stat().st_size == 4 * 512 * 2
+    assert run.space.continuations.stat().st_size == 8 * 512 * 2
     stages.distill_draft(run, plan.distill)
     found = judge.evaluate(run)
     assert len(found["samples"]) == 10

@@ -1,0 +1,139 @@
+"""Workers that are others than they were: never another model's text, and a draft that fits again is used again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specsplit.core.errors import DeadlineExceeded, PeerMismatch
+from specsplit.core.types import Identity
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
+from tests.fakes import FakeDraft, FakeTarget, Faults
+from tests.language import FakeTokenizer
+
+REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
+
+
+class Replaceable(FakeTarget):
+    """A target whose identity can be exchanged, and whose slots then are gone."""
+
+    changes: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = {}
+
+    def become(self, **changes: Any) -> None:
+        self.changes = changes
+        self.slots.clear()
+
+    async def ping(self) -> Identity:
+        return replace(await super().ping(), **self.changes)
+
+
+def orchestrator(target: FakeTarget, draft: FakeDraft | None = None, **patience: Any) -> Orchestrator:
+    speculation = Speculation(nodes=4, depth=2, branching=2)
+    return Orchestrator(target, draft, FakeTokenizer(), speculation, patience=Patience(**patience))
+
+
+async def after_round(owner: Orchestrator, number: int, change: Any) -> Result:
+    """Generate; after round `number`, `change` is called."""
+    result = None
+    rounds = 0
+    async for chunk in owner.stream(REQUEST):
+        result = chunk.result
+        if rounds == number:
+            change()
+        rounds += 1
+    assert result is not None
+    return result
+
+
+async def test_another_vocabulary_between_two_requests_is_refused_until_it_fits_again() -> None:
+    target = Replaceable()
+    owner = orchestrator(target)
+    first = await owner.generate(REQUEST)
+    target.become(vocab_hash="other")
+    for _ in range(2):
+        with pytest.raises(PeerMismatch, match="another vocabulary"):
+            await owner.generate(REQUEST)
+    target.become()
+    assert (await owner.generate(REQUEST)).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"weights_hash": "other"}, {"context": 40}])
+async def test_other_arithmetic_in_the_middle_of_a_text_ends_it(changes: dict[str, Any]) -> None:
+    target = Replaceable()
+    with pytest.raises(PeerMismatch, match="replaced by another model"):
+        await after_round(orchestrator(target), 4, lambda: target.become(**changes))
+
+
+async def test_a_target_replaced_while_the_prompt_is_asked_again_is_found_out() -> None:
+    target = Replaceable()
+    verify, num_calls = target.verify, 0
+
+    async def fail_once(turn: Any, proposal: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            target.become(weights_hash="other")
+            raise DeadlineExceeded("no answer")
+        return await verify(turn, proposal)
+
+    target.verify = fail_once  # type: ignore[method-assign]
+    with pytest.raises(PeerMismatch, match="replaced by another model"):
+        await orchestrator(target).generate(REQUEST)
+
+
+async def test_a_draft_that_fits_again_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specsplit.orchestrator.health._MOST_COOLDOWN_S", 0.01)
+    target, draft = FakeTarget(), FakeDraft()
+    owner = orchestrator(target, draft, draft_s=5.0)
+    await owner.generate(REQUEST)
+
+    def become_other() -> None:
+        draft.vocab_hash = "other"
+        draft.slots.clear()
+
+    refused = await after_round(owner, 3, become_other)
+    assert refused.degraded[-1].reason == "mismatch"
+    draft.vocab_hash = "bytes"
+    gate = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.2, gate.set)
+    target.faults.gate = gate  # the session lives on until the draft was looked at again
+    again = await owner.generate(REQUEST)
+    assert again.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+async def test_a_requests_own_deadline_says_nothing_against_the_draft() -> None:
+    target, draft = FakeTarget(), FakeDraft(faults=Faults(gate=asyncio.Event()))
+    owner = orchestrator(target, draft, draft_s=5.0)
+    for _ in range(5):
+        with pytest.raises(DeadlineExceeded):
+            await owner.generate(replace(REQUEST, timeout_s=0.02))
+    draft.faults.gate = None
+    result = await owner.generate(REQUEST)
+    assert result.degraded == ()
+    assert result.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+async def test_a_deadline_given_is_how_long_a_target_is_asked_again() -> None:
+    target = FakeTarget()
+    verify, began_s, loop = target.verify, 0.0, asyncio.get_running_loop()
+
+    async def away_at_first(turn: Any, proposal: Any) -> Any:
+        if loop.time() - began_s < 0.3:
+            raise DeadlineExceeded("no answer")
+        return await verify(turn, proposal)
+
+    target.verify = away_at_first  # type: ignore[method-assign]
+    began_s = loop.time()
+    result = await orchestrator(target, retry_s=0.05).generate(replace(REQUEST, timeout_s=30.0))
+    assert result.degraded[0].worker == "target"
+    began_s = loop.time()
+    with pytest.raises(DeadlineExceeded, match="asked again"):
+        await orchestrator(target, retry_s=0.05).generate(REQUEST)
