@@ -14,7 +14,7 @@ from benchmarks.statistics import Estimate, estimate, median, paired_speedup, qu
 from benchmarks.systems import Sample
 from specsplit.orchestrator.records import Result
 
-PLAIN_REMOTE, PINGPONG_REMOTE = "plain, loopback", "pingpong, loopback"
+PINGPONG_REMOTE = "pingpong, loopback"
 PLAIN, PINGPONG, BARE, GENERATE = "plain", "pingpong", "bare forward", "transformers generate"
 ASSISTED_PREFIX, LOOKUP_PREFIX = "transformers assisted", "transformers prompt lookup"
 """The names by which the adapters under `peers/` call their systems."""

@@ -23,7 +23,7 @@ from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate
 from benchmarks.systems import System, Task
 
 NUM_WARM_UPS = 2
-OURS = (bars.PLAIN, bars.PINGPONG, bars.PLAIN_REMOTE, bars.PINGPONG_REMOTE)
+OURS = (bars.PLAIN, bars.PINGPONG, bars.PINGPONG_REMOTE)
 
 
 @dataclass(frozen=True, slots=True)

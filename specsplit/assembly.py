@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import math
 import os
 import random
 import secrets
@@ -48,7 +49,6 @@ T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
-_DRAFT_HERE_S = 60.0
 _PROPOSE_S, _VERIFY_S = 10.0, 600.0
 """What one call may take: a draft's prefill that is cut off goes on from there, a hung target shows without it."""
 _log = logging.getLogger(__name__)
@@ -104,8 +104,7 @@ class Workers:
         speculation = Speculation(
             mode=settings.mode, nodes=settings.nodes, depth=settings.depth, branching=settings.branching
         )
-        # In one process draft and target take turns: nothing is gained by not waiting.
-        draft_s = settings.draft_patience if self._are_remote else max(settings.draft_patience, _DRAFT_HERE_S)
+        draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
         patience = Patience(retry_s=settings.retry, draft_s=draft_s)
         key = (speculation, patience)
         if key not in self._orchestrators:

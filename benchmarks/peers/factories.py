@@ -50,7 +50,7 @@ class ServeOurs:
 
 @dataclass(frozen=True, slots=True)
 class ServeLoopback:
-    """Plain decoding and pingpong with workers of their own processes."""
+    """Pingpong with workers in processes of their own."""
 
     threads: int
     shape: Shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.model.plan import Entry
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 
 
 class InProcess:
@@ -37,7 +38,9 @@ class InProcess:
         self.systems = [Ours(PLAIN, self._loop, Orchestrator(target, None, tokenizer, plain))]
         for name, shape in self._shapes:
             trees = Speculation(mode="pingpong", nodes=shape.nodes, depth=shape.depth, branching=shape.branching)
-            self.systems.append(Ours(name, self._loop, Orchestrator(target, draft, tokenizer, trees)))
+            patience = Patience(draft_s=math.inf)  # as in assembly
+            orchestrator = Orchestrator(target, draft, tokenizer, trees, patience=patience)
+            self.systems.append(Ours(name, self._loop, orchestrator))
         return self
 
     def __exit__(self, *raised: object) -> None:

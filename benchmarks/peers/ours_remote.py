@@ -8,7 +8,7 @@ import subprocess
 import sys
 from contextlib import AsyncExitStack
 
-from benchmarks.bars import PINGPONG_REMOTE, PLAIN_REMOTE
+from benchmarks.bars import PINGPONG_REMOTE
 from benchmarks.peers.factories import Shape
 from benchmarks.peers.ours import Ours
 from benchmarks.proxy import Proxy
@@ -67,11 +67,7 @@ class Loopback:
     def __enter__(self) -> Loopback:
         self._addresses = {role: worker.wait_ready() for role, worker in self._workers.items()}
         workers = self._loop.run(self._connect(self._links, self._addresses))
-        plain = Orchestrator(workers.verifier, None, workers.tokenizer, Speculation(mode="plain"))
-        self.systems = [
-            Ours(PLAIN_REMOTE, self._loop, plain),
-            Ours(PINGPONG_REMOTE, self._loop, _speculating(workers, self._shape)),
-        ]
+        self.systems = [Ours(PINGPONG_REMOTE, self._loop, _speculating(workers, self._shape))]
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -75,6 +75,9 @@ class DraftLink(Link):
         asked_s = self._loop.time()
         waiter: _Waiter = self._loop.create_future()
         self._has_called = True
+        if wait_s == remaining_s == math.inf:  # nobody gives up, so nothing needs to go on without us
+            await self._ask(budget, verified, waiter)
+            return waiter.result()
         self._under_way = self._loop.create_task(self._ask(budget, verified, waiter))
         is_blamed = wait_s <= remaining_s
         timer = self._loop.call_later(min(wait_s, remaining_s), self._give_up, waiter, asked_s, is_blamed)

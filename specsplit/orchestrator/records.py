@@ -113,8 +113,8 @@ class Patience:
     """How long workers are waited for, in seconds.
 
     `timeout_s` bounds a whole request (None: no bound). Without a bound, `retry_s` is how long a target that cannot be
-    reached is asked again. A proposal is waited for as long as it could save, and at least `draft_s`; what comes later is not
-    offered any more.
+    reached is asked again. A proposal is waited for as long as it could save, and at least `draft_s`; what comes later
+    is not offered any more.
 
     Raises:
         InvalidRequest: a value is out of range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
@@ -152,7 +153,8 @@ class TargetEngine:
         with torch.inference_mode():
             scores = sampler.scores(logits, session.ids, row_depths, paths)
             picks = pick(scores)  # of a row with a NaN, the NaN
-            if scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).isnan().any():
+            picked: list[float] = scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).flatten().tolist()
+            if any(map(math.isnan, picked)):
                 raise ModelDamaged(
                     f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
                     f"{self._model.identity.dtype}: try --dtype fp32."
