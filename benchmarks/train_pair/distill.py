@@ -8,7 +8,6 @@ gradient does not vanish where the draft is far off, is how to get near it. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.train_pair.continuations import ROW_TOKENS
 from benchmarks.train_pair.data import BLOCK_TOKENS, Stream
-from benchmarks.train_pair.forward import Forward, row_slices
+from benchmarks.train_pair.forward import Forward
+from benchmarks.train_pair.losses import Losses
 from benchmarks.train_pair.train import Batches, length_at
 
 MAX_TV_WEIGHT = 0.8
@@ -27,39 +27,6 @@ def tv_weight(fraction: float) -> float:
     return MAX_TV_WEIGHT * min(1.0, 2 * fraction)
 
 
-class _DistillationLoss(torch.autograd.Function):
-    """(1 - weight) KL(p || q) + weight TV(p, q), mean over rows, the gradient computed beside it."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, head: Tensor, target_x: Tensor, target_head: Tensor, weight: float
-    ) -> Tensor:
-        grad_x, grad_head = torch.empty_like(x), torch.zeros(head.shape, dtype=torch.float32, device=x.device)
-        total = torch.zeros((), device=x.device)
-        for rows in row_slices(x):
-            log_p = (target_x[rows] @ target_head.t()).float().log_softmax(-1)
-            log_q = (x[rows] @ head.t()).float().log_softmax(-1)
-            p, q = log_p.exp(), log_q.exp()
-            total += (1 - weight) * (p * (log_p - log_q)).sum() + weight * 0.5 * (p - q).abs().sum()
-            sides = torch.sign(q - p)
-            grad = (1 - weight) * (q - p) + weight * 0.5 * q * (sides - (q * sides).sum(-1, keepdim=True))
-            grad = (grad / len(x)).to(x.dtype)
-            grad_x[rows] = grad @ head
-            grad_head += grad.t() @ x[rows]
-        ctx.save_for_backward(grad_x, grad_head)
-        return total / len(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_x, grad_head = ctx.saved_tensors
-        return grad_x * grads[0], (grad_head * grads[0]).to(grad_x.dtype), None, None, None
-
-
-def distillation_loss(x: Tensor, head: Tensor, target_x: Tensor, target_head: Tensor, weight: float) -> Tensor:
-    """Return the loss of the draft's hidden states x [N, W] against the target's [N, W'], heads [V, W] and [V, W']."""
-    return _DistillationLoss.apply(x, head, target_x, target_head, weight)
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTask:
     """Soft targets on two streams in turns; a position counts blocks of each. `own` None leaves human text only."""
@@ -67,6 +34,7 @@ class DraftTask:
     model: LlamaForCausalLM
     forward: Forward
     target: Forward
+    losses: Losses
     human: Stream
     own: Stream | None
     batches: Batches
@@ -91,4 +59,5 @@ class DraftTask:
     def _loss(self, inputs: Tensor, weight: float) -> Tensor:
         with torch.no_grad():
             target_x, target_head = self.target.hidden(inputs), self.target.head
-        return distillation_loss(self.forward.hidden(inputs), self.forward.head, target_x, target_head, weight)
+        x = self.forward.hidden(inputs)
+        return self.losses.distillation(x, self.forward.head, target_x, target_head, weight)

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks.train_pair.data import Stream, windows
-from benchmarks.train_pair.forward import Forward, row_slices
+from benchmarks.train_pair.forward import Forward
+from benchmarks.train_pair.losses import row_slices
 from specsplit.sampling.noise import gumbel_rows
 
 WINDOW_TOKENS = 2048

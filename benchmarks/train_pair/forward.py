@@ -1,7 +1,7 @@
 """A training forward over a LlamaForCausalLM's own weights, several times as fast on a CPU as transformers' eager one.
 
 Attention in blocks of queries (the CPU's fused kernel is slow at training sizes), fused projections, activations in
-`dtype`, and a loss that never holds all logits. Legend: B sequences, T tokens, W width, V vocabulary.
+`dtype`. Knows no loss. Legend: B sequences, T tokens, W width, V vocabulary, D head width.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 QUERY_BLOCK = 256
-LOSS_ROWS = {"cpu": 512, "cuda": 16384}
-"""Rows of logits that exist at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,43 +140,3 @@ class Forward:
     def head(self) -> Tensor:
         """The embedding, which is the head as well, [V, W]."""
         return self._model.model.embed_tokens.weight.to(self._dtype)
-
-
-def row_slices(x: Tensor) -> list[slice]:
-    """Return the slices of x's rows whose logits are computed together."""
-    step = LOSS_ROWS[x.device.type]
-    return [slice(start, start + step) for start in range(0, len(x), step)]
-
-
-class _NextTokenLoss(torch.autograd.Function):
-    """Mean cross-entropy plus z-loss, the gradient computed beside it, a few rows of logits at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, wanted: Tensor, z_loss: float) -> Tensor:  # type: ignore[override]
-        grad_x, grad_head = torch.empty_like(x), torch.zeros(head.shape, dtype=torch.float32, device=x.device)
-        total = torch.zeros((), device=x.device)
-        for rows in row_slices(x):
-            target = wanted[rows, None]
-            logits = (x[rows] @ head.t()).float()
-            log_z = logits.logsumexp(-1, keepdim=True)
-            total += (log_z - logits.gather(1, target)).sum()
-            grad = logits.sub_(log_z).exp_().mul_(1 + 2 * z_loss * log_z)
-            grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
-            grad = grad.mul_(1 / len(x)).to(x.dtype)
-            grad_x[rows] = grad @ head
-            grad_head += grad.t() @ x[rows]
-        ctx.save_for_backward(grad_x, grad_head)
-        return total / len(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_x, grad_head = ctx.saved_tensors
-        return grad_x * grads[0], (grad_head * grads[0]).to(grad_x.dtype), None, None
-
-
-def next_token_loss(x: Tensor, head: Tensor, wanted: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Return the mean loss in nats of hidden states x [N, W] against token ids [N].
-
-    The value leaves out the z-loss (Chowdhery et al., PaLM, 2022), `z_loss` * log(Z)^2; the gradient has it.
-    """
-    return _NextTokenLoss.apply(x, head, wanted, z_loss)

@@ -21,7 +21,7 @@ class Rates:
     """Peak learning rates and what else the update takes."""
 
     muon: float = 0.02
-    adam: float = 4e-3
+    adam: float = 6e-3
     use_muon: bool = True
     momentum: float = 0.95
     weight_decay: float = 0.02

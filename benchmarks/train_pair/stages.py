@@ -22,6 +22,7 @@ from benchmarks.train_pair.files import write_whole
 from benchmarks.train_pair.filters import without_header
 from benchmarks.train_pair.forward import Forward
 from benchmarks.train_pair.loop import Budget, Loop
+from benchmarks.train_pair.losses import Losses
 from benchmarks.train_pair.optimizer import Optimizers
 from benchmarks.train_pair.recipe import Machine, Recipe
 from benchmarks.train_pair.sources import Package
@@ -112,7 +113,8 @@ def train_target(run: Run, minutes: float) -> None:
     stream = Stream.open(space.require(space.train_tokens, "tokenizer"))
     trained = model.new_model(recipe.target, recipe.vocab_size, recipe.seed).to(machine.device)
     forward = Forward(trained, machine.dtype, machine.compiled)
-    task = TargetTask(trained, forward, stream, recipe.target_batches, recipe.seed)
+    losses = Losses.new(machine.compiled)
+    task = TargetTask(trained, forward, losses, stream, recipe.target_batches, recipe.seed)
     _run_loop(run, "target", task, Optimizers(trained, recipe.target_rates), minutes)
     _save(run, trained, space.target)
     space.note(target=_facts(run, "target", trained, minutes))
@@ -145,6 +147,7 @@ def distill_draft(run: Run, minutes: float) -> None:
         model=draft,
         forward=Forward(draft, machine.dtype, machine.compiled),
         target=Forward(target, machine.dtype, machine.compiled),
+        losses=Losses.new(machine.compiled),
         human=Stream.open(space.train_tokens),
         own=Stream.open(space.require(space.continuations, "distill")),
         batches=recipe.draft_batches,

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.train_pair.data import BLOCK_TOKENS, Stream
-from benchmarks.train_pair.forward import Forward, next_token_loss
+from benchmarks.train_pair.forward import Forward
+from benchmarks.train_pair.losses import Losses
 
 LENGTHS = ((0.0, 512), (0.8, 1024), (0.92, 2048))
 """From which fraction of the run on sequences have which length."""
@@ -37,6 +38,7 @@ class TargetTask:
 
     model: LlamaForCausalLM
     forward: Forward
+    losses: Losses
     stream: Stream
     batches: Batches
     seed: int
@@ -49,7 +51,8 @@ class TargetTask:
             first = position + part * self.batches.micro_blocks
             inputs, wanted = self.stream.batch(self.seed, first, self.batches.micro_blocks, length)
             inputs, wanted = inputs.to(self.model.device), wanted.to(self.model.device)
-            loss = next_token_loss(self.forward.hidden(inputs), self.forward.head, wanted.flatten(), Z_LOSS)
+            x = self.forward.hidden(inputs)
+            loss = self.losses.next_token(x, self.forward.head, wanted.flatten(), Z_LOSS)
             (loss / parts).backward()
             total += loss.detach() / parts
         return total.item(), self.batches.blocks, self.batches.blocks * BLOCK_TOKENS

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.train_pair import corpus, filters, judge, model, sources, stages, text_checks, tokenizer
 from benchmarks.train_pair.data import BLOCK_TOKENS, Stream, pack
-from benchmarks.train_pair.distill import DraftTask, distillation_loss
+from benchmarks.train_pair.distill import DraftTask
 from benchmarks.train_pair.evaluate import HeldOut, nats_per_byte
-from benchmarks.train_pair.forward import QUERY_BLOCK, Forward, next_token_loss
+from benchmarks.train_pair.forward import QUERY_BLOCK, Forward
 from benchmarks.train_pair.loop import Budget, Loop
+from benchmarks.train_pair.losses import Losses
 from benchmarks.train_pair.model import Shape
 from benchmarks.train_pair.optimizer import Optimizers, Rates, orthogonalised, schedule
 from benchmarks.train_pair.recipe import Machine, Recipe, Shares
@@ -233,13 +234,13 @@ def test_the_training_forward_is_that_of_transformers():
 def test_the_losses_have_the_gradients_of_what_they_compute():
     x, head = torch.randn(700, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
     wanted = torch.randint(0, 40, (700,))
-    value = next_token_loss(x, head, wanted)
+    value = Losses.new().next_token(x, head, wanted)
     expected = torch.nn.functional.cross_entropy(x @ head.t(), wanted)
     torch.testing.assert_close(value, expected)
     for ours, theirs in zip(*(torch.autograd.grad(loss, (x, head)) for loss in (value, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
     target_x, target_head = torch.randn(700, 8), torch.randn(40, 8)
-    value = distillation_loss(x, head, target_x, target_head, 0.3)
+    value = Losses.new().distillation(x, head, target_x, target_head, 0.3)
     p, q = (target_x @ target_head.t()).softmax(-1), (x @ head.t()).softmax(-1)
     expected = (0.7 * (p * (p / q).log()).sum(-1) + 0.3 * 0.5 * (p - q).abs().sum(-1)).mean()
     torch.testing.assert_close(value, expected)
@@ -264,7 +265,7 @@ def test_the_rates_rise_stay_and_fall_to_nothing():
 
 def target_loop(stream: Stream, folder: Path, steps: int) -> tuple[Loop, TargetTask]:
     fresh = model.new_model(TARGET, VOCAB, 0)
-    task = TargetTask(fresh, Forward(fresh, torch.float32), stream, Batches(1, 1), 5)
+    task = TargetTask(fresh, Forward(fresh, torch.float32), Losses.new(), stream, Batches(1, 1), 5)
     return Loop("target", task, Optimizers(fresh, Rates()), Budget(1.0, steps), folder, SILENT), task
 
 
@@ -301,6 +302,7 @@ def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
         model=draft,
         forward=Forward(draft, torch.float32),
         target=Forward(target, torch.float32),
+        losses=Losses.new(),
         human=stream,
         own=stream,
         batches=Batches(1, 1),
