@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks import report
+from benchmarks.train_pair.workspace import Interrupted
 from specsplit.assembly import require_worker_extra
 from specsplit.core.errors import SpecSplitError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 EMBEDDED = Path(__file__).parents[2] / "specsplit" / "model" / "embedded"
-DEFAULT_WORK = Path("build/train_pair")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -71,8 +71,8 @@ def _prepare(run: Run, corpus: Path | None, pip_arguments: str, max_megabytes: f
 
 @app.command("all")
 def run_all(
+    work: Work,
     minutes: Minutes = 130,
-    work: Work = DEFAULT_WORK,
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
@@ -98,13 +98,13 @@ def run_all(
 
 
 @app.command()
-def corpus(work: Work = DEFAULT_WORK, pip_args: PipArguments = "", max_mb: MaxMegabytes = None) -> None:
+def corpus(work: Work, pip_args: PipArguments = "", max_mb: MaxMegabytes = None) -> None:
     """Gather, filter and compress the corpus."""
     _prepare(_run(work), None, pip_args, max_mb)
 
 
 @app.command()
-def tokenizer(work: Work = DEFAULT_WORK, corpus: Corpus = None, device: Device = "auto") -> None:
+def tokenizer(work: Work, corpus: Corpus = None, device: Device = "auto") -> None:
     """Train the tokenizer and encode the corpus."""
     from benchmarks.train_pair import stages
 
@@ -116,8 +116,8 @@ def tokenizer(work: Work = DEFAULT_WORK, corpus: Corpus = None, device: Device =
 
 @app.command()
 def target(
+    work: Work,
     minutes: Minutes = 90,
-    work: Work = DEFAULT_WORK,
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
@@ -130,8 +130,8 @@ def target(
 
 @app.command()
 def distill(
+    work: Work,
     minutes: Minutes = 30,
-    work: Work = DEFAULT_WORK,
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
@@ -146,7 +146,7 @@ def distill(
 
 
 @app.command()
-def evaluate(work: Work = DEFAULT_WORK, device: Device = "auto", threads: Threads = CORES) -> None:
+def evaluate(work: Work, device: Device = "auto", threads: Threads = CORES) -> None:
     """Measure the pair, hold it against the bars, and write the model card."""
     from benchmarks.train_pair import judge
 
@@ -155,7 +155,7 @@ def evaluate(work: Work = DEFAULT_WORK, device: Device = "auto", threads: Thread
 
 @app.command()
 def export(
-    work: Work = DEFAULT_WORK,
+    work: Work,
     to: Annotated[Path, typer.Option(help="Where the package keeps its pair.", file_okay=False)] = EMBEDDED,
 ) -> None:
     """Copy the pair and its card into the package."""
@@ -172,8 +172,8 @@ def main() -> None:
     except SpecSplitError as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("Interrupted.", err=True)
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        typer.echo(str(stopped) or "Interrupted.", err=True)
         sys.exit(INTERRUPTED)
 
 

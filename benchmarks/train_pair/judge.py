@@ -18,7 +18,7 @@ BARS = {"cpu": {"loss": 0.70, "greedy": 3.2, "coupled": 2.4}, "cuda": {"loss": 0
 MIN_GAP = 0.10
 """By how many nats per byte the draft is worse: a pair that agrees because both are bad does not count."""
 MAX_LOADING_S = 1.0
-MAX_WEIGHT_BYTES = 32 * 1024 * 1024
+MAX_WEIGHT_BYTES = 32_000_000
 
 
 def evaluate(run: Run) -> dict[str, Any]:

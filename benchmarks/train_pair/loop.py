@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from benchmarks.train_pair.optimizer import Optimizers
+from benchmarks.train_pair.workspace import Interrupted
 
 SAVE_EVERY_S = 180.0
 TELL_EVERY_S = 30.0
@@ -50,10 +51,6 @@ class Task(Protocol):
     def backward(self, position: int, fraction: float) -> tuple[float, int, int]:
         """Accumulate gradients from `position` on; return the loss, how far the position moves, and the tokens."""
         ...
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; its checkpoint is written."""
 
 
 @dataclass(slots=True)

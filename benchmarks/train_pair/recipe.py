@@ -58,8 +58,8 @@ CPU = Recipe(
 )
 CUDA = Recipe(
     vocab_size=4096,
-    target=Shape(num_layers=14, hidden=320, mlp=768, num_heads=5, num_kv_heads=1),
-    draft=Shape(num_layers=1, hidden=320, mlp=1280, num_heads=5, num_kv_heads=1),
+    target=Shape(num_layers=14, hidden=320, mlp=640, num_heads=5, num_kv_heads=1),
+    draft=Shape(num_layers=1, hidden=320, mlp=1024, num_heads=5, num_kv_heads=1),
     target_batches=Batches(blocks=64, micro_blocks=32),
     draft_batches=Batches(blocks=32, micro_blocks=32),
     continuation_batch=2048,

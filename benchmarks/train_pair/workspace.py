@@ -11,6 +11,10 @@ from benchmarks.train_pair.files import write_whole
 from specsplit.core.errors import InvalidSettings
 
 
+class Interrupted(Exception):
+    """A run was asked to stop; what it did is in its workspace."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """A folder; every stage finds the work of those before it there."""

@@ -9,7 +9,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,8 @@ async def worker_process() -> AsyncIterator[tuple[Process, str]]:
         async with asyncio.timeout(60):
             yield process, (await process.stdout.readline()).decode().strip()
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # the test killed it
+            process.kill()
         await process.wait()
 
 
