@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, StaticCache
 
 from benchmarks.train_pair.data import BLOCK_TOKENS, Stream
 
@@ -68,10 +68,11 @@ def continued(target: LlamaForCausalLM, prompts: Tensor, temperature: float, see
     """Return the prompts [B, P] continued to ROW_TOKENS, int64 [B, ROW_TOKENS]; the end of a text does not stop it."""
     device = target.device
     noise = torch.Generator(device=device).manual_seed(seed)
-    rows, cache, fed = prompts.to(device), None, prompts.to(device)
+    rows, cache, fed = prompts.to(device), StaticCache(target.config, max_cache_len=ROW_TOKENS), prompts.to(device)
     while rows.shape[1] < ROW_TOKENS:
-        answer = target(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = answer.past_key_values, answer.logits[:, -1].float()
+        positions = torch.arange(rows.shape[1] - fed.shape[1], rows.shape[1], device=device)
+        answer = target(input_ids=fed, past_key_values=cache, position_ids=positions[None], logits_to_keep=1)
+        logits = answer.logits[:, -1].float()
         if temperature > 0:
             exponential = torch.empty_like(logits).exponential_(generator=noise)
             logits = (logits / temperature).softmax(-1) / exponential

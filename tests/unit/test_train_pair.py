@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.train_pair import corpus, judge, model, stages, text_checks, tokenizer
+from benchmarks.train_pair.continuations import ROW_TOKENS, continued
 from benchmarks.train_pair.data import BLOCK_TOKENS, Stream, pack
 from benchmarks.train_pair.distill import DraftTask
 from benchmarks.train_pair.evaluate import HeldOut, nats_per_byte
@@ -185,6 +186,19 @@ def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
     assert after["coupled"] > before["coupled"] + 0.1
     assert (1 - (1 - after["one_minus_tv"])) / (2 - after["one_minus_tv"]) - 0.05 <= after["coupled"]
     assert after["coupled"] <= after["one_minus_tv"] + 0.05
+
+
+def test_continuations_are_what_the_target_picks_and_differ_when_sampled():
+    target = toy()
+    prompts = torch.randint(0, VOCAB, (2, 30))
+    rows = continued(target, prompts, 0.0, 1)
+    assert rows.shape == (2, ROW_TOKENS)
+    with torch.no_grad():
+        picks = target(rows).logits.argmax(-1)
+    assert torch.equal(rows[:, :30], prompts)
+    assert (picks[:, 29:-1] == rows[:, 30:]).float().mean() > 0.99  # near ties may fall otherwise
+    assert torch.equal(continued(target, prompts, 1.0, 1), continued(target, prompts, 1.0, 1))
+    assert not torch.equal(continued(target, prompts, 1.0, 1), continued(target, prompts, 1.0, 2))
 
 
 def test_a_loop_is_a_period_in_the_last_48_tokens():
