@@ -66,7 +66,7 @@ def _prepare(run: Run, corpus: Path | None, pip_arguments: str, max_megabytes: f
         stages.take_corpus(run, corpus)
     if not run.space.corpus.exists():
         max_bytes = None if max_megabytes is None else int(max_megabytes * 1e6)
-        stages.build_corpus(run, sources.read_packages(), shlex.split(pip_arguments), max_bytes)
+        stages.build_corpus(run, sources.read_packages(run.recipe.packages), shlex.split(pip_arguments), max_bytes)
 
 
 @app.command("all")

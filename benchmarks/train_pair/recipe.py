@@ -8,12 +8,14 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from benchmarks.train_pair.model import Shape
 from benchmarks.train_pair.optimizer import Rates
+from benchmarks.train_pair.sources import FULL_LIST, SMALL_LIST
 from benchmarks.train_pair.train import Batches
 
 Device = Literal["cpu", "cuda"]
@@ -32,6 +34,7 @@ class Shares:
 class Recipe:
     """All that decides the outcome beside the corpus and the time."""
 
+    packages: Path
     vocab_size: int
     target: Shape
     draft: Shape
@@ -48,6 +51,7 @@ class Recipe:
 
 
 CPU = Recipe(
+    packages=SMALL_LIST,
     vocab_size=4096,
     target=Shape(num_layers=10, hidden=256, mlp=512, num_heads=4, num_kv_heads=2),
     draft=Shape(num_layers=1, hidden=256, mlp=1024, num_heads=4, num_kv_heads=2),
@@ -57,6 +61,7 @@ CPU = Recipe(
     shares=Shares(target=0.70, continuations=0.06, distill=0.19),
 )
 CUDA = Recipe(
+    packages=FULL_LIST,
     vocab_size=4096,
     target=Shape(num_layers=14, hidden=320, mlp=640, num_heads=5, num_kv_heads=1),
     draft=Shape(num_layers=1, hidden=320, mlp=1024, num_heads=5, num_kv_heads=1),

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from specsplit.core.errors import InvalidSettings
 
-PACKAGES = Path(__file__).parent / "packages.txt"
+FULL_LIST = Path(__file__).parent / "packages.txt"
+SMALL_LIST = Path(__file__).parent / "packages_small.txt"
 BATCH = 25
 """Packages per call of pip; one that fails is tried again package by package."""
 
@@ -49,7 +50,7 @@ class Source:
     content: bytes
 
 
-def read_packages(path: Path = PACKAGES) -> list[Package]:
+def read_packages(path: Path) -> list[Package]:
     """Return the packages of a list with lines `name==version  # licence`.
 
     Raises:

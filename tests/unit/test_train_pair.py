@@ -26,7 +26,7 @@ from benchmarks.train_pair.losses import Losses
 from benchmarks.train_pair.model import Shape
 from benchmarks.train_pair.optimizer import Optimizers, Rates, orthogonalised, schedule
 from benchmarks.train_pair.recipe import CPU, CUDA, Machine, Recipe, Shares
-from benchmarks.train_pair.sources import Package
+from benchmarks.train_pair.sources import SMALL_LIST, Package
 from benchmarks.train_pair.train import Batches, TargetTask
 from benchmarks.train_pair.workspace import Interrupted, Workspace
 from specsplit.core.errors import InvalidSettings
@@ -231,6 +231,7 @@ def test_nats_per_byte_divides_the_nats_of_tokens_by_the_bytes_they_stand_for(st
 
 
 RECIPE = Recipe(
+    packages=SMALL_LIST,
     vocab_size=VOCAB,
     target=TARGET,
     draft=DRAFT,
