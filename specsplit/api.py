@@ -16,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from specsplit import assembly
+from specsplit.assembly.models import load_models
+from specsplit.assembly.requests import check_prompt, make_request
+from specsplit.assembly.workers import opened
 from specsplit.core.defaults import Device, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings, override
@@ -97,7 +99,7 @@ class Pipeline:
     def _open(self, settings: Settings) -> None:
         settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
         self.settings = settings
-        models = None if settings.is_remote else assembly.load_models(settings)
+        models = None if settings.is_remote else load_models(settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
         self._thread.start()
@@ -106,7 +108,7 @@ class Pipeline:
         self._gate = threading.Lock()
         """Held where a request begins and where closing does, so that none begins afterwards."""
         self._is_closed = False
-        self._opened = assembly.opened(settings, models)
+        self._opened = opened(settings, models)
         opening = self._submit(self._opened.__aenter__())
         try:
             self._workers = opening.result()
@@ -165,7 +167,7 @@ class Pipeline:
     def _settings_for(self, prompt: Prompt, options: RequestOptions) -> OrchestratorSettings:
         """Check what can be checked at once, so that a mistake is raised by the call and not by the first chunk."""
         self._refuse_if_closed()
-        assembly.check_prompt(prompt)
+        check_prompt(prompt)
         given: dict[str, Any] = dict(options)
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
@@ -215,7 +217,7 @@ class Pipeline:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
-        request = assembly.make_request(self._workers.tokenizer, prompt, settings)
+        request = make_request(self._workers.tokenizer, prompt, settings)
         async with self._turn, contextlib.aclosing(self._workers.orchestrator(settings).stream(request)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)

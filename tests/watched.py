@@ -93,6 +93,8 @@ class Ledger:
             account.resyncs.append((role, account.num_rounds, "epoch_raised", 0))
         elif have is not None:
             held = min(have, last.base_length - 1)
+            if turn.base_length > held:
+                return  # whoever heard it was cut short before it took note
             reason = "slot_behind" if held else "slot_lost"
             account.resyncs.append((role, account.num_rounds, reason, last.base_length - held))
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from specsplit import assembly
+from specsplit.assembly.models import load_models, require_worker_extra
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check
 from specsplit.core.errors import SpecSplitError
@@ -78,7 +78,7 @@ def _of_settings(settings: Settings) -> list[Check]:
 def _machine(settings: Settings) -> list[Check]:
     """Check the devices and, if what loads models is there, the models themselves."""
     try:
-        assembly.require_worker_extra()
+        require_worker_extra()
     except SpecSplitError as error:
         return [Check("worker", False, str(error))]
     import torch
@@ -93,7 +93,7 @@ def _machine(settings: Settings) -> list[Check]:
 def _models(settings: Settings) -> list[Check]:
     try:
         with render.loading_bar() as progress:
-            models = assembly.load_models(settings, progress)
+            models = load_models(settings, progress)
     except SpecSplitError as error:
         return [Check("models", False, str(error))]
     checks = [_model(models.target)]

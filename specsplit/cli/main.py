@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.cli import options
+from specsplit.cli import options, plan
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
 from specsplit.core.defaults import Role
@@ -135,6 +135,8 @@ app.command("draft", epilog=SERVICE_EXAMPLES, help=f"Serve a draft, which propos
 app.command("target", epilog=SERVICE_EXAMPLES, help=f"Serve a target, which verifies token trees, {_UNTIL}")(
     _serving("target")
 )
+
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 
 
 @app.command()

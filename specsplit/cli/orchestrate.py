@@ -18,7 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from specsplit import assembly
+from specsplit.assembly.models import Models, load_models
+from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.requests import check_prompt, make_request
+from specsplit.assembly.workers import opened
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
@@ -81,7 +84,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
         job = _Job(prompt, settings, is_json=bool(given.get("json")), compares=bool(given.get("compare")))
         with _fast_start(), render.loading_bar() as progress:
-            models = None if settings.is_remote else assembly.load_models(settings, progress)
+            models = None if settings.is_remote else load_models(settings, progress)
         for reason in models.degraded if models is not None else ():
             render.note(reason)
         return asyncio.run(_generate(job, models))
@@ -110,7 +113,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise InvalidRequest("There is no prompt; give one with --prompt TEXT or --prompt-file FILE.", param="prompt")
     if prompt is None:
         prompt = _read_file(prompt_file or "")
-    assembly.check_prompt(prompt)
+    check_prompt(prompt)
     return prompt
 
 
@@ -205,20 +208,20 @@ class _JsonOutput:
         sys.stdout.flush()
 
 
-async def _generate(job: _Job, models: assembly.Models | None) -> int:
+async def _generate(job: _Job, models: Models | None) -> int:
     async with AsyncExitStack() as stack:
         with _fast_start():
-            workers = await stack.enter_async_context(assembly.opened(job.settings, models))
+            workers = await stack.enter_async_context(opened(job.settings, models))
         load_s = time.perf_counter() - job.started_s
         chosen = job.settings.orchestrator
-        request = assembly.make_request(workers.tokenizer, job.prompt, chosen)
+        request = make_request(workers.tokenizer, job.prompt, chosen)
         if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat:
             render.note("Hint: this model has a chat template; --chat applies it.")
         show = _JsonOutput(load_s) if job.is_json else _TextOutput()
         return await _show(workers, request, job, show)
 
 
-async def _show(workers: assembly.Workers, request: Request, job: _Job, show: _TextOutput | _JsonOutput) -> int:
+async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput | _JsonOutput) -> int:
     ctrl_c = _CtrlC()
     transcript, plain = Transcript(), Transcript()
     chosen = job.settings.orchestrator

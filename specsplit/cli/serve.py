@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from specsplit import assembly
+from specsplit.assembly.models import load_worker, not_recorded
+from specsplit.assembly.workers import serving
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
@@ -45,10 +46,10 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
         with _terminable(), render.loading_bar() as progress:
-            model = assembly.load_worker(role, settings, progress)
+            model = load_worker(role, settings, progress)
         gc.freeze()  # what lives as long as the process need not be looked at again
         if not model.runner.is_recorded:
-            render.note(assembly.not_recorded(model))
+            render.note(not_recorded(model))
         asyncio.run(_serve(model, settings))
     return 0
 
@@ -77,7 +78,7 @@ def _terminable() -> Generator[None]:
 
 async def _serve(model: LoadedModel, settings: WorkerSettings) -> None:
     stop = _Stop()
-    async with assembly.serving(model, settings) as server:
+    async with serving(model, settings) as server:
         ready = {"event": "ready", "role": model.role, "address": server.address, "model": model.name}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Mode = Literal["auto", "plain", "pingpong"]
+Mode = Literal["auto", "plain", "pingpong", "overlap"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]

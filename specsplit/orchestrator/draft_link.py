@@ -46,17 +46,18 @@ class DraftLink(Link):
 
     async def propose(
         self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float = math.inf
-    ) -> Proposal | None:
-        """Have the draft grow its tree below the committed tokens; None where none comes within `wait_s`.
+    ) -> Proposal | Reason:
+        """Have the draft grow its tree below the committed tokens; the reason where none comes within `wait_s`.
 
         `verified` are the draft's nodes that were scored last. Nothing is waited for beyond `remaining_s`, the
-        request's own, which says nothing against the draft.
+        request's own, which says nothing against the draft. One call at a time.
         """
-        answer = self._why_not() or await self._wait_for(budget, verified, wait_s, remaining_s)
-        if isinstance(answer, Proposal):
-            return answer
-        self._incidents.degrade("draft", answer)
-        return None
+        return self._why_not() or await self._wait_for(budget, verified, wait_s, remaining_s)
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the draft is not known to hold."""
+        return len(self._committed) - self._have
 
     @property
     def is_well(self) -> bool:

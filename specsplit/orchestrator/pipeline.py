@@ -18,7 +18,7 @@ from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import Chunk, Mode, Patience, Request, Result, Speculation
-from specsplit.orchestrator.session import Serving, Session
+from specsplit.orchestrator.session import Serving, Session, resolved_mode
 
 
 class MonotonicClock:
@@ -49,8 +49,10 @@ class Orchestrator:
         patience: Patience = Patience(),  # noqa: B008  (frozen)
         rng: random.Random | None = None,
     ) -> None:
-        if speculation.mode == "pingpong" and drafter is None:
-            raise InvalidSettings("Mode pingpong needs a draft model; name one with --draft-model or use --mode plain.")
+        if speculation.mode in ("pingpong", "overlap") and drafter is None:
+            raise InvalidSettings(
+                f"Mode {speculation.mode} needs a draft model; name one with --draft-model or use --mode plain."
+            )
         self.verifier = verifier
         self.drafter = drafter if speculation.mode != "plain" else None
         self.tokenizer = tokenizer
@@ -65,7 +67,7 @@ class Orchestrator:
     @property
     def mode(self) -> Mode:
         """What `auto` came to."""
-        return "plain" if self.drafter is None else "pingpong"
+        return resolved_mode(self.speculation, has_draft=self.drafter is not None)
 
     async def connect(self) -> Identity:
         """Ask the workers who they are and return the target's identity; `stream` does so by itself.

@@ -13,7 +13,7 @@ from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NO
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 
-Mode = Literal["plain", "pingpong"]
+Mode = Literal["plain", "pingpong", "overlap"]
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
 JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
@@ -89,20 +89,22 @@ class Request:
 class Speculation:
     """How rounds are run: `auto` is pingpong where there is a drafter and plain where there is none.
 
+    In `overlap` the draft goes on growing the tree while the target verifies.
+
     `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
 
     Raises:
         InvalidRequest: there is no such mode, or a bound is below 1.
     """
 
-    mode: Literal["auto", "plain", "pingpong"] = "auto"
+    mode: Literal["auto", "plain", "pingpong", "overlap"] = "auto"
     nodes: int = DEFAULT_NODES
     depth: int = DEFAULT_DEPTH
     branching: int = DEFAULT_BRANCHING
 
     def __post_init__(self) -> None:
-        if self.mode not in ("auto", "plain", "pingpong"):
-            raise InvalidRequest(f"mode must be auto, plain or pingpong, not {self.mode}.", param="mode")
+        if self.mode not in ("auto", "plain", "pingpong", "overlap"):
+            raise InvalidRequest(f"mode must be auto, plain, pingpong or overlap, not {self.mode}.", param="mode")
         for name in ("nodes", "depth", "branching"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)

@@ -6,16 +6,14 @@ Knows no text and no end; a mode is a Source, a way to obtain the next tree. The
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from specsplit.core.tree import renumber
 from specsplit.core.types import ROOT, Budget, Proposal, Verdict
-from specsplit.orchestrator.draft_link import DraftLink
-from specsplit.orchestrator.health import DraftPeer
+from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
-from specsplit.orchestrator.persistence import Persistence
 from specsplit.telemetry import spans
 
 
@@ -28,6 +26,8 @@ class Offer:
     """1 for the root's children."""
     draft_numbers: Sequence[int] = ()
     """The same nodes as the draft counts them."""
+    is_kept: bool | None = None
+    """Whether the tree was drafted before the last verdict came; None where nothing was drafted ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,22 @@ class Outcome:
     def num_accepted(self) -> int:
         return len(self.verdict.accepted)
 
+    @property
+    def verified_draft_numbers(self) -> tuple[int, ...]:
+        """The nodes that were scored, as the draft counts them."""
+        numbers, scored = self.offer.draft_numbers, self.verdict.verified
+        if len(scored) == len(numbers):
+            return tuple(numbers)
+        first = self.offer.proposal.first_node
+        return tuple(numbers[number - first] for number in scored)
+
 
 class Source(Protocol):
     """Where trees come from; whatever it has under way ends with `close`."""
+
+    def begin(self, budget: Budget) -> None:
+        """Take note that the prompt goes to the target now."""
+        ...
 
     async def next_offer(self, budget: Budget, first_node: int) -> Offer: ...
 
@@ -59,59 +72,30 @@ class Source(Protocol):
 class PingPong:
     """Draft and target take turns: each tree is asked for, and waited for, after the last verdict.
 
-    A tree saves at most the verifies of its depth, so it is waited for as long as those take, and at least `draft_s`.
     Without it the round decodes plainly.
-
-    One tokenizer may come with embeddings of two sizes: nodes beyond the target's are left out, and once the target has
-    said a token beyond the draft's (its padding), the draft cannot follow it and is not asked any more.
     """
 
-    def __init__(
-        self,
-        peer: DraftPeer,
-        link: DraftLink,
-        committed: Committed,
-        target_vocab_size: int,
-        draft_s: float,
-        persistence: Persistence,
-    ) -> None:
-        self._peer, self._link, self._committed, self._persistence = peer, link, committed, persistence
-        self._target_vocab_size, self._draft_s = target_vocab_size, draft_s
-        self._largest_token = max(committed.ids)
+    def __init__(self, drafting: Drafting, committed: Committed, incidents: Incidents) -> None:
+        self._drafting, self._committed, self._incidents = drafting, committed, incidents
         self._verified: tuple[int, ...] = ()
-        self._num_verifies = 0
-        self._mean_verify_s = 0.0
-        """Of the rounds after the prompt's; the prompt's own until there is one."""
+
+    def begin(self, budget: Budget) -> None:
+        """Take turns: the draft takes in the prompt after the target."""
 
     async def next_offer(self, budget: Budget, first_node: int) -> Offer:
-        draft = self._peer.identity
-        if draft is not None and self._largest_token >= draft.vocab_size:
-            return self._no_offer(first_node)
-        if draft is not None and budget.max_new_nodes > draft.max_nodes > 0:
-            budget = replace(budget, max_new_nodes=draft.max_nodes)
-        wait_s = max(self._draft_s, budget.max_depth * self._mean_verify_s)
-        with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
-            proposal = await self._link.propose(budget, self._verified, wait_s, self._persistence.remaining_s)
-            if proposal is None:
-                return self._no_offer(first_node)
-            spans.annotate(nodes=len(proposal), forwards=proposal.timings.num_forwards)
-        return fit(proposal, budget, first_node, self._target_vocab_size)
-
-    def _no_offer(self, first_node: int) -> Offer:
-        return Offer(Proposal(first_node=first_node, root_position=len(self._committed) - 1))
+        answer = await self._drafting.ask(budget, self._verified)
+        if isinstance(answer, Proposal):
+            return fit(answer, budget, first_node, self._drafting.vocab_size)
+        if answer is not None:
+            self._incidents.degrade("draft", answer)
+        return empty_offer(first_node, self._committed)
 
     def observe(self, outcome: Outcome) -> None:
-        self._largest_token = max(self._largest_token, *outcome.verdict.token_ids)
-        self._mean_verify_s += (outcome.verify_s - self._mean_verify_s) / max(self._num_verifies, 1)
-        self._num_verifies += 1
-        numbers, scored = outcome.offer.draft_numbers, outcome.verdict.verified
-        if len(scored) < len(numbers):
-            first = outcome.offer.proposal.first_node
-            numbers = [numbers[number - first] for number in scored]
-        self._verified = tuple(numbers)
+        self._drafting.observe(outcome.verdict.token_ids, outcome.verify_s)
+        self._verified = outcome.verified_draft_numbers
 
     async def close(self) -> None:
-        await self._link.close()
+        await self._drafting.close()
 
 
 class Rounds:
@@ -122,7 +106,7 @@ class Rounds:
         self.number = 0
 
     async def run(self, budget: Budget | None) -> Outcome:
-        """Run one round and commit its tokens; `budget` None asks for no tree."""
+        """Run one round, the prompt's first, and commit its tokens; `budget` None asks for no tree."""
         self._incidents.round = self.number
         offer = await self._offer(budget)
         with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
@@ -138,8 +122,16 @@ class Rounds:
     async def _offer(self, budget: Budget | None) -> Offer:
         first_node = self._target.next_node
         if self._source is None or budget is None:
-            return Offer(Proposal(first_node=first_node, root_position=len(self._committed) - 1))
+            return empty_offer(first_node, self._committed)
+        if self.number == 0:
+            self._source.begin(budget)
+            return empty_offer(first_node, self._committed)
         return await self._source.next_offer(budget, first_node)
+
+
+def empty_offer(first_node: int, committed: Committed) -> Offer:
+    """Return the offer of a round without a tree."""
+    return Offer(Proposal(first_node=first_node, root_position=len(committed) - 1))
 
 
 def fit(proposal: Proposal, budget: Budget, first_node: int, vocab_size: int) -> Offer:

@@ -16,14 +16,17 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
+from specsplit.orchestrator.ahead import Overlap
 from specsplit.orchestrator.controller import Controller
 from specsplit.orchestrator.draft_link import DraftLink
+from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import (
     Chunk,
+    Mode,
     Patience,
     Request,
     RequestTimings,
@@ -58,6 +61,13 @@ class Serving:
     keep_closing: KeepClosing
 
 
+def resolved_mode(speculation: Speculation, *, has_draft: bool) -> Mode:
+    """Return what `auto` comes to."""
+    if not has_draft:
+        return "plain"
+    return "pingpong" if speculation.mode == "auto" else speculation.mode
+
+
 class Session:
     """One generation; use it as a context manager."""
 
@@ -85,7 +95,9 @@ class Session:
         if serving.draft is not None:
             self._draft = DraftLink(serving.draft, key, self._committed, opening, incidents)
             draft_s = serving.patience.draft_s
-            source = PingPong(serving.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
+            drafting = Drafting(serving.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
+            make = Overlap if serving.speculation.mode == "overlap" else PingPong
+            source = make(drafting, self._committed, incidents)
         self._source = source
         self._rounds = Rounds(self._committed, self._target, source, incidents)
         self._controller = Controller(serving.speculation, num_prompt + max_tokens)
@@ -100,7 +112,7 @@ class Session:
         """Run one round, the prompt's first, and return what it adds."""
         is_prompt, draft = not self._token_ids, self._serving.draft
         budget = None
-        if not is_prompt and draft is not None:
+        if draft is not None:
             budget = self._controller.next_budget(len(self._committed), draft.context)
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(budget)
@@ -129,7 +141,7 @@ class Session:
             prompt_token_ids=self._request.prompt_ids,
             finish_reason=finish_reason,
             seed=self._opening.seed,
-            mode="plain" if self._source is None else "pingpong",
+            mode=resolved_mode(self._serving.speculation, has_draft=self._source is not None),
             timings=RequestTimings(
                 ttft_s=self._first_token_s - self._started_s,
                 decode_s=decode_s,

@@ -73,7 +73,7 @@ drafts = st.builds(
 )
 speculations = st.builds(
     Speculation,
-    mode=st.just("pingpong"),
+    mode=st.sampled_from(["pingpong", "overlap"]),
     nodes=st.integers(1, 12),
     depth=st.integers(1, 6),
     branching=st.integers(1, 3),

@@ -10,7 +10,7 @@ import pytest
 
 import specsplit
 from specsplit import Pipeline
-from specsplit.assembly import check_vocabularies
+from specsplit.assembly.models import check_vocabularies
 from specsplit.core.errors import InvalidRequest, InvalidSettings, VocabularyMismatch
 from specsplit.core.settings import load_settings
 from specsplit.core.types import Identity

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.proxy import Proxy
-from specsplit.assembly import Workers, connected, make_request
+from specsplit.assembly.links import connected
+from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.requests import make_request
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.ports import Verifier
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings

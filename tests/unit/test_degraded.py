@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specsplit.assembly import Models
+from specsplit.assembly.models import Models
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.orchestrator.records import Speculation
 from tests.model_zoo import FAMILIES, save_model

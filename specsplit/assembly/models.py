@@ -1,0 +1,157 @@
+"""Settings to loaded models. Importing it is cheap: torch comes with the models."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
+from specsplit.core.errors import MissingExtra, ModelDamaged, VocabularyMismatch
+from specsplit.core.ports import Tokenizer
+from specsplit.core.sections import WorkerSettings
+from specsplit.core.settings import Settings
+from specsplit.core.types import Identity
+
+if TYPE_CHECKING:
+    from specsplit.model.loader import LoadedModel
+
+Progress = Callable[[str, float], None]
+"""Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
+_WORKER_PACKAGES = ("torch", "transformers", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The loaded models of one process; without a draft it decodes plainly."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+
+    @property
+    def degraded(self) -> list[str]:
+        """Return a sentence for everything that works less well than it could."""
+        reasons = [
+            not_recorded(model)
+            for model in (self.target, self.draft)
+            if model is not None and not model.runner.is_recorded
+        ]
+        if self.draft is not None and self.draft.context < self.target.context:
+            reasons.append(
+                f"The draft's context of {self.draft.context} tokens is shorter than the target's "
+                f"{self.target.context}; beyond it, decoding is plain."
+            )
+        return reasons
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.target.tokenizer is not None, "load_models refuses a target without one"
+        return self.target.tokenizer
+
+
+def not_recorded(model: LoadedModel) -> str:
+    """Return the sentence for a model whose forward stays in Python."""
+    return f"The forward of {model.name} could not be recorded, so it runs slower."
+
+
+def require_worker_extra() -> None:
+    """Import what runs models.
+
+    Raises:
+        MissingExtra: torch or one of its companions is not installed.
+    """
+    try:
+        importlib.import_module("specsplit.model.loader")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
+            raise
+        raise MissingExtra(f"Running a model here needs {error.name}: pip install 'specsplit[worker]'.") from error
+
+
+def load_models(settings: Settings, progress: Progress | None = None) -> Models:
+    """Load the target, and the draft where the settings name one.
+
+    Raises:
+        MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here, and why.
+        VocabularyMismatch: the two do not speak the same tokens.
+    """
+    require_worker_extra()
+    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
+
+    report = progress if progress is not None else _ignore
+    draft_source = settings.draft_source
+    share = 1.0 if draft_source is None else 0.5
+    node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes)
+    target = load_model(
+        settings.target.model,
+        role="target",
+        dtype=settings.target.dtype,
+        device=settings.target.device,
+        threads=settings.target.threads,
+        context=settings.target.context,
+        max_sessions=settings.target.sessions or 1,
+        node_limit=node_limit,
+        progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
+    )
+    if target.tokenizer is None:
+        raise ModelDamaged(f"{target.name} has no tokenizer files; add its tokenizer.json.")
+    if draft_source is None:
+        return Models(target, None)
+    draft = load_model(
+        draft_source,
+        role="draft",
+        dtype=settings.draft.dtype,
+        device=settings.draft.device,
+        threads=settings.draft.threads,
+        context=settings.draft.context,
+        default_context=target.context,
+        max_sessions=settings.draft.sessions or 1,
+        node_limit=node_limit,
+        progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
+    )
+    if draft.tokenizer is None:
+        raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
+    check_vocabularies(target.identity, draft.identity)
+    return Models(target, draft)
+
+
+def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:
+    """Load the model of a worker that serves.
+
+    Raises:
+        MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
+    """
+    require_worker_extra()
+    from specsplit.model.loader import load_model
+
+    model = load_model(
+        settings.model or EMBEDDED,
+        role=role,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        context=settings.context,
+        max_sessions=settings.sessions or SERVED_SESSIONS,
+        progress=progress,
+    )
+    if model.tokenizer is None:
+        raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
+    return model
+
+
+def _ignore(phase: str, fraction: float) -> None:
+    pass
+
+
+def check_vocabularies(target: Identity, draft: Identity) -> None:
+    """Refuse a draft of another vocabulary.
+
+    Raises:
+        VocabularyMismatch: naming both models.
+    """
+    if target.vocab_hash != draft.vocab_hash:
+        raise VocabularyMismatch(
+            f"The draft {draft.model} and the target {target.model} have different vocabularies; name a draft of the "
+            "target's family with --draft-model, or use --mode plain."
+        )

@@ -1,0 +1,43 @@
+"""A target, a draft where there is one, and the orchestrators over them. Knows ports, neither engines nor clients."""
+
+from __future__ import annotations
+
+import math
+
+from specsplit.core.ports import Drafter, Tokenizer, Verifier
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Patience, Speculation
+
+
+class Workers:
+    """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended."""
+
+    def __init__(
+        self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer, *, are_remote: bool = False
+    ) -> None:
+        self.verifier = verifier
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self._are_remote = are_remote
+        self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
+
+    def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
+        """Return the orchestrator that runs rounds as `settings` say; what it learns of the workers, it keeps."""
+        speculation = Speculation(
+            mode=settings.mode, nodes=settings.nodes, depth=settings.depth, branching=settings.branching
+        )
+        draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
+        patience = Patience(retry_s=settings.retry, draft_s=draft_s)
+        key = (speculation, patience)
+        if key not in self._orchestrators:
+            drafter = None if settings.mode == "plain" else self.drafter
+            self._orchestrators[key] = Orchestrator(
+                self.verifier, drafter, self.tokenizer, speculation, patience=patience
+            )
+        return self._orchestrators[key]
+
+    async def aclose(self) -> None:
+        """End what the orchestrators still do in the background; the workers are their owner's to close."""
+        for orchestrator in self._orchestrators.values():
+            await orchestrator.aclose()

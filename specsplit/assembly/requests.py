@@ -1,0 +1,45 @@
+"""What a user asks for to a request. Knows neither models nor workers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.ports import Tokenizer
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.orchestrator.records import Request
+
+
+def check_prompt(prompt: str | Sequence[int]) -> None:
+    """Refuse a prompt that no model could take, before one is loaded.
+
+    Raises:
+        InvalidRequest: it is empty or holds half characters.
+    """
+    if not len(prompt):
+        raise InvalidRequest("The prompt is empty; give it at least one character.", param="prompt")
+    if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise InvalidRequest("The prompt is not valid UTF-8; convert it first.", param="prompt")
+
+
+def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: OrchestratorSettings) -> Request:
+    """Return the request for `prompt`, a text or token ids; without a seed, 64 random bits are drawn here.
+
+    Raises:
+        InvalidRequest: a value is out of range, or the model has no chat template.
+    """
+    check_prompt(prompt)
+    if isinstance(prompt, str):
+        prompt_ids = tokenizer.encode_chat(prompt) if settings.chat else tokenizer.encode(prompt)
+    else:
+        prompt_ids = list(prompt)
+    return Request(
+        prompt_ids=tuple(prompt_ids),
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings.sampling(),
+        seed=secrets.randbits(64) if settings.seed is None else settings.seed,
+        stop=settings.stop,
+        ignore_eos=settings.ignore_eos,
+        timeout_s=settings.timeout,
+    )

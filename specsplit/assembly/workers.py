@@ -1,0 +1,113 @@
+"""Models to running engines, here or behind a server: the only module that sees engines and servers together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from specsplit.assembly.links import connected
+from specsplit.assembly.models import Models
+from specsplit.assembly.orchestrators import Workers
+from specsplit.core.sections import WorkerSettings
+from specsplit.core.settings import Settings
+
+if TYPE_CHECKING:
+    from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.device import Device
+    from specsplit.model.loader import LoadedModel
+    from specsplit.rpc.server import Server
+    from specsplit.target.engine import TargetEngine
+
+_log = logging.getLogger(__name__)
+
+
+def opened(settings: Settings, models: Models | None) -> AbstractAsyncContextManager[Workers]:
+    """Run engines over `models` for the length of the block, or without any connect to the workers elsewhere."""
+    if models is None:
+        return connected(settings)
+    return running(models, side_by_side=settings.orchestrator.mode == "overlap")
+
+
+@asynccontextmanager
+async def running(models: Models, *, side_by_side: bool = False) -> AsyncGenerator[Workers]:
+    """Run an engine over each model for the length of the block.
+
+    `side_by_side` gives each its own thread, so that the draft can work while the target does; else they take turns on
+    the event loop, which is faster where they have to.
+    """
+    from specsplit.draft.engine import DraftEngine
+    from specsplit.target.engine import TargetEngine
+
+    target_device, draft_device = _devices(models, side_by_side=side_by_side)
+    target = TargetEngine(models.target, target_device)
+    draft = DraftEngine(models.draft, draft_device) if models.draft is not None else None
+    workers = Workers(target, draft, models.tokenizer)
+    try:
+        yield workers
+    finally:
+        await workers.aclose()
+        await target.aclose()
+        if draft is not None:
+            await draft.aclose()
+        for device in {target_device, draft_device}:
+            await device.close()
+
+
+def _devices(models: Models, *, side_by_side: bool) -> tuple[Device, Device]:
+    """Return what drives target and draft: the event loop for both, or a thread each.
+
+    Between them the threads' operators take the processors there are, one for the draft and the others for the target.
+    """
+    from specsplit.engine.device import DeviceThread, LoopDevice
+
+    if models.draft is None or not side_by_side:
+        device = LoopDevice(models.target.threads)
+        return device, device
+    num_others = max(1, available_cores() - 1)
+    return DeviceThread("target", models.target.threads or num_others), DeviceThread("draft", models.draft.threads or 1)
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@asynccontextmanager
+async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerator[Server]:
+    """Serve `model` in its role for the length of the block; sessions whose client has vanished are freed.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+    """
+    from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.device import DeviceThread
+    from specsplit.rpc import server
+    from specsplit.target.engine import TargetEngine
+
+    async with AsyncExitStack() as stack:
+        device = DeviceThread(model.role, model.threads)
+        stack.push_async_callback(device.close)
+        ttl_s, listen = settings.session_ttl, settings.listen
+        if model.role == "draft":
+            drafter = engine = DraftEngine(model, device, ttl_s=ttl_s)
+            service = server.serving(listen=listen, drafter=drafter, num_sessions=lambda: drafter.num_sessions)
+        else:
+            verifier = engine = TargetEngine(model, device, ttl_s=ttl_s)
+            service = server.serving(listen=listen, verifier=verifier, num_sessions=lambda: verifier.num_sessions)
+        stack.push_async_callback(engine.aclose)
+        sweeping = asyncio.create_task(_sweep(engine, ttl_s / 4))
+        stack.callback(sweeping.cancel)
+        yield await stack.enter_async_context(service)
+
+
+async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await engine.sweep()
+        except Exception:  # noqa: BLE001 - whatever it was, the next sweep shall come
+            _log.exception("freeing idle sessions failed")

@@ -1,0 +1,271 @@
+"""`specsplit plan`: reads a config.json, plans the stages of a chain, and prints what each of them holds and sends.
+
+Imports nothing heavy, neither here nor when it runs: a plan needs no torch, no weights and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from specsplit.core import defaults
+
+if TYPE_CHECKING:
+    from specsplit.core.model_shape import ModelShape
+    from specsplit.core.planner import Plan, Workload
+
+EXAMPLES = """Examples:
+
+specsplit plan --config ./large --stages 3 --context 32768 --sessions 8
+
+specsplit plan --config config.json --layers 0:20,20:47,47:94 --dtype int8
+
+specsplit plan --config config.json --memory 24GiB,24GiB,80GiB --ends coordinator
+"""
+_CUT, _LOAD, _OUTPUT = "Cut, one of these", "What to serve", "Output"
+_FILE_WIDTH = 160
+
+
+def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
+    """Describe an option; `default` says what happens without it where the parameter's own default says nothing."""
+    if default is not None:
+        text = f"{text} [dim]\\[default: {default}][/dim]"
+    return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
+
+
+def plan(
+    config: Annotated[
+        str, _option("--config", _LOAD, "A config.json, its folder, or a hub id in the cache here.", metavar="M")
+    ] = defaults.EMBEDDED,
+    stages: Annotated[int | None, _option("--stages", _CUT, "So many stages of equal length.", "1", "S")] = None,
+    layers: Annotated[
+        str | None, _option("--layers", _CUT, "A:B per stage, from layer A to B - 1.", "none", "A:B,B:C")
+    ] = None,
+    memory: Annotated[
+        str | None, _option("--memory", _CUT, "What each stage may fill, such as 24GiB,80GiB.", "none", "SIZES")
+    ] = None,
+    context: Annotated[
+        int | None, _option("--context", _LOAD, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+    ] = None,
+    sessions: Annotated[
+        int, _option("--sessions", _LOAD, "Sessions held at a time, one KV slot each.", metavar="N")
+    ] = defaults.SERVED_SESSIONS,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32", "int8"] | None,
+        _option("--dtype", _LOAD, "Number format of the weights.", "the checkpoint's, else bf16"),
+    ] = None,
+    nodes: Annotated[
+        int, _option("--nodes", _LOAD, "Tree nodes verified per round.", metavar="N")
+    ] = defaults.DEFAULT_NODES,
+    ends: Annotated[
+        Literal["stages", "coordinator"],
+        _option("--ends", _LOAD, "Where embedding, final norm and head live."),
+    ] = "stages",
+    as_json: Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
+) -> None:
+    """Plan which layers of a target go to which stage, from its config.json alone."""
+    from specsplit.core.model_shape import read_shape
+    from specsplit.core.planner import DEFAULT_CONTEXT, Workload
+
+    shape = read_shape(_read_config(config), config)
+    workload = Workload(
+        context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
+        sessions=sessions,
+        nodes=nodes,
+        dtype=dtype or shape.checkpoint_dtype or "bf16",
+        ends=ends,
+    )
+    planned = _plan(shape, workload, stages, layers, memory)
+    notes = _notes(planned)
+    if as_json:
+        sys.stdout.write(json.dumps(_record(planned, config, notes)) + "\n")
+    else:
+        _print_table(planned, config, notes)
+    sys.stdout.flush()
+
+
+def _plan(shape: ModelShape, workload: Workload, stages: int | None, layers: str | None, memory: str | None) -> Plan:
+    from specsplit.core import planner
+    from specsplit.core.errors import InvalidSettings
+
+    given = [name for name, value in (("stages", stages), ("layers", layers), ("memory", memory)) if value is not None]
+    if len(given) > 1:
+        raise InvalidSettings(f"--{given[0]} and --{given[1]} exclude each other: each of them says how to cut.")
+    if layers is not None:
+        return planner.plan_ranges(shape, planner.parse_ranges(layers), workload)
+    if memory is not None:
+        return planner.plan_memory(shape, [planner.parse_size(size) for size in memory.split(",")], workload)
+    return planner.plan_even(shape, 1 if stages is None else stages, workload)
+
+
+def _read_config(source: str) -> Mapping[str, Any]:
+    """Return what the config.json that `source` names holds.
+
+    Raises:
+        ModelNotFound, ModelDamaged.
+    """
+    from specsplit.core.errors import ModelDamaged, ModelNotFound
+
+    path = _config_path(source)
+    try:
+        read: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"There is no config.json at {source}.") from error
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelDamaged(f"{path} is not valid JSON.") from error
+    if not isinstance(read, dict):
+        raise ModelDamaged(f"{path} holds no JSON object, so it is no model's config.json.")
+    return cast("dict[str, Any]", read)
+
+
+def _config_path(source: str) -> Path:
+    """Return where the config.json lies; unlike a worker, a plan wants no weights beside it."""
+    if source == defaults.EMBEDDED:
+        return Path(__file__).parents[1] / "model" / "embedded" / "target" / "config.json"
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
+    return path if looks_local or path.exists() else _cached_path(source)
+
+
+def _cached_path(repository: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from specsplit.core.errors import ModelNotFound
+
+    try:
+        found = try_to_load_from_cache(repository, "config.json")
+    except HFValidationError as error:
+        raise ModelNotFound(f"{repository} is neither a config.json, nor a model folder, nor a hub id.") from error
+    if not isinstance(found, str):
+        raise ModelNotFound(
+            f"There is no folder {repository}, and no model of that name in the hub's cache here; "
+            "pass the path of its config.json."
+        )
+    return Path(found)
+
+
+def _notes(planned: Plan) -> list[str]:
+    """Return what is assumed and what is left out, in sentences."""
+    shape, workload = planned.shape, planned.workload
+    tree_rows = workload.slot_rows - workload.context
+    count = "1 slot" if workload.sessions == 1 else f"{workload.sessions} slots"
+    slots = f"{count} of {workload.context} + {tree_rows} rows (context + tree nodes)"
+    unsaid = "headers and the picks of the last stage" if workload.ends == "stages" else "headers"
+    notes = [
+        f"KV: {slots}. Sliding windows save nothing, since slots hold every row.",
+        f"Sent per round: hidden states of {workload.nodes} nodes and their root, of one session, without {unsaid}.",
+        "Not counted: activations and what the runtime takes for itself.",
+        *shape.notes,
+    ]
+    if workload.dtype == "int8":
+        notes.append(
+            "int8: one byte per weight of every matrix, embedding and head included, and a 2-byte scale per output "
+            "row; vectors, KV and hidden states stay in bf16."
+        )
+    if shape.max_context is not None and workload.context > shape.max_context:
+        notes.append(f"The model was made for at most {shape.max_context} tokens: a target refuses a longer --context.")
+    return notes
+
+
+def _record(planned: Plan, source: str, notes: list[str]) -> dict[str, Any]:
+    shape, workload = planned.shape, planned.workload
+    return {
+        "config": source,
+        "model_type": shape.model_type,
+        "num_layers": shape.num_layers,
+        "num_parameters": shape.num_params,
+        "hidden_size": shape.hidden_size,
+        "kv_bytes_per_token_and_layer": shape.kv_bytes(workload.dtype),
+        "dtype": workload.dtype,
+        "context": workload.context,
+        "sessions": workload.sessions,
+        "nodes": workload.nodes,
+        "slot_rows": workload.slot_rows,
+        "ends": workload.ends,
+        "coordinator": {
+            "weight_bytes": planned.coordinator_weight_bytes,
+            "link_bytes_per_round": planned.coordinator_link_bytes,
+        },
+        "stages": [
+            {
+                "stage": index,
+                "start": stage.start,
+                "end": stage.end,
+                "num_layers": len(stage.layers),
+                "weight_bytes": stage.weight_bytes,
+                "kv_bytes": stage.kv_bytes,
+                "total_bytes": stage.total_bytes,
+                "budget_bytes": stage.budget_bytes,
+                "link_bytes_per_round": stage.link_bytes,
+                "has_embedding": stage.has_embedding,
+                "has_head": stage.has_head,
+            }
+            for index, stage in enumerate(planned.stages)
+        ],
+        "total_bytes": planned.total_bytes,
+        "notes": notes,
+    }
+
+
+def _print_table(planned: Plan, source: str, notes: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shape, workload = planned.shape, planned.workload
+    has_budgets = planned.stages[0].budget_bytes is not None
+    columns = ["stage", "layers", "", "weights GiB", "KV GiB", "total GiB", *(["budget GiB"] if has_budgets else [])]
+    table = Table(box=None, pad_edge=False)
+    for name in (*columns, "sent/round"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    table.add_column("ends")
+    for row in _rows(planned, has_budgets):
+        table.add_row(*row)
+    is_terminal = sys.stdout.isatty()
+    console = Console(
+        width=None if is_terminal else _FILE_WIDTH, soft_wrap=not is_terminal, highlight=False, markup=False
+    )
+    console.print(
+        f"{source}: {shape.model_type}, {shape.num_params:,} parameters in {shape.num_layers} layers, "
+        f"{workload.dtype}, ends on {'the coordinator' if workload.ends == 'coordinator' else 'the stages'}"
+    )
+    console.print(table)
+    for note in notes:
+        console.print(note)
+
+
+def _rows(planned: Plan, has_budgets: bool) -> list[list[str]]:
+    from specsplit.core.planner import in_gib
+
+    rows: list[list[str]] = []
+    if planned.workload.ends == "coordinator":
+        weights = in_gib(planned.coordinator_weight_bytes)
+        budget = ["-"] if has_budgets else []
+        sent = _sent(planned.coordinator_link_bytes)
+        rows.append(["coordinator", "-", "0", weights, "-", weights, *budget, sent, "embedding, head"])
+    for index, stage in enumerate(planned.stages):
+        sizes = [in_gib(size) for size in (stage.weight_bytes, stage.kv_bytes, stage.total_bytes)]
+        budget = [in_gib(stage.budget_bytes)] if stage.budget_bytes is not None else []
+        ends = [name for name, is_here in (("embedding", stage.has_embedding), ("head", stage.has_head)) if is_here]
+        cells = [str(index), f"{stage.start}:{stage.end}", str(len(stage.layers)), *sizes, *budget]
+        rows.append([*cells, _sent(stage.link_bytes), ", ".join(ends)])
+    if len(rows) > 1:
+        total = ["all", f"0:{planned.shape.num_layers}", str(planned.shape.num_layers)]
+        weights = planned.coordinator_weight_bytes + sum(stage.weight_bytes for stage in planned.stages)
+        kv = sum(stage.kv_bytes for stage in planned.stages)
+        sizes = [in_gib(size) for size in (weights, kv, planned.total_bytes)]
+        rows.append([*total, *sizes, *([""] if has_budgets else []), "", ""])
+    return rows
+
+
+def _sent(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:.1f} KiB" if num_bytes else "picks"

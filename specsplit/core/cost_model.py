@@ -1,0 +1,386 @@
+"""How far speculating pays: measured times and estimated acceptance in, tokens per second and a plan out.
+
+Knows no worker, link or session. Seconds throughout. `log_probs` are a tree's conditional estimates (a node is
+accepted, given that its parent is); `parents` are indices, -1 for the root. n nodes are verified with n + 1 rows: the
+bonus token of the last round goes with them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import Literal
+
+Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
+"""`lookup` is rounds whose trees come from lookup alone: no draft is waited for."""
+PLAIN: Mode = "plain"
+_WINDOW = 5
+_MIN_OBSERVED = 3
+_STEP = 0.25
+"""How much of an error one observation corrects."""
+_HALVING = 3.0
+"""Doublings of the number of rows over which half of a correction is believed."""
+
+
+class RunningMedian:
+    """The median of the last few values, so that a machine that stalls now and then changes nothing."""
+
+    def __init__(self, initial: float = 0.0, window: int = 9) -> None:
+        self._recent: deque[float] = deque(maxlen=window)
+        self.value = initial
+
+    def observe(self, value: float) -> None:
+        """Count a value; what is not finite is none."""
+        if math.isfinite(value):
+            self._recent.append(value)
+            self.value = _median(self._recent)
+
+
+class StepTimes:
+    """Seconds of one forward by its rows: measured on a grid, non-decreasing, straight in between, corrected online.
+
+    Beyond the grid the last slope goes on. An observation counts for the nearest grid point, as a ratio to what was
+    measured at the start. The point follows the median of its last ratios, from the third on, and its neighbours
+    follow by part of its correction, since most causes (a longer context, a busier machine) are common to all.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        assert measured, "at least one point"
+        assert min(measured) >= 1, "a forward has rows"
+        assert all(0 < seconds < math.inf for seconds in measured.values()), "times are positive"
+        self._rows = sorted(measured)
+        self._measured = _non_decreasing([measured[rows] for rows in self._rows])
+        self._seconds = self._measured
+        self._known: dict[float, float] = {}
+        """What was asked for since the last correction: a decision asks for the same rows many times."""
+        self._corrections = [0.0] * len(self._rows)
+        """Logarithms of what the measured times are multiplied by."""
+        self._ratios: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._rows]
+
+    @property
+    def grid(self) -> dict[int, float]:
+        """The curve as it stands, at the grid's points."""
+        return dict(zip(self._rows, self._seconds, strict=True))
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds of a forward of this many rows."""
+        seconds = self._known.get(rows)
+        if seconds is None:
+            seconds = self._known[rows] = _interpolate(self._rows, self._seconds, rows)
+        return seconds
+
+    def observe(self, rows: float, seconds: float) -> None:
+        """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
+        if rows <= 0 or not 0 < seconds < math.inf:
+            return
+        nearest = min(range(len(self._rows)), key=lambda point: abs(math.log(self._rows[point] / rows)))
+        ratios = self._ratios[nearest]
+        ratios.append(math.log(seconds / _interpolate(self._rows, self._measured, rows)))
+        if len(ratios) < _MIN_OBSERVED:
+            return
+        shift = _STEP * (_median(ratios) - self._corrections[nearest])
+        for point, other in enumerate(self._rows):
+            doublings = abs(math.log2(other / self._rows[nearest]))
+            self._corrections[point] += shift * 0.5 ** (doublings / _HALVING)
+        self._seconds = _non_decreasing(
+            [base * math.exp(log_ratio) for base, log_ratio in zip(self._measured, self._corrections, strict=True)]
+        )
+        self._known.clear()
+
+
+class DraftTimes:
+    """Seconds of one propose: a fixed part per call, the way to the draft and back included, and its levels."""
+
+    def __init__(self, level: StepTimes, call_s: float = 0.0) -> None:
+        self.level = level
+        self._call = RunningMedian(call_s)
+
+    @property
+    def call_s(self) -> float:
+        return self._call.value
+
+    def seconds(self, num_levels: float, rows: float) -> float:
+        """Return the seconds until a tree of this many levels, each of `rows` rows, is here."""
+        return self.call_s + num_levels * self.level.seconds(rows) if num_levels else 0.0
+
+    def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float) -> None:
+        """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it."""
+        if num_levels > 0:
+            self.level.observe(rows, device_s / num_levels)
+            self._call.observe(max(wall_s - device_s, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a round is made of, as measured by now."""
+
+    verify: StepTimes
+    draft: DraftTimes | None = None
+    """None where trees cost nothing, as lookup's."""
+    round_trip_s: float = 0.0
+    """What lies between two verdicts beside the forward: the way to the target and back, and the orchestrator's own."""
+    hit_rate: float = 0.0
+    """Share of rounds whose outcome was already drafted when the verdict came."""
+    max_unacknowledged: int = 8
+    """Commits that a streaming target may be ahead."""
+
+    def draft_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
+        return self.draft.seconds(depth, -(-nodes // depth)) if self.draft is not None and depth else 0.0
+
+
+def path_log_probs(log_probs: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """Return each node's log-probability that the whole path down to it is accepted."""
+    result: list[float] = []
+    for log_prob, parent in zip(log_probs, parents, strict=True):
+        result.append(log_prob if parent < 0 else result[parent] + log_prob)
+    return result
+
+
+def expected_tokens(log_probs: Sequence[float], parents: Sequence[int]) -> float:
+    """Return the expected tokens of a round that verifies this tree, E[A], the bonus token included."""
+    return 1 + sum(map(math.exp, path_log_probs(log_probs, parents)))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """A tree's nodes by the probability of their paths, the likeliest first: every prefix is a tree."""
+
+    order: list[int]
+    """Node indices."""
+    log_probs: list[float]
+    """Of their paths, in this order."""
+    expected: list[float]
+    """E[A] of the first n nodes, at n from 0 to all."""
+
+
+def best_prefix(log_probs: Sequence[float], parents: Sequence[int]) -> Prefixes:
+    """Sort a tree's nodes so that the first n are the n best."""
+    paths = path_log_probs(log_probs, parents)
+    order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: parents stay first
+    ranked = [paths[node] for node in order]
+    return Prefixes(order, ranked, list(accumulate(map(math.exp, ranked), initial=1.0)))
+
+
+def best_count(expected: Sequence[float], verify: StepTimes, other_s: float) -> int:
+    """Return how many nodes to verify of a tree that is there already: the n that gains most tokens per second.
+
+    `expected` is E[A] by n; `other_s` what the round takes beside the verify.
+    """
+    return max(range(len(expected)), key=lambda nodes: expected[nodes] / (other_s + verify.seconds(nodes + 1)))
+
+
+def worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
+    """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
+
+    `log_probs` are of the nodes' paths, the likeliest first; `rows` are those of the step without them, all sessions
+    together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on a staircase the
+    nodes of one stair are weighed together.
+    """
+    gain = best = 0.0
+    count, before_s = 0, times.seconds(rows)
+    for node, log_prob in enumerate(log_probs, 1):
+        gain += math.exp(log_prob)
+        net = gain - tokens_per_s * (times.seconds(rows + node) - before_s)
+        if net > best:
+            count, best = node, net
+    return count
+
+
+def is_worth_waiting(wait_s: float, expected: float, nodes: int, verify: StepTimes) -> bool:
+    """Say whether a streaming target should wait for a tree rather than take a plain step of one token."""
+    return expected / (wait_s + verify.seconds(nodes + 1)) > 1 / verify.seconds(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Acceptance by place in the tree, to predict trees that do not exist yet.
+
+    `accept_by_depth`: of a parent's first child, given its parent's; deeper than listed is as the last.
+    `catch_by_rank`: of rounds that miss a first child, the share that its second, third, ... sibling catches; a
+    sibling beyond the list catches none.
+    """
+
+    accept_by_depth: tuple[float, ...]
+    catch_by_rank: tuple[float, ...] = ()
+
+    def children(self, depth: int, branching: int) -> list[float]:
+        """Return the acceptance of each child of an accepted node, at `depth` (1 below the root)."""
+        first = self.accept_by_depth[min(depth, len(self.accept_by_depth)) - 1]
+        return [first, *((1 - first) * share for share in self.catch_by_rank[: branching - 1])]
+
+
+@lru_cache(maxsize=256)
+def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[float, ...]:
+    """Return E[A] of a tree grown best first, at every n from 0 to `max_nodes` or to where the limits end it."""
+    children = [profile.children(level, branching) for level in range(1, depth + 1)]
+    frontier: list[tuple[float, int]] = []
+    for probability in children[0]:
+        heappush(frontier, (-probability, 1))
+    expected = [1.0]
+    while frontier and len(expected) <= max_nodes:
+        negative, level = heappop(frontier)
+        expected.append(expected[-1] - negative)
+        if level < depth:
+            for probability in children[level]:
+                heappush(frontier, (negative * probability, level + 1))
+    return tuple(expected)
+
+
+def round_s(mode: Mode, nodes: int, depth: int, costs: Costs) -> float:
+    """Return the seconds of one round: algorithms.md 5, where D t_d + the draft's round trip is `costs.draft_s`.
+
+    So the draft's way counts where its call does, and `round_trip_s` is the target's alone; with a draft next door
+    these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
+    until it is `max_unacknowledged` commits ahead.
+    """
+    return _round_s(mode, nodes, costs.verify.seconds(nodes + 1), costs.draft_s(nodes, depth), costs)
+
+
+def _round_s(mode: Mode, nodes: int, verify_s: float, draft_s: float, costs: Costs) -> float:
+    round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
+    if mode == "pingpong":
+        return draft_s + round_trip_s + verify_s
+    if mode == "overlap":
+        return max(verify_s + round_trip_s, draft_s) + (1 - hit_rate) * draft_s
+    if mode == "stream":
+        way_s = round_trip_s + draft_s
+        wait_s = hit_rate * max(0.0, way_s - verify_s) + (1 - hit_rate) * way_s if nodes else 0.0
+        return max(verify_s + wait_s, round_trip_s / costs.max_unacknowledged)
+    return verify_s + round_trip_s
+
+
+def tokens_per_s(mode: Mode, expected: float, nodes: int, depth: int, costs: Costs) -> float:
+    """Return the tokens per second of rounds that gain `expected` tokens each."""
+    return expected / round_s(mode, nodes, depth, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be chosen: `nodes` is the grid of n beside 0, ascending."""
+
+    nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    max_depth: int = 8
+    branching: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to run rounds, and the tokens per second that the model gives it."""
+
+    mode: Mode
+    nodes: int
+    depth: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Plan):
+    """The plan to follow, and why: the best plan of each mode, the best of all first."""
+
+    alternatives: tuple[Plan, ...] = ()
+    num_beaten: int = 0
+    """Decisions in a row at which another plan was clearly better."""
+
+
+def choose(
+    profiles: Mapping[Mode, Profile],
+    costs: Costs,
+    limits: Limits,
+    last: Choice | None = None,
+    *,
+    margin: float = 0.05,
+    patience: int = 3,
+) -> Choice:
+    """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
+
+    The `last` choice stands until another one is better by `margin` at `patience` decisions in a row; plain decoding
+    needs no margin, so that speculating never stays where it only costs. A mode no longer offered is left at once.
+    """
+    plans = _best_plans(profiles, costs, limits)
+    best = plans[0]
+    current = _revised(last, profiles, costs, limits) if last is not None else None
+    if last is None or current is None:
+        return _chosen(best, plans)
+    needed = current.tokens_per_s * (1 + margin if best.nodes else 1)
+    if best.tokens_per_s <= needed:
+        return _chosen(current, plans)
+    if last.num_beaten + 1 >= patience:
+        return _chosen(best, plans)
+    return _chosen(current, plans, last.num_beaten + 1)
+
+
+def _chosen(plan: Plan, plans: tuple[Plan, ...], num_beaten: int = 0) -> Choice:
+    return Choice(plan.mode, plan.nodes, plan.depth, plan.tokens_per_s, plans, num_beaten)
+
+
+def _best_plans(profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> tuple[Plan, ...]:
+    """Return the best plan of each mode, the best of all first; of equals plain decoding, then the smaller tree."""
+    verify_s = {nodes: costs.verify.seconds(nodes + 1) for nodes in (0, *limits.nodes)}
+    shapes = [
+        (depth, [(nodes, verify_s[nodes], costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
+        for depth in range(1, limits.max_depth + 1)
+    ]
+    plans = [Plan(PLAIN, 0, 0, 1 / _round_s(PLAIN, 0, verify_s[0], 0.0, costs))]
+    for mode, profile in profiles.items():
+        if mode == PLAIN:
+            continue
+        best_rate = 1 / _round_s(mode, 0, verify_s[0], 0.0, costs) if mode == "stream" else 0.0
+        best_nodes = best_depth = 0
+        for depth, sizes in shapes:
+            expected = expected_by_nodes(profile, depth, limits.branching, max(limits.nodes))
+            for nodes, nodes_s, draft_s in sizes:
+                if nodes >= len(expected):
+                    break
+                rate = expected[nodes] / _round_s(mode, nodes, nodes_s, draft_s, costs)
+                if rate > best_rate:
+                    best_rate, best_nodes, best_depth = rate, nodes, depth
+        plans.append(Plan(mode, best_nodes, best_depth, best_rate))
+    return tuple(sorted(plans, key=lambda plan: -plan.tokens_per_s))
+
+
+def _revised(last: Plan, profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> Plan | None:
+    """Return the same plan at today's costs, None where it is not offered any more."""
+    if last.mode != PLAIN and last.mode not in profiles:
+        return None
+    if last.nodes == 0:
+        return Plan(last.mode, 0, 0, tokens_per_s(last.mode, 1.0, 0, 0, costs))
+    expected = expected_by_nodes(profiles[last.mode], last.depth, limits.branching, max(limits.nodes))
+    if last.depth > limits.max_depth or not last.nodes < len(expected):
+        return None
+    return Plan(
+        last.mode, last.nodes, last.depth, tokens_per_s(last.mode, expected[last.nodes], last.nodes, last.depth, costs)
+    )
+
+
+def _interpolate(rows: Sequence[int], seconds: Sequence[float], at: float) -> float:
+    if at <= rows[0]:
+        return seconds[0]
+    if len(rows) == 1:
+        return seconds[0]
+    high = min(bisect_left(rows, at), len(rows) - 1)
+    slope = (seconds[high] - seconds[high - 1]) / (rows[high] - rows[high - 1])
+    return seconds[high] + (at - rows[high]) * slope
+
+
+def _non_decreasing(values: Sequence[float]) -> list[float]:
+    """Return the nearest non-decreasing values: where they fall, their mean (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        total, count = value, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
+            above, num_above = blocks.pop()
+            total, count = total + above, count + num_above
+        blocks.append((total, count))
+    return [total / count for total, count in blocks for _ in range(count)]
+
+
+def _median(values: Sequence[float] | deque[float]) -> float:
+    """Return the middle one; of two the lower."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,88 @@
+"""Asks one session's draft for nodes, within what draft and target have in common.
+
+Shared by every mode that has a draft. Knows no rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specsplit.core.types import Budget, Proposal
+from specsplit.orchestrator.draft_link import DraftLink
+from specsplit.orchestrator.health import DraftPeer
+from specsplit.orchestrator.link import Committed
+from specsplit.orchestrator.persistence import Persistence
+from specsplit.orchestrator.records import Reason
+from specsplit.telemetry import spans
+
+
+class Drafting:
+    """One session's draft. A tree is waited for as long as the verifies of its depth take, and at least `draft_s`.
+
+    One tokenizer may come with embeddings of two sizes: nodes from `vocab_size` (the target's) on are to be left out,
+    and once the target has said a token beyond the draft's (its padding), the draft cannot follow it and is not asked
+    any more.
+    """
+
+    def __init__(
+        self,
+        peer: DraftPeer,
+        link: DraftLink,
+        committed: Committed,
+        vocab_size: int,
+        draft_s: float,
+        persistence: Persistence,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._peer, self._link, self._persistence = peer, link, persistence
+        self._draft_s = draft_s
+        self._largest_token = max(committed.ids)
+        self._num_verifies = 0
+        self._mean_verify_s = 0.0
+        """Of the rounds after the prompt's; the prompt's own until there is one."""
+
+    def wait_s(self, max_depth: int) -> float:
+        """Return how long a tree of `max_depth` levels is worth waiting for."""
+        return max(self._draft_s, max_depth * self._mean_verify_s)
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the draft is not known to hold."""
+        return self._link.num_missing
+
+    async def ask(self, budget: Budget, verified: tuple[int, ...]) -> Proposal | Reason | None:
+        """Return the draft's nodes, the reason why there are none, or None where it cannot follow the text.
+
+        `verified` are the draft's nodes that were scored last.
+        """
+        return await self._ask(budget, verified, self.wait_s(budget.max_depth), self._persistence.remaining_s)
+
+    async def ask_ahead(self, budget: Budget, verified: tuple[int, ...]) -> Proposal | Reason | None:
+        """Do the same with nobody waiting: the caller gives up by cancelling."""
+        return await self._ask(budget, verified, math.inf, math.inf)
+
+    async def _ask(
+        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float
+    ) -> Proposal | Reason | None:
+        draft = self._peer.identity
+        if draft is not None and self._largest_token >= draft.vocab_size:
+            return None
+        if draft is not None and budget.max_new_nodes > draft.max_nodes > 0:
+            budget = replace(budget, max_new_nodes=draft.max_nodes)
+        with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
+            answer = await self._link.propose(budget, verified, wait_s, remaining_s)
+            if isinstance(answer, Proposal):
+                spans.annotate(nodes=len(answer), forwards=answer.timings.num_forwards)
+        return answer
+
+    def observe(self, token_ids: Sequence[int], verify_s: float) -> None:
+        """Take note of what was committed and how long its verify took."""
+        self._largest_token = max(self._largest_token, *token_ids)
+        self._mean_verify_s += (verify_s - self._mean_verify_s) / max(self._num_verifies, 1)
+        self._num_verifies += 1
+
+    async def close(self) -> None:
+        """End what is under way and free the draft's slot."""
+        await self._link.close()

@@ -1,0 +1,207 @@
+"""The lookup drafter: what followed the last tokens where they occurred before, as a token tree.
+
+Knows neither model nor worker. Source: prompt lookup decoding (Saxena 2023), with an incremental n-gram index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+NO_POSITION = -1
+_SPACING = 3
+"""From one n-gram length to the next; closer ones find rare long matches among many short ones, at a cost per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupTree:
+    """A token tree as parallel arrays, parents first; a parent is an index into them, -1 for the root."""
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    depths: Sequence[int] = ()
+    """1 for the root's children."""
+    match_lengths: Sequence[int] = ()
+    """How many tokens before the root's children agree with the occurrence that gave the node."""
+    ranks: Sequence[int] = ()
+    """0 for the first of its siblings: the one with the longest match, of equals the most recent."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class LookupIndex:
+    """Where each n-gram of one session's committed tokens ended, for a few lengths n; it only grows.
+
+    An occurrence is a place where the last tokens have been before; its match length, at most `max_length`, is the
+    number of tokens that agree. Those of at least `min_length` count. Work is bounded on any text: of each length n
+    the `max_probes` most recent places are looked at, and the `max_matches` best occurrences are followed.
+    """
+
+    def __init__(
+        self,
+        token_ids: Iterable[int] = (),
+        *,
+        min_length: int = 1,
+        max_length: int = 16,
+        max_matches: int = 6,
+        max_probes: int = 24,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        assert 1 <= min_length <= max_length, "a match has at least one token"
+        self._min_length, self._max_length = min_length, max_length
+        self._max_matches, self._max_probes = max_matches, max_probes
+        self._eos_ids = frozenset(eos_ids)
+        self._token_ids: list[int] = []
+        self._grams = [_Grams(min_length)]
+        while self._grams[-1].length * _SPACING < max_length:
+            self._grams.append(_Grams(self._grams[-1].length * _SPACING))
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Take note of newly committed tokens."""
+        start = len(self._token_ids)
+        self._token_ids.extend(token_ids)
+        for grams in self._grams:
+            grams.extend(self._token_ids, start)
+
+    def candidates(self, max_nodes: int, max_depth: int, max_branching: int, after: Sequence[int] = ()) -> LookupTree:
+        """Return what may follow the committed tokens, and `after` them the given ones, which are not committed.
+
+        Occurrences are followed from the longest match to the shortest, of equals from the most recent; nothing grows
+        below an end-of-sequence token. An occurrence that runs into the end goes on with its own beginning, as a text
+        of that period would.
+        """
+        if min(max_nodes, max_depth, max_branching) < 1:
+            return LookupTree()
+        after = list(after)
+        paths = [(self._continuation(end, max_depth, after), length) for length, end in self._occurrences(after)]
+        return _merge(paths, max_nodes, max_branching, self._eos_ids)
+
+    def _occurrences(self, after: list[int]) -> list[tuple[int, int]]:
+        """Return the best occurrences as (match length, position of the last matching token), best first."""
+        num_committed, wanted = len(self._token_ids), self._max_matches
+        last = num_committed + len(after) - 1
+        recent = self._token_ids[max(num_committed - self._max_length, 0) :] + after
+        suffix = recent[-self._max_length :]
+        first = last + 1 - len(recent)
+        found: list[tuple[int, int]] = []
+        for end in range(last - 1, num_committed - 1, -1):
+            length = _match_length(recent, end - first, suffix)
+            if length >= self._min_length:
+                found.append((length, end))
+        backwards, below = suffix[::-1], self._max_length + 1
+        for grams in reversed(self._grams):
+            size = grams.length
+            if size > len(suffix):
+                continue
+            end = grams.latest_before(suffix) if after else grams.previous[last]
+            self._follow(grams, end, backwards, below, found)
+            if sum(length >= size for length, _ in found) >= wanted:
+                break  # shorter n-grams have only shorter matches to add
+            below = size
+        found.sort(reverse=True)
+        return found[:wanted]
+
+    def _follow(self, grams: _Grams, end: int, backwards: list[int], below: int, found: list[tuple[int, int]]) -> None:
+        """Add the occurrences of one n-gram from `end` back whose match is shorter than `below`."""
+        token_ids, previous, size, longest = self._token_ids, grams.previous, grams.length, self._max_length
+        missing = self._max_matches
+        for _ in range(self._max_probes):
+            if end == NO_POSITION:
+                return
+            length, limit = size, min(len(backwards), end + 1)
+            while length < limit and token_ids[end - length] == backwards[length]:
+                length += 1
+            if length < below:
+                found.append((length, end))
+                missing -= length == longest
+                if not missing:
+                    return
+            end = previous[end]
+
+    def _continuation(self, end: int, depth: int, after: list[int]) -> list[int]:
+        """Return the `depth` tokens behind the occurrence that ends at `end`."""
+        start = end + 1
+        token_ids = self._token_ids[start : start + depth]
+        if len(token_ids) < depth:
+            token_ids += after[max(start - len(self._token_ids), 0) :][: depth - len(token_ids)]
+        if len(token_ids) < depth:
+            token_ids = (token_ids * (depth // len(token_ids) + 1))[:depth]
+        return token_ids
+
+
+class _Grams:
+    """The places of all n-grams of one length, the most recent first: a linked list per n-gram.
+
+    An n-gram's key is its hash of 64 bits: a collision would only make a bad guess.
+    """
+
+    __slots__ = ("_latest", "length", "previous")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._latest: dict[int, int] = {}
+        self.previous: list[int] = []
+        """Per position, where the n-gram that ends there ended before, NO_POSITION if nowhere."""
+
+    def extend(self, token_ids: list[int], start: int) -> None:
+        length, latest, previous = self.length, self._latest, self.previous
+        for stop in range(start + 1, len(token_ids) + 1):
+            # At the text's start the key is one of fewer tokens, which nobody asks for.
+            key = hash(tuple(token_ids[max(stop - length, 0) : stop]))
+            previous.append(latest.get(key, NO_POSITION))
+            latest[key] = stop - 1
+
+    def latest_before(self, suffix: list[int]) -> int:
+        """Return where the suffix's n-gram ended last."""
+        return self._latest.get(hash(tuple(suffix[-self.length :])), NO_POSITION)
+
+
+def _merge(
+    paths: Iterable[tuple[list[int], int]], max_nodes: int, max_branching: int, eos_ids: frozenset[int]
+) -> LookupTree:
+    """Make a tree of paths from the root, each with its match length: the same token under one parent is one node.
+
+    A path ends where the limits or the first end-of-sequence token end it.
+    """
+    nodes: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    match_lengths: list[int] = []
+    ranks: list[int] = []
+    node_at: dict[tuple[int, int], int] = {}
+    num_children = [0]  # of the root, then of each node
+    for path, match_length in paths:
+        parent = -1
+        for depth, token_id in enumerate(path, 1):
+            key = (parent, token_id)
+            node = node_at.get(key)
+            if node is None:
+                node, rank = len(nodes), num_children[parent + 1]
+                if node == max_nodes or rank == max_branching:
+                    break
+                node_at[key] = node
+                num_children[parent + 1] += 1
+                num_children.append(0)
+                nodes.append(token_id)
+                parents.append(parent)
+                depths.append(depth)
+                match_lengths.append(match_length)
+                ranks.append(rank)
+            if token_id in eos_ids:
+                break
+            parent = node
+    return LookupTree(nodes, parents, depths, match_lengths, ranks)
+
+
+def _match_length(token_ids: list[int], end: int, suffix: list[int]) -> int:
+    """Return how many tokens that end at `end` equal the end of `suffix`."""
+    limit = min(len(suffix), end + 1)
+    for length in range(limit):
+        if token_ids[end - length] != suffix[-1 - length]:
+            return length
+    return limit

@@ -1,0 +1,211 @@
+"""`specsplit plan`: what it prints, where it finds a config.json, what it refuses, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specsplit.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+NUM_PARAMS = 596_049_920
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return _written(tmp_path, CONFIG)
+
+
+def _written(folder: Path, content: object) -> str:
+    path = folder / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def _json(arguments: list[str], capsys: Capture) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+def test_the_table_has_a_row_per_stage_and_says_what_it_assumes(config: str, capsys: Capture):
+    assert main(["plan", "--config", config, "--layers", "0:20,20:28", "--context", "4096", "--sessions", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert f"qwen3, {NUM_PARAMS:,} parameters in 28 layers, bf16, ends on the stages" in " ".join(lines[0])
+    # 20 x 15,730,944 + 151,936 x 1,024 parameters; 2 slots of 4,224 rows; 5 tokens of 1,024 numbers; all 2 bytes each
+    assert lines[2] == ["0", "0:20", "20", "0.876", "0.645", "1.5", "10.0", "KiB", "embedding"]
+    assert lines[3] == ["1", "20:28", "8", "0.524", "0.258", "0.782", "picks", "head"]
+    assert lines[4][:3] == ["all", "0:28", "28"]
+    notes = "\n".join(" ".join(line) for line in lines[5:])
+    for words in ("2 slots of 4096 + 128 rows", "Sliding windows", "4 nodes and their root", "headers", "activations"):
+        assert words in notes
+
+
+def test_json_holds_the_same_in_bytes(config: str, capsys: Capture):
+    record = _json(["--config", config, "--stages", "3", "--nodes", "8", "--context", "1000"], capsys)
+    assert (record["num_parameters"], record["num_layers"], record["dtype"]) == (NUM_PARAMS, 28, "bf16")
+    assert record["kv_bytes_per_token_and_layer"] == 2 * 8 * 128 * 2
+    assert [(stage["start"], stage["end"]) for stage in record["stages"]] == [(0, 10), (10, 19), (19, 28)]
+    assert [stage["link_bytes_per_round"] for stage in record["stages"]] == [1024 * 2 * 9] * 2 + [0]
+    assert record["stages"][1]["kv_bytes"] == 9 * 4096 * 4 * 1128
+    tied_copy = 151936 * 1024
+    assert sum(stage["weight_bytes"] for stage in record["stages"]) == 2 * (NUM_PARAMS + tied_copy)
+    assert record["total_bytes"] == sum(stage["total_bytes"] for stage in record["stages"])
+
+
+def test_ends_on_the_coordinator_have_a_row_of_their_own(config: str, capsys: Capture):
+    assert main(["plan", "--config", config, "--memory", "1GiB,2GiB", "--ends", "coordinator"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2] == ["coordinator", "-", "0", "0.290", "-", "0.290", "-", "10.0", "KiB", "embedding,", "head"]
+    assert [line[0] for line in lines[3:6]] == ["0", "1", "all"]
+    assert lines[4][-3:] == ["2.0", "10.0", "KiB"]  # the budget, then hidden states instead of picks
+    record = _json(["--config", config, "--ends", "coordinator"], capsys)
+    assert record["coordinator"] == {"weight_bytes": 2 * (151936 * 1024 + 1024), "link_bytes_per_round": 5 * 2048}
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "embedded"])
+def test_a_config_is_found_as_a_file_a_folder_or_the_embedded_one(form: str, config: str, capsys: Capture):
+    source = {"file": config, "folder": str(Path(config).parent), "embedded": "embedded"}[form]
+    assert _json(["--config", source], capsys)["model_type"] == ("llama" if form == "embedded" else "qwen3")
+
+
+def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path):
+    """In a process of its own, since the hub's client takes its cache folder once, when it is imported."""
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    _written(snapshot, CONFIG)
+    (tmp_path / "hub" / "models--some--model" / "refs").mkdir()
+    (tmp_path / "hub" / "models--some--model" / "refs" / "main").write_text("abc", encoding="utf-8")
+    program = "import sys; from specsplit.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+    def planned(source: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, "plan", "--config", source, "--json"]
+        environment = {"HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert json.loads(planned("some/model").stdout)["num_parameters"] == NUM_PARAMS
+    missing = planned("some/other")
+    assert missing.returncode == 1
+    assert "no model of that name in the hub's cache here; pass the path of its config.json." in missing.stderr
+
+
+def test_a_plan_needs_neither_torch_nor_transformers(config: str):
+    program = (
+        "import sys; from specsplit.cli.main import main; code = main(sys.argv[1:]); "
+        "heavy = [name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules]; "
+        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
+    )
+    command = [sys.executable, "-c", program, "plan", "--config", config, "--memory", "2GiB,2GiB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_config_says_is_the_default(config: str, tmp_path: Path, capsys: Capture):
+    record = _json(["--config", config], capsys)
+    assert (record["context"], record["sessions"], record["dtype"], len(record["stages"])) == (4096, 4, "bf16", 1)
+    short = _written(tmp_path, {**CONFIG, "max_position_embeddings": 512, "torch_dtype": "float32"})
+    record = _json(["--config", short], capsys)
+    assert (record["context"], record["dtype"]) == (512, "fp32")
+
+
+def test_a_context_beyond_the_models_is_planned_and_told(config: str, capsys: Capture):
+    record = _json(["--config", config, "--context", "65536"], capsys)
+    assert "The model was made for at most 40960 tokens: a target refuses a longer --context." in record["notes"]
+
+
+def test_int8_says_what_it_assumes(config: str, capsys: Capture):
+    record = _json(["--config", config, "--dtype", "int8"], capsys)
+    assert [note for note in record["notes"] if "2-byte scale per output row" in note]
+    assert record["kv_bytes_per_token_and_layer"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--stages", "0"], 2, "There must be at least 1 stage, not 0."),
+        (["--stages", "29"], 2, "29 stages are too many for 28 layers"),
+        (["--stages", "2", "--layers", "0:28"], 2, "--stages and --layers exclude each other"),
+        (["--layers", "0:14,15:28"], 2, "There is a gap: layer 14 would be in no stage."),
+        (["--layers", "0:14,14:29"], 2, "goes beyond the last layer"),
+        (["--layers", ""], 2, "'' is no such range"),
+        (["--memory", "24"], 2, "A size of memory is written like 24GiB, 24GB or 512MiB, not '24'."),
+        (["--memory", "8GiB,"], 2, "A size of memory is written like"),
+        (["--memory", "1GiB", "--context", "40960"], 1, "What would fit: "),
+        (["--context", "1"], 2, "context must be at least 2, not 1."),
+        (["--sessions", "0"], 2, "sessions must be at least 1, not 0."),
+        (["--nodes", "-1"], 2, "nodes must be at least 0, not -1."),
+        (["--dtype", "fp8"], 2, "--dtype"),
+        (["--ends", "nowhere"], 2, "--ends"),
+    ],
+)
+def test_wrong_usage_and_what_does_not_fit_is_one_sentence(
+    arguments: list[str], code: int, message: str, config: str, capsys: Capture
+):
+    got, err = _error(["--config", config, *arguments], capsys)
+    assert (got, message in err) == (code, True), err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON."),
+        ("[" * 100_000, "is not valid JSON."),
+        ("[]", "holds no JSON object"),
+        ({}, "names no model_type."),
+        ({"model_type": "mamba"}, "The weights of mamba models cannot be counted from a config.json here; known are"),
+        ({**CONFIG, "num_hidden_layers": 10**12}, "has 1000000000000 layers, which no model has."),
+    ],
+)
+def test_a_config_that_cannot_be_planned_says_why(content: object, message: str, tmp_path: Path, capsys: Capture):
+    code, err = _error(["--config", _written(tmp_path, content)], capsys)
+    assert (code, message in err) == (1, True), err
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "nowhere.json", "some/where/else"])
+def test_a_missing_config_is_named(source: str, capsys: Capture):
+    assert _error(["--config", source], capsys) == (1, f"Error: There is no config.json at {source}.\n")
+
+
+def test_a_folder_without_a_config_and_a_name_that_is_none_are_named(tmp_path: Path, capsys: Capture):
+    assert _error(["--config", str(tmp_path)], capsys) == (1, f"Error: There is no config.json at {tmp_path}.\n")
+    code, err = _error(["--config", "not a name"], capsys)
+    assert (code, "neither a config.json, nor a model folder, nor a hub id" in err) == (1, True)
+
+
+def test_help_shows_every_default_and_three_examples(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    options = [line for line in out.splitlines() if line.startswith("│ --") and "--help" not in line]
+    assert len(options) == 10
+    assert all("[default: " in line for line in options)
+    assert out.count("specsplit plan --config") == 3

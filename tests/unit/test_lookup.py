@@ -1,0 +1,188 @@
+"""The lookup drafter equals its definition by brute force, and its work stays bounded on any text."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specsplit.core.tree import path_to
+from specsplit.orchestrator.lookup import LookupIndex, LookupTree
+
+UNBOUNDED = 10**9
+Row = tuple[int, int, int, int, int]
+
+
+def by_definition(
+    text: Sequence[int], nodes: int, depth: int, branching: int, *, shortest: int, longest: int, matches: int
+) -> list[Row]:
+    """Return (token, parent, depth, match length, rank) per node, by looking at every earlier place."""
+    found: list[tuple[int, int]] = []
+    for end in range(len(text) - 1):
+        length = 0
+        while length < min(longest, end + 1) and text[end - length] == text[-1 - length]:
+            length += 1
+        if length >= shortest:
+            found.append((length, end))
+    rows: list[Row] = []
+    for length, end in sorted(found, reverse=True)[:matches]:
+        extended = list(text)
+        parent = -1
+        for level in range(1, depth + 1):
+            extended.append(extended[end + level])
+            siblings = [node for node, row in enumerate(rows) if row[1] == parent]
+            same = [node for node in siblings if rows[node][0] == extended[-1]]
+            if not same and (len(rows) == nodes or len(siblings) == branching):
+                break
+            if not same:
+                rows.append((extended[-1], parent, level, length, len(siblings)))
+            parent = same[0] if same else len(rows) - 1
+    return rows
+
+
+def rows_of(tree: LookupTree) -> list[Row]:
+    return list(zip(tree.token_ids, tree.parents, tree.depths, tree.match_lengths, tree.ranks, strict=True))
+
+
+texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=60))
+limits = st.tuples(st.integers(1, 20), st.integers(1, 7), st.integers(1, 4))
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, limits, st.integers(1, 3), st.integers(3, 16), st.integers(1, 8))
+def test_candidates_equal_the_definition(
+    text: list[int], limit: tuple[int, int, int], shortest: int, longest: int, matches: int
+):
+    index = LookupIndex(text, min_length=shortest, max_length=longest, max_matches=matches, max_probes=UNBOUNDED)
+    expected = by_definition(text, *limit, shortest=shortest, longest=longest, matches=matches)
+    assert rows_of(index.candidates(*limit)) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, st.lists(st.integers(0, 4), max_size=20), limits)
+def test_tokens_that_are_not_committed_count_as_if_they_were(
+    text: list[int], after: list[int], limit: tuple[int, int, int]
+):
+    index = LookupIndex(text, max_probes=UNBOUNDED)
+    before = rows_of(index.candidates(*limit))
+    drafted = rows_of(index.candidates(*limit, after=after))
+    assert drafted == rows_of(LookupIndex(text + after, max_probes=UNBOUNDED).candidates(*limit))
+    assert rows_of(index.candidates(*limit)) == before, "and leave no trace"
+    assert len(index) == len(text)
+
+
+@settings(deadline=None)
+@given(texts, st.integers(0, 60), limits)
+def test_an_index_that_grew_token_by_token_equals_one_made_at_once(
+    text: list[int], cut: int, limit: tuple[int, int, int]
+):
+    grown = LookupIndex(text[:cut])
+    for token_id in text[cut:]:
+        grown.extend([token_id])
+    assert rows_of(grown.candidates(*limit)) == rows_of(LookupIndex(text).candidates(*limit))
+
+
+def test_the_longest_match_comes_first_and_shorter_ones_branch_off():
+    #       a     b  c  x     b  c  y     z  c  w     a  b  c
+    text = [1, 2, 3, 50, 2, 3, 60, 9, 3, 70, 1, 2, 3]
+    tree = LookupIndex(text).candidates(max_nodes=6, max_depth=2, max_branching=3)
+    paths = [[tree.token_ids[node] for node in path_to(tree.parents, last)] for last in range(len(tree))]
+    assert paths == [[50], [50, 2], [60], [60, 9], [70], [70, 1]]
+    assert list(tree.match_lengths) == [3, 3, 2, 2, 1, 1]
+    assert list(tree.ranks) == [0, 0, 1, 0, 2, 0]
+
+
+def test_of_equal_matches_the_most_recent_comes_first():
+    tree = LookupIndex([7, 1, 7, 2, 7, 3, 7]).candidates(max_nodes=2, max_depth=1, max_branching=2)
+    assert list(tree.token_ids) == [3, 2]
+
+
+def test_a_text_of_a_period_goes_on_with_it_beyond_its_end():
+    tree = LookupIndex([5, 1, 2, 3, 1, 2, 3]).candidates(max_nodes=8, max_depth=8, max_branching=1)
+    assert list(tree.token_ids) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert list(tree.parents) == list(range(-1, 7))
+
+
+def test_nothing_grows_below_an_end_of_sequence_token():
+    index = LookupIndex([1, 2, 0, 4, 1, 2, 3, 0, 5, 1, 2], eos_ids=[0])
+    tree = index.candidates(max_nodes=10, max_depth=4, max_branching=2)
+    assert list(tree.token_ids) == [3, 0, 0]
+    assert list(tree.parents) == [-1, 0, -1]
+
+
+@pytest.mark.parametrize("limit", [(0, 4, 2), (4, 0, 2), (4, 4, 0)])
+def test_no_room_gives_no_tree(limit: tuple[int, int, int]):
+    assert len(LookupIndex([1, 1, 1]).candidates(*limit)) == 0
+
+
+@pytest.mark.parametrize("text", [[], [3], [3, 4, 5]])
+def test_a_text_that_repeats_nothing_gives_no_tree(text: list[int]):
+    assert len(LookupIndex(text).candidates(8, 4, 2)) == 0
+
+
+def test_a_shorter_match_than_asked_for_gives_no_tree():
+    assert len(LookupIndex([1, 2, 3, 9, 3], min_length=2).candidates(8, 4, 2)) == 0
+
+
+class Counting(int):
+    """A token id that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counting.compared += 1
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        Counting.compared += 1
+        return int(self) != other
+
+    __hash__ = int.__hash__
+
+
+HARD = {
+    "one token": lambda n: [0] * n,
+    "a period of two": lambda n: [0, 1] * (n // 2),
+    "two letters": lambda n: random.Random(0).choices([0, 1], k=n),
+    "one token, but for the last ones": lambda n: [0] * (n - 9) + [1] + [0] * 8,
+}
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("after", [(), (0,) * 12])
+def test_work_and_memory_stay_bounded_on_hard_texts(kind: str, after: tuple[int, ...]):
+    seen: list[int] = []
+    for length in (1_000, 10_000):
+        index = LookupIndex([Counting(token_id) for token_id in HARD[kind](length)])
+        Counting.compared = 0
+        tree = index.candidates(16, 8, 3, after=after)
+        assert 0 < len(tree) <= 16
+        seen.append(Counting.compared)
+        assert deep_size(index) < 600 * length
+    assert max(seen) <= 3 * 24 * 17 + 12 * 17 + 200
+
+
+def deep_size(index: LookupIndex) -> int:
+    """Return the bytes of the containers inside, and of the integers in them."""
+    seen: set[int] = set()
+    stack: list[Any] = [index]
+    total = 0
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        if isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif not isinstance(item, int):
+            slots = getattr(type(item), "__slots__", ())
+            stack += [getattr(item, name) for name in slots] + list(getattr(item, "__dict__", {}).values())
+    return total
