@@ -7,7 +7,7 @@ code from a repository is never run.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -52,15 +52,20 @@ def load_config(path: str, name: str) -> Any:
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported.
     """
-    with _translated(path, name):
+    with translated(path, name):
         # Left out, trust_remote_code makes transformers ask the terminal whether to run the repository's code.
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def load_weights(
-    path: str, name: str, config: Any, dtype: torch.dtype | Literal["auto"], device: torch.device
+    path: str,
+    name: str,
+    config: Any,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
 ) -> PreTrainedModel:
-    """Return the model in evaluation mode on `device`.
+    """Return the model in evaluation mode on `device`; `load` is transformers' or stands in for it.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
@@ -69,8 +74,8 @@ def load_weights(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        with _translated(path, name):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with translated(path, name):
+            loaded: Any = load(
                 path,
                 config=config,
                 dtype=dtype,
@@ -129,7 +134,7 @@ _READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, Attri
 
 
 @contextmanager
-def _translated(path: str, name: str, part: str = "model") -> Generator[None]:
+def translated(path: str, name: str, part: str = "model") -> Generator[None]:
     """Translate what reading a model can raise into our error tree; the one place that knows those exceptions."""
     try:
         yield
@@ -185,7 +190,7 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
     eos_ids = _eos_ids(path, name, config)
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
         return None, eos_ids
-    with _translated(path, name, part="tokenizer"):
+    with translated(path, name, part="tokenizer"):
         tokenizer = TransformersTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False), eos_ids)
     return tokenizer, tokenizer.eos_ids
 

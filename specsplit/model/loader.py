@@ -106,21 +106,21 @@ def load_model(
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
     """
     report = progress or (lambda phase, fraction: None)
-    target_device = _device(device)
+    target_device = as_device(device)
     if max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
-    with _one_thread():
+    with one_thread():
         report("config", 0.05)
         config = load_config(path, name)
         refuse_by_config(config)
         report("weights", 0.15)
-        model = load_weights(path, name, config, _dtype(dtype, target_device), target_device)
+        model = load_weights(path, name, config, as_dtype(dtype, target_device), target_device)
         report("probing", 0.7)
         probed = probe(model)
-        context = _context(config, context, default_context, name)
+        context = as_context(config, context, default_context, name)
         fix_longrope(model, context)
-        runner = Runner(model, probed, _allocate(model, probed, context, node_limit, max_sessions), context)
+        runner = Runner(model, probed, allocate(model, probed, context, node_limit, max_sessions), context)
         _check_logits(runner, model, context, name)
         report("recording", 0.85)
         if record:
@@ -160,7 +160,7 @@ def _weights_hash(path: str, name: str) -> str:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
+def one_thread() -> Generator[None]:
     """Keep the loading thread from starting an OpenMP team, which would slow down those of the engines for good."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -170,7 +170,8 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _device(device: str) -> torch.device:
+def as_device(device: str) -> torch.device:
+    """Return the device of a setting, if it is there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable("No CUDA device is available here; use --device cpu.")
     if device not in ("cpu", "cuda"):
@@ -178,7 +179,8 @@ def _device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _dtype(dtype: str | None, device: torch.device) -> torch.dtype | Literal["auto"]:
+def as_dtype(dtype: str | None, device: torch.device) -> torch.dtype | Literal["auto"]:
+    """Return the dtype of a setting; by default fp32 on the CPU and the checkpoint's own elsewhere."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
@@ -186,7 +188,8 @@ def _dtype(dtype: str | None, device: torch.device) -> torch.dtype | Literal["au
     return DTYPES[dtype]
 
 
-def _context(config: Any, context: int | None, default_context: int, name: str) -> int:
+def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
+    """Return the context of a setting, by default what the model was made for, up to `default_context`."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else limit
@@ -206,7 +209,8 @@ def _shapes(probed: ProbeResult) -> list[tuple[Any, Any]]:
     return [(layer.key_shape, layer.value_shape) for layer in probed.layers]
 
 
-def _allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_limit: int, max_sessions: int) -> KVCache:
+def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_limit: int, max_sessions: int) -> KVCache:
+    """Return KV slots for the layers probed, if they fit the memory."""
     shapes = _shapes(probed)
     per_token = KVCache.bytes_per_token(shapes, model.dtype)
     memory.require_kv(per_token, context, node_limit, max_sessions, model.device)

@@ -6,6 +6,7 @@ per layer was seen, every keyword is understood, and the logits equal those of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +114,12 @@ class _Probe:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel) -> ProbeResult:
-    """Run one forward and return what the layers need; leaves the model on our attention.
+def probe(
+    model: PreTrainedModel, forward: Callable[..., object] | None = None, layers: range | None = None
+) -> ProbeResult:
+    """Run one forward and return what the layers (by default all) need; leaves the model on our attention.
+
+    `forward` stands in for the model where it has no embedding; it is called with the model's own keywords.
 
     Raises:
         ModelUnsupported: a layer bypasses the interface or passes something that we do not understand.
@@ -123,24 +128,24 @@ def probe(model: PreTrainedModel) -> ProbeResult:
     seen = _Probe(model.config.model_type)
     tokens = torch.arange(_NUM_TOKENS, device=model.device)[None]
     try:
-        model(
+        (forward or model)(
             input_ids=tokens,
             position_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             use_cache=False,
             layer_attention=seen,
         )
-    except TypeError as error:
+    except (TypeError, KeyError) as error:
         raise ModelUnsupported(
             f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."
         ) from error
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if not seen.layers or sorted(seen.layers) != list(range(num_layers)):
+    layers = range(model.config.get_text_config().num_hidden_layers) if layers is None else layers
+    if not seen.layers or sorted(seen.layers) != list(layers):
         raise ModelUnsupported(
             f"{type(model).__name__} does not send every layer through transformers' attention interface "
-            f"({len(seen.layers)} of {num_layers} layers), so SpecSplit cannot keep its KV cache."
+            f"({len(seen.layers)} of {len(layers)} layers), so SpecSplit cannot keep its KV cache."
         )
-    return ProbeResult(tuple(seen.layers[layer] for layer in range(num_layers)), tuple(seen.kinds))
+    return ProbeResult(tuple(seen.layers[layer] for layer in layers), tuple(seen.kinds))
 
 
 def _check_is_causal(kind: BiasKind, model_type: str) -> None:

@@ -72,14 +72,14 @@ class Runner:
         return (*step, *plan.biases, *self.cache.keys, *self.cache.values)
 
     def _model_forward(
-        self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
     ) -> Tensor:
         num_kinds, num_layers = len(self._kinds), len(self._layers)
         biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
         return self.model(
-            input_ids=token_ids,
+            input_ids=source,
             position_ids=position_ids,
-            attention_mask=torch.ones(1, token_ids.shape[1], dtype=torch.long, device=token_ids.device),
+            attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
             use_cache=False,
             logits_to_keep=logit_rows,
             layer_attention=SlotAttention(self._layers, keys, values, spans, biases),

@@ -1,0 +1,168 @@
+"""Questions of Spec-Bench, HumanEval and GSM8K, read from files that the user names. Knows no model and no network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from specsplit.core.errors import InvalidRequest
+
+SPEC_BENCH, HUMANEVAL, GSM8K = "spec-bench", "humaneval", "gsm8k"
+KNOWN = {
+    SPEC_BENCH: "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+    HUMANEVAL: "1d49078ba3e2b196b9344535bef34a43021f038fad9561d6ee7c53450609a6a2",
+    GSM8K: "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+}
+"""SHA-256 of the published files: hemingkx/Spec-Bench data/spec_bench/question.jsonl (480 questions), openai/human-eval
+HumanEval.jsonl (164), openai/grade-school-math test.jsonl (1,319)."""
+
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH_TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+"""The six tasks that Spec-Bench reports (its evaluation/speed.py): the categories of MT-Bench count as one."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_KINDS = " or ".join(f"{kind}:PATH" for kind in KNOWN)
+Record = dict[str, object]
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, turn by turn; `category` is the data set's own word."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+    @property
+    def task(self) -> str:
+        """The task that reports count it under: one of SPEC_BENCH_TASKS, or the category itself."""
+        return "mt_bench" if self.category in _MT_BENCH else self.category
+
+
+def load(spec: str, sha256: str | None = None, *, warn: Warn | None = None) -> list[Question]:
+    """Return the questions of `spec` (`spec-bench:PATH`, `humaneval:PATH` or `gsm8k:PATH`) in the file's order.
+
+    A file that is not the published one is read if `sha256` is its checksum; without `sha256` it is read with a
+    warning, told to `warn` (stderr by default).
+
+    Raises:
+        InvalidRequest: no such data set or file, another checksum than `sha256`, or a line that is no such question.
+    """
+    kind, path = _parsed(spec)
+    content = _content(path)
+    _check_sum(kind, path, hashlib.sha256(content).hexdigest(), sha256, warn or _to_stderr)
+    questions: list[Question] = []
+    seen: dict[str, int] = {}
+    for number, line in _lines(path, content):
+        where = f"Line {number} of {path}"
+        question = _READERS[kind](_record(line, where), where, len(questions))
+        if question.id in seen:
+            raise _refused(f"{where} repeats the question {question.id} of line {seen[question.id]}.")
+        seen[question.id] = number
+        questions.append(question)
+    if not questions:
+        raise _refused(f"{path} holds no questions.")
+    return questions
+
+
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="dataset")
+
+
+def _to_stderr(message: str) -> None:
+    print(f"Warning: {message}", file=sys.stderr, flush=True)
+
+
+def _parsed(spec: str) -> tuple[str, Path]:
+    kind, _, path = spec.partition(":")
+    if kind not in KNOWN or not path:
+        raise _refused(f"A data set is given as {_KINDS}, not as {spec!r}.")
+    return kind, Path(path).expanduser()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise _refused(f"There is no file {path}.") from error
+    except OSError as error:
+        raise _refused(f"{path} cannot be read ({error.strerror}).") from error
+
+
+def _check_sum(kind: str, path: Path, found: str, wanted: str | None, warn: Warn) -> None:
+    if wanted is None:
+        if found != KNOWN[kind]:
+            warn(f"{path} is not the published {kind} file (its sha256 is {found}); pass that sum to accept it.")
+        return
+    wanted = wanted.strip().lower()
+    if not _SHA256.fullmatch(wanted):
+        raise _refused(f"A sha256 has 64 hexadecimal digits; {wanted!r} is none.")
+    if found != wanted:
+        raise _refused(f"{path} has the sha256 {found}, not {wanted}: it was altered, or is another file.")
+
+
+def _lines(path: Path, content: bytes) -> list[tuple[int, str]]:
+    """Return the lines that are not blank with their numbers; only line feeds end one, as JSON lines have it."""
+    lines: list[tuple[int, str]] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise _refused(f"Line {number} of {path} is not UTF-8 text.") from error
+        if text:
+            lines.append((number, text))
+    return lines
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        record: object = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _refused(f"{where} is not JSON.") from error
+    if not isinstance(record, dict):
+        raise _refused(f"{where} is not a JSON object.")
+    return {str(name): value for name, value in record.items()}
+
+
+def _field(record: Record, name: str, where: str) -> object:
+    if name not in record:
+        raise _refused(f"{where} has no {name}.")
+    return record[name]
+
+
+def _text(record: Record, name: str, where: str) -> str:
+    value = _field(record, name, where)
+    if not isinstance(value, str) or not value.strip():
+        raise _refused(f"{where} has a {name} that is no text.")
+    return value
+
+
+def _spec_bench(record: Record, where: str, index: int) -> Question:
+    identity, turns = _field(record, "question_id", where), _field(record, "turns", where)
+    if isinstance(identity, bool) or not isinstance(identity, int | str):
+        raise _refused(f"{where} has a question_id that is neither a whole number nor text.")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise _refused(f"{where} has turns that are no list of texts.")
+    return Question(str(identity), _text(record, "category", where), tuple(turns))
+
+
+def _humaneval(record: Record, where: str, index: int) -> Question:
+    return Question(_text(record, "task_id", where), HUMANEVAL, (_text(record, "prompt", where),))
+
+
+def _gsm8k(record: Record, where: str, index: int) -> Question:
+    _text(record, "answer", where)
+    return Question(f"GSM8K/{index}", GSM8K, (_text(record, "question", where),))
+
+
+_READERS: dict[str, Callable[[Record, str, int], Question]] = {
+    SPEC_BENCH: _spec_bench,
+    HUMANEVAL: _humaneval,
+    GSM8K: _gsm8k,
+}
