@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from benchmarks import report
-from specsplit.assembly import require_worker_extra
+from benchmarks.pair import chosen_pair
+from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
+from specsplit.core.defaults import Device, Dtype
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
@@ -23,6 +25,11 @@ NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the 
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine and of transformers.")]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
+Nodes = Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")]
+Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
+Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker for the systems named MODE@remote.")]
+ResultsPath = Annotated[Path, typer.Argument(help="A results file of `run`.", dir_okay=False)]
 Grid = Annotated[str, typer.Option(help="Values separated by commas.")]
 
 
@@ -37,9 +44,9 @@ def smoke(
     new_tokens: NewTokens = 96,
     rounds: Rounds = 5,
     threads: Threads = 2,
-    nodes: Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")] = defaults.DEFAULT_NODES,
-    depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = defaults.DEFAULT_DEPTH,
-    branching: Annotated[int, typer.Option(min=1, help="Children of a node.")] = defaults.DEFAULT_BRANCHING,
+    nodes: Nodes = defaults.DEFAULT_NODES,
+    depth: Depth = defaults.DEFAULT_DEPTH,
+    branching: Branching = defaults.DEFAULT_BRANCHING,
     output: Output = None,
 ) -> None:
     """Compare plain, pingpong and transformers, alternately; check the bars P1, P2, P3, P4 and P9."""
@@ -58,6 +65,85 @@ def smoke(
     smoke_report.show(console, found)
     report.emit(found.to_dict(), output)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
+
+
+@app.command()
+def run(
+    systems: Annotated[str, typer.Option(help="Names separated by commas: plain, pingpong, pingpong@loopback, ...")],
+    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
+    sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many, from each task in turn; 0 for all.")] = 6,
+    new_tokens: NewTokens = 96,
+    rounds: Rounds = 5,
+    threads: Threads = 2,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
+    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+    inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="Of both models, for every system.")] = "fp32",
+    device: Annotated[Device, typer.Option(help="Of both models, for every system.")] = "cpu",
+    nodes: Nodes = defaults.DEFAULT_NODES,
+    depth: Depth = defaults.DEFAULT_DEPTH,
+    branching: Branching = defaults.DEFAULT_BRANCHING,
+    target_address: Address = None,
+    draft_address: Address = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Measure any systems alternately; an interrupted run goes on when it is given the same command."""
+    require_worker_extra()
+    from benchmarks import run as bench
+    from benchmarks import run_report
+    from benchmarks.peers.factories import Shape
+
+    settings = bench.RunSettings(
+        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        workload=workload,
+        sha256=sha256,
+        num_prompts=prompts or None,
+        num_new_tokens=new_tokens,
+        num_rounds=rounds,
+        threads=threads,
+        temperature=temperature,
+        seed=seed,
+        is_chat=chat,
+        is_inflated=inflated,
+        pair=chosen_pair(pair, target, draft, dtype, device),
+        shape=Shape(nodes, depth, branching),
+        target_address=target_address,
+        draft_address=draft_address,
+    )
+    console = report.new_console()
+    found = bench.run(settings, output, report.Progress(console), lambda line: console.print(line, markup=False))
+    if found is None:
+        console.print(NOTHING_WHOLE)
+        raise typer.Exit(INTERRUPTED)
+    run_report.show(console, found)
+    report.emit({**found.run.header, **found.summary}, None)
+    raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
+
+
+@app.command()
+def compare(
+    before: ResultsPath,
+    after: ResultsPath,
+    force: Annotated[bool, typer.Option("--force", help="Compare runs of different settings all the same.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line to stdout, the table to stderr.")] = False,
+) -> None:
+    """Say what changed between two results files of `run` beyond noise."""
+    from rich.console import Console
+
+    from benchmarks import compare as comparing
+    from benchmarks import compare_report, results_file
+
+    found = comparing.compare(results_file.read(before), results_file.read(after), is_forced=force)
+    compare_report.show(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
+    if as_json:
+        report.emit(found.to_dict(), None)
 
 
 @app.command("sweep-tree")

@@ -19,6 +19,8 @@ Tick = Callable[[str], None]
 """Called with a system's name when it has done a task."""
 ShouldStop = Callable[[], bool]
 """Asked between any two runs."""
+Record = Callable[[str, Task, Sample], None]
+"""Called with a system's name, the task and what came of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +61,34 @@ def alternate(
 ) -> Measurement:
     """Have every system do every task once a round; the first `num_warm_ups` tasks are done once before, unrecorded."""
     rounds: list[Round] = []
-    if _run_round(systems, tasks[:num_warm_ups], 0, tick, should_stop) is None:
+    if run_round(systems, tasks[:num_warm_ups], 0, tick, should_stop) is None:
         return Measurement(rounds, was_interrupted=True)
     for number in range(num_rounds):
-        samples = _run_round(systems, tasks, number, tick, should_stop)
+        samples = run_round(systems, tasks, number, tick, should_stop)
         if samples is None:
             return Measurement(rounds, was_interrupted=True)
         rounds.append(samples)
     return Measurement(rounds, was_interrupted=False)
 
 
-def _run_round(
-    systems: Sequence[System], tasks: Sequence[Task], number: int, tick: Tick, should_stop: ShouldStop
+def run_round(
+    systems: Sequence[System],
+    tasks: Sequence[Task],
+    number: int,
+    tick: Tick,
+    should_stop: ShouldStop,
+    record: Record | None = None,
 ) -> Round | None:
+    """Have every system do every task once; None where it was interrupted."""
     samples: Round = {system.name: [] for system in systems}
     for task_number, task in enumerate(tasks):
         for system in running_order(systems, number, task_number):
             if should_stop():
                 return None
-            samples[system.name].append(system.generate(task))
+            sample = system.generate(task)
+            samples[system.name].append(sample)
+            if record is not None:
+                record(system.name, task, sample)
             tick(system.name)
     return samples
 

@@ -8,9 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
+from benchmarks.samples import RunSample, Told
 from benchmarks.systems import Sample
-from specsplit.orchestrator.records import Result, SpeculativeDecoding
+from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+
+
+class Timed(Protocol):
+    """A run whose time is told by its parts: a Result, or what a results file kept of one."""
+
+    @property
+    def timings(self) -> RequestTimings: ...
+
+    @property
+    def num_rounds(self) -> int: ...
 
 
 def tokens_per_s(rounds: Sequence[Sequence[Sample]], num_tokens: int) -> list[float]:
@@ -29,7 +41,7 @@ def decode_tokens_per_s(rounds: Sequence[Sequence[Sample]], num_tokens: int) -> 
     return rates
 
 
-def overhead_ms(result: Result) -> float:
+def overhead_ms(result: Timed) -> float:
     """Return what a round takes beside the models' forwards: wall time of decoding minus both, per round."""
     timings = result.timings
     return (timings.decode_s - timings.draft_device_s - timings.target_device_s) * 1e3 / result.num_rounds
@@ -104,3 +116,56 @@ def acceptance(statistics: Iterable[SpeculativeDecoding]) -> Acceptance:
 
 def _summed(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*columns, fillvalue=0)))
+
+
+def told_of(samples: Iterable[RunSample]) -> list[Told]:
+    """Return what our own systems told of these runs."""
+    return [sample.told for sample in samples if sample.told is not None]
+
+
+def rate(samples: Sequence[RunSample]) -> float:
+    """Return the tokens of these runs over the time they took, prompts included."""
+    return sum(sample.num_tokens for sample in samples) / sum(sample.wall_s for sample in samples)
+
+
+def decode_rate(samples: Sequence[RunSample]) -> float | None:
+    """Return the tokens after each run's first over the time that they took; None where that was not told."""
+    decode_s = [sample.decode_s for sample in samples if sample.decode_s is not None]
+    if len(decode_s) < len(samples) or not sum(decode_s):
+        return None
+    return sum(sample.num_tokens - 1 for sample in samples) / sum(decode_s)
+
+
+def target_busy_fraction(samples: Iterable[RunSample]) -> float | None:
+    """Return how much of the decoding the target computed; None where nothing was told."""
+    timings = [told.timings for told in told_of(samples)]
+    decode_s = sum(timing.decode_s for timing in timings)
+    return sum(timing.target_device_s for timing in timings) / decode_s if decode_s else None
+
+
+def bytes_per_token(samples: Iterable[RunSample]) -> float | None:
+    """Return the bytes that travelled per committed token, both ways; None where nothing travels."""
+    pairs = [(sample.told.num_wire_bytes, sample.num_tokens) for sample in samples if sample.told is not None]
+    num_bytes = [count for count, _ in pairs if count is not None]
+    return sum(num_bytes) / sum(tokens for _, tokens in pairs) if num_bytes else None
+
+
+def hit_rate(samples: Iterable[RunSample]) -> float | None:
+    """Return how many of the rounds drafted ahead had the outcome in the tree; None where none was drafted ahead."""
+    counts = [told.speculative_decoding for told in told_of(samples)]
+    num_ahead = sum(count.num_ahead_rounds for count in counts)
+    return sum(count.num_kept_rounds for count in counts) / num_ahead if num_ahead else None
+
+
+def kept_share(samples: Iterable[RunSample]) -> float:
+    """Return the fraction of all rounds whose outcome was already drafted when the verdict came: h of the limits."""
+    told = told_of(samples)
+    num_rounds = sum(each.num_rounds for each in told)
+    return sum(each.speculative_decoding.num_kept_rounds for each in told) / num_rounds if num_rounds else 0.0
+
+
+def tokens_per_round(samples: Iterable[RunSample]) -> float | None:
+    """Return the tokens committed per round after the prompt's, rounds without a tree included."""
+    told = [sample for sample in samples if sample.told is not None]
+    num_rounds = sum(each.num_rounds for each in told_of(told))
+    return sum(sample.num_tokens - 1 for sample in told) / num_rounds if num_rounds else None

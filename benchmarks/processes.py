@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, Protocol
 
 from benchmarks.systems import Sample, System, Task
@@ -91,9 +92,15 @@ class RemoteSystem:
         return self._child.ask("generate", self.name, task)
 
 
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """End through the blocks that are open, so that a child ends its own workers."""
+    raise SystemExit(128 + signum)
+
+
 def _serve(connection: Connection, factory: Factory) -> None:
     """Load, tell the systems' names, then answer until the parent hangs up; Ctrl-C is the parent's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
     try:
         with factory() as served:
             systems = {system.name: system for system in served.systems}

@@ -16,7 +16,7 @@ from benchmarks.bars import Bar
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance, decode_tokens_per_s, overhead_ms
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.factories import ServeBareForward, ServeLoopback, ServeOurs, ServeTransformers, Shape
+from benchmarks.peers.factories import ServeBareForward, ServedMode, ServeLoopback, ServeOurs, ServeTransformers, Shape
 from benchmarks.processes import Child
 from benchmarks.report import Progress
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate, median, quantile
@@ -103,9 +103,10 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
     """
     prompts = workloads.read_prompts(workloads.CODE_PROMPTS, settings.num_prompts)
     origin, threads = provenance(), settings.threads
+    trees = ServedMode(bars.PINGPONG_REMOTE, "pingpong", settings.shape)
     with ExitStack() as scope:
         ours = scope.enter_context(Child("SpecSplit", ServeOurs(threads, ((bars.PINGPONG, settings.shape),))))
-        loopback = scope.enter_context(Child("SpecSplit on loopback", ServeLoopback(threads, settings.shape)))
+        loopback = scope.enter_context(Child("SpecSplit on loopback", ServeLoopback(threads, trees)))
         others = [("the bare forward", ServeBareForward(threads)), ("transformers", ServeTransformers(threads))]
         children = [ours, loopback, *(scope.enter_context(Child(name, serve)) for name, serve in others)]
         with progress.running("loading", len(children)) as loaded:

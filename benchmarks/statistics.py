@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
 
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 20260
@@ -73,7 +76,44 @@ def _task_medians(rows: Rows, rounds: Sequence[int]) -> list[float]:
 
 
 def _bootstrapped(statistic: Callable[[Sequence[int]], float], samples: Sequence[float]) -> Estimate:
+    """Resample rounds; few rounds make few different draws, so each is computed once."""
     generator, rounds = random.Random(BOOTSTRAP_SEED), range(len(samples))
-    resampled = [statistic(generator.choices(rounds, k=len(samples))) for _ in range(NUM_RESAMPLES)]
+    known: dict[tuple[int, ...], float] = {}
+
+    def drawn() -> float:
+        draw = tuple(sorted(generator.choices(rounds, k=len(samples))))
+        if draw not in known:
+            known[draw] = statistic(draw)
+        return known[draw]
+
+    resampled = [drawn() for _ in range(NUM_RESAMPLES)]
     tail = (1 - CONFIDENCE) / 2
     return Estimate(statistic(rounds), quantile(resampled, tail), quantile(resampled, 1 - tail), tuple(samples))
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and highest fifth (rounded down): disturbed values do not count."""
+    ordered = sorted(values)
+    cut = len(ordered) // 5
+    return fmean(ordered[cut : len(ordered) - cut])
+
+
+@lru_cache(maxsize=256)
+def t_quantile(fraction: float, degrees: float) -> float:
+    """Return the quantile (`fraction` from 0.5 to below 1) of Student's t with `degrees` (above 0) of freedom.
+
+    With t = sqrt(degrees) tan(angle) its density is proportional to cos(angle) ** (degrees - 1).
+    """
+
+    def area(angle: float) -> float:
+        steps = 400  # of Simpson's rule
+        width = angle / steps
+        heights = [max(0.0, math.cos(width * step)) ** (degrees - 1) for step in range(steps + 1)]
+        return width / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1::2]) + 2 * sum(heights[2:-1:2]))
+
+    half = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2))
+    low, high = 0.0, math.pi / 2 * (1 - 1e-12)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if area(middle) < (fraction - 0.5) * 2 * half else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)

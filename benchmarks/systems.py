@@ -11,6 +11,9 @@ from typing import Protocol
 from specsplit.core.types import SamplingParams
 from specsplit.orchestrator.records import Result
 
+Arrivals = tuple[tuple[float, int], ...]
+"""(seconds since the start, new tokens) of everything that a reader would have seen arrive, in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -30,11 +33,22 @@ class Sample:
     wall_s: float
     """From the prompt's ids to the last new token; for a bare forward, its decoding steps only."""
     token_ids: tuple[int, ...] | None
-    """The new tokens; None where the system generates none."""
+    """The new tokens; None where the system generates none, or does not tell them."""
     decode_s: float | None = None
     """From the first to the last new token, where the system tells."""
     result: Result | None = None
     """All that our own systems tell."""
+    arrivals: Arrivals = ()
+    """Empty where the system does not tell."""
+    num_tokens: int | None = None
+    """New tokens, where `token_ids` does not tell or they are not the task's number."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return the time to the first token, None where it is not known."""
+        if self.result is not None:
+            return self.result.timings.ttft_s
+        return self.arrivals[0][0] if self.arrivals else None
 
 
 class System(Protocol):

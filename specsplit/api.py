@@ -50,6 +50,7 @@ class RequestOptions(TypedDict, total=False):
     nodes: int
     depth: int
     branching: int
+    lookup: bool
     timeout: float
 
 

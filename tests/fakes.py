@@ -18,6 +18,7 @@ from specsplit.core.types import (
     Budget,
     Identity,
     Proposal,
+    Scores,
     SessionParams,
     Timings,
     TokenizerFiles,
@@ -230,7 +231,7 @@ class FakeTarget(_FakeWorker):
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         await asyncio.sleep(0)
         ids = [*prompt, *scored]
         if not prompt or not scored or not all(0 <= token_id < VOCAB_SIZE for token_id in ids):
@@ -239,7 +240,10 @@ class FakeTarget(_FakeWorker):
             raise ContextExceeded("the tokens do not fit the context", param="scored")
         hashes = prefix_hashes(ids)
         positions = range(len(prompt), len(ids))
-        return tuple(log_probs(hashes[at - 1], ids[:at], logit_bias)[ids[at]] for at in positions)
+        values = tuple(log_probs(hashes[at - 1], ids[:at], logit_bias)[ids[at]] for at in positions)
+        return Scores(
+            values, Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
+        )
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         await asyncio.sleep(0)
@@ -342,9 +346,12 @@ class FakeDraft(_FakeWorker):
             if depth >= max_depth or token in slot.opening.eos_ids:
                 continue
             levels.add(depth)
-            tree.grown.add(at)
-            guesses = self.guess(slot.opening, prefix, [*slot.ids[-3:], *tree.path(at)])
-            for child in guesses[: min(budget.max_branching, room)]:
+            guesses = self.guess(slot.opening, prefix, [*slot.ids[-3:], *tree.path(at)])[: budget.max_branching]
+            held = {child for parent, child, *_ in tree.nodes.values() if parent == at}
+            missing = [child for child in guesses if child not in held]
+            if len(missing) <= room:
+                tree.grown.add(at)
+            for child in missing[:room]:
                 slot.highest_node += 1
                 room -= 1
                 tree.nodes[slot.highest_node] = (at, child, depth + 1, prefix_hash([child], prefix))

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from specsplit.core.errors import NoFreeSlot, WorkerFailed, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, SessionParams, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, Scores, SessionParams, TokenizerFiles, Turn, Verdict
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
 from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, perfect_guess, plain_tokens
@@ -147,7 +147,7 @@ class Flaky:
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         assert isinstance(self.inner, FakeTarget)
         return await self.inner.score(prompt, scored, logit_bias)
 
@@ -157,7 +157,7 @@ class Flaky:
 
 
 PROMPT = tuple(b"Once upon a time")
-CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
+CHAIN = Speculation(mode="pingpong", lookup=False, nodes=4, depth=4, branching=1)
 VERIFY_S = 0.02
 
 

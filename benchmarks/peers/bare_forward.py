@@ -6,9 +6,8 @@ import time
 
 import torch
 
-from benchmarks.bars import BARE
+from benchmarks.pair import Pair
 from benchmarks.systems import Sample, Task
-from specsplit.core.defaults import EMBEDDED
 from specsplit.model.loader import load_model
 from specsplit.model.plan import Entry
 
@@ -16,10 +15,9 @@ from specsplit.model.plan import Entry
 class BareForward:
     """One-token forwards at the context lengths that decoding has, by the thread that loaded the model."""
 
-    name = BARE
-
-    def __init__(self, threads: int) -> None:
-        self._target = load_model(EMBEDDED, role="target", dtype="fp32", threads=threads)
+    def __init__(self, threads: int, name: str, pair: Pair) -> None:
+        self.name = name
+        self._target = load_model(pair.target, role="target", dtype=pair.dtype, device=pair.device, threads=threads)
 
     @torch.inference_mode()
     def generate(self, task: Task) -> Sample:

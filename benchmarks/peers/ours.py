@@ -1,65 +1,101 @@
-"""SpecSplit in process: plain decoding and pingpong through the orchestrator, over one loaded pair."""
+"""SpecSplit in process: one loaded pair, and the modes of the orchestrator over it as systems."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
-from benchmarks.bars import PLAIN
-from benchmarks.peers.factories import Shape
+from benchmarks.limits import Costs
+from benchmarks.pair import Pair
+from benchmarks.peers import costs
+from benchmarks.peers.factories import ServedMode
 from benchmarks.systems import Sample, Task
-from specsplit.assembly import load_models, running
-from specsplit.core.settings import DraftSettings, Settings, TargetSettings
-from specsplit.engine.session import MAX_STEP_TOKENS
+from specsplit.assembly.models import load_models
+from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.workers import opened
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.engine.session import MAX_STEP_TOKENS, Sampler
 from specsplit.model.plan import Entry
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Patience, Request, Result, Speculation
+from specsplit.orchestrator.records import Request, Result
 
 
 class InProcess:
     """Both models and their engines, for the length of a `with` block; the systems share them."""
 
-    def __init__(self, threads: int, shapes: Sequence[tuple[str, Shape]]) -> None:
-        settings = Settings(
-            target=TargetSettings(dtype="fp32", threads=threads), draft=DraftSettings(dtype="fp32", threads=threads)
-        )
-        self._models = load_models(settings)
-        self._shapes = shapes
+    def __init__(self, threads: int, modes: Sequence[ServedMode], pair: Pair) -> None:
+        self._settings = _settings(threads, modes, pair)
+        self._models = load_models(self._settings)
+        self._modes = modes
         self._loop = asyncio.Runner()
         self._engines = AsyncExitStack()
 
     def __enter__(self) -> InProcess:
-        workers = self._loop.run(self._engines.enter_async_context(running(self._models)))
-        target, draft, tokenizer = workers.verifier, workers.drafter, workers.tokenizer
-        plain = Speculation(mode="plain")
-        self.systems = [Ours(PLAIN, self._loop, Orchestrator(target, None, tokenizer, plain))]
-        for name, shape in self._shapes:
-            trees = Speculation(mode="pingpong", nodes=shape.nodes, depth=shape.depth, branching=shape.branching)
-            patience = Patience(draft_s=math.inf)  # as in assembly
-            orchestrator = Orchestrator(target, draft, tokenizer, trees, patience=patience)
-            self.systems.append(Ours(name, self._loop, orchestrator))
+        self._workers = self._loop.run(self._engines.enter_async_context(opened(self._settings, self._models)))
+        self.systems = [ours(mode, self._loop, self._workers) for mode in self._modes]
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._loop.run(self._engines.aclose())
         self._loop.close()
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids that every system gets for `text`."""
-        return tuple(self._models.tokenizer.encode(text))
+    def encode(self, text: str, is_chat: bool = False) -> tuple[int, ...]:
+        """Return the ids that every system gets for `text`, or for a chat with that one message."""
+        tokenizer = self._models.tokenizer
+        return tuple(tokenizer.encode_chat(text) if is_chat else tokenizer.encode(text))
 
     def prefill_chunk_tokens(self) -> int:
         """Return how many tokens of a prompt go into one forward."""
         return MAX_STEP_TOKENS
 
-    def top2_margin(self, token_ids: Sequence[int]) -> float:
-        """Return the difference between the target's best two logits after `token_ids`."""
-        logits = self._models.target.runner.forward([Entry(0, 0, token_ids)])[0][-1]
-        best, second = logits.topk(2).values.tolist()
+    def context(self) -> int:
+        """Return how many tokens, prompt included, a task may have."""
+        return self._models.target.context
+
+    def models(self) -> dict[str, dict[str, object]]:
+        """Return who the models are, in JSON types."""
+        loaded = {"target": self._models.target, "draft": self._models.draft}
+        return {
+            role: {
+                "name": model.name,
+                "weights_hash": model.weights_hash,
+                "num_parameters": sum(weights.numel() for weights in model.runner.model.parameters()),
+                "weight_bytes": model.weight_bytes,
+                "dtype": model.dtype,
+                "device": str(model.runner.device),
+            }
+            for role, model in loaded.items()
+            if model is not None
+        }
+
+    def top2_margin(self, token_ids: Sequence[int], sampling: SamplingParams | None = None, seed: int = 0) -> float:
+        """Return the difference between the target's best two scores after `token_ids`, greedy by default."""
+        model = self._models.target
+        logits = model.runner.forward([Entry(0, 0, token_ids)])[0][-1:]
+        params = SessionParams(sampling=sampling or SamplingParams(), seed=seed)
+        scores = Sampler(params, model.vocab_size, logits.device).scores(logits, token_ids, [0], [[]])
+        best, second = scores[0].topk(2).values.tolist()
         return best - second
+
+    def costs(self, context_tokens: int) -> Costs:
+        """Return what a verify and a draft level cost behind `context_tokens` tokens; nothing travels here."""
+        return self._loop.run(costs.measure(self._workers, context_tokens, travels=False))
+
+
+def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings:
+    """Return the settings that load what the modes need; one that is alone has its engines as it likes them."""
+    loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads}
+    mode = modes[0].mode if len(modes) == 1 else "auto"
+    nodes = max((mode.shape.nodes for mode in modes), default=1)
+    return Settings(
+        target=TargetSettings.model_validate({"model": pair.target, **loading}),
+        draft=DraftSettings.model_validate({"model": pair.draft, **loading}),
+        orchestrator=override(OrchestratorSettings(), mode=mode, nodes=nodes),
+    )
 
 
 class Ours:
@@ -77,10 +113,32 @@ class Ours:
             seed=task.seed,
             ignore_eos=True,
         )
-        result, wall_s = self._loop.run(self._timed(request))
-        return Sample(wall_s, result.token_ids, result.timings.decode_s, result)
+        return self._loop.run(self._timed(request))
 
-    async def _timed(self, request: Request) -> tuple[Result, float]:
+    async def _timed(self, request: Request) -> Sample:
+        arrivals: list[tuple[float, int]] = []
+        result: Result | None = None
         start_s = time.perf_counter()
-        result = await self._orchestrator.generate(request)
-        return result, time.perf_counter() - start_s
+        async with aclosing(self._orchestrator.stream(request)) as chunks:
+            async for chunk in chunks:
+                arrivals.append((time.perf_counter() - start_s, len(chunk.token_ids)))
+                result = chunk.result
+        wall_s = time.perf_counter() - start_s
+        assert result is not None, "the last chunk carries the result"
+        timings = result.timings
+        arrived_s, count = arrivals[-1]  # it was handed over after the sessions were closed
+        arrivals[-1] = (min(arrived_s, timings.ttft_s + timings.decode_s), count)
+        return Sample(wall_s, result.token_ids, timings.decode_s, result, tuple(arrivals))
+
+
+def ours(mode: ServedMode, loop: asyncio.Runner, workers: Workers) -> Ours:
+    """Return a mode over `workers` as a system.
+
+    Raises:
+        InvalidSettings: there is no such mode.
+    """
+    shape = mode.shape
+    chosen = override(
+        OrchestratorSettings(), mode=mode.mode, nodes=shape.nodes, depth=shape.depth, branching=shape.branching
+    )
+    return Ours(mode.name, loop, workers.orchestrator(chosen))

@@ -1,4 +1,4 @@
-"""SpecSplit as services: a draft and a target process on loopback, and this process as the orchestrator."""
+"""SpecSplit as services: draft and target in processes of their own, this process being the orchestrator."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
-from benchmarks.bars import PINGPONG_REMOTE
-from benchmarks.peers.factories import Shape
-from benchmarks.peers.ours import Ours
+from benchmarks.limits import Costs
+from benchmarks.pair import Pair
+from benchmarks.peers import costs
+from benchmarks.peers.factories import ServedMode, Shape
+from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
-from specsplit.assembly import Workers, connected
+from specsplit.assembly.links import connected
+from specsplit.assembly.orchestrators import Workers
+from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import ResourceError
-from specsplit.core.sections import DraftSettings, TargetSettings
-from specsplit.core.settings import Settings
+from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
+from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Request, Speculation
 
 _WIRE_SHAPE = Shape(nodes=32, depth=8, branching=4)
 """The tree whose bytes P8 bounds."""
+_RETRY_S = 3.0
+"""A server that is not there is skipped, so it is not waited for."""
 
 
 class Worker:
     """A worker process, from its ready line to the end of the block."""
 
-    def __init__(self, role: str, threads: int) -> None:
+    def __init__(self, role: str, threads: int, pair: Pair) -> None:
         command = [sys.executable, "-m", "specsplit", role, "--listen", "127.0.0.1:0", "--threads", str(threads)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        source = pair.target if role == "target" else pair.draft
+        command += ["--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
+        # A session of its own: Ctrl-C is for the benchmark, which ends its workers when it has finished a run.
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
 
     def wait_ready(self) -> str:
         """Return the address once it serves.
@@ -47,38 +59,73 @@ class Worker:
         return self._process.pid
 
     def end(self) -> None:
+        """Tell it to stop and wait until it has."""
         self._process.terminate()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
-class Loopback:
-    """Both workers, for the length of a `with` block; `threads` is what the two share, each gets its half.
+class Services:
+    """One mode over workers elsewhere, by their addresses, for the length of a `with` block."""
 
-    They take turns, but a team of threads that waits spins on the other's cores.
-    """
-
-    def __init__(self, threads: int, shape: Shape) -> None:
-        share = max(1, threads // 2)
-        self._workers = {role: Worker(role, share) for role in ("target", "draft")}
-        self._shape = shape
+    def __init__(self, mode: ServedMode, addresses: Mapping[str, str]) -> None:
+        self._mode, self._addresses = mode, dict(addresses)
         self._loop = asyncio.Runner()
         self._links = AsyncExitStack()
 
-    def __enter__(self) -> Loopback:
-        self._addresses = {role: worker.wait_ready() for role, worker in self._workers.items()}
-        workers = self._loop.run(self._connect(self._links, self._addresses))
-        self.systems = [Ours(PINGPONG_REMOTE, self._loop, _speculating(workers, self._shape))]
+    def __enter__(self) -> Services:
+        try:
+            self._workers = self._loop.run(_connect(self._links, self._addresses))
+        except BaseException:
+            self.__exit__()
+            raise
+        self.systems = [ours(self._mode, self._loop, self._workers)]
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._loop.run(self._links.aclose())
         self._loop.close()
-        for worker in self._workers.values():
-            worker.end()
 
     def pids(self) -> list[int]:
-        """Return the workers' process ids."""
-        return [worker.pid for worker in self._workers.values()]
+        """Return the processes that work for this one, as far as they are known."""
+        return []
+
+    def costs(self, context_tokens: int) -> Costs:
+        """Return what a verify, a draft level and a round trip cost behind `context_tokens` tokens."""
+        return self._loop.run(costs.measure(self._workers, context_tokens, travels=True))
+
+
+class Loopback(Services):
+    """The same with workers that this process starts; `threads` is what the two share, each gets its half.
+
+    They take turns, but a team of threads that waits spins on the other's cores.
+    """
+
+    def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
+        super().__init__(mode, {})
+        roles = ("target",) if mode.mode in DRAFTLESS else ("target", "draft")
+        share = max(1, threads // len(roles))
+        self._processes = {role: Worker(role, share, pair) for role in roles}
+
+    def __enter__(self) -> Loopback:
+        try:
+            self._addresses = {role: process.wait_ready() for role, process in self._processes.items()}
+        except BaseException:
+            self.__exit__()
+            raise
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            for process in self._processes.values():
+                process.end()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]
 
     def wire_bytes(self, prompt_ids: tuple[int, ...], num_tokens: int) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.
@@ -93,7 +140,7 @@ class Loopback:
             proxies = {
                 role: await stack.enter_async_context(Proxy(address)) for role, address in self._addresses.items()
             }
-            workers = await self._connect(stack, {role: proxy.address for role, proxy in proxies.items()})
+            workers = await _connect(stack, {role: proxy.address for role, proxy in proxies.items()})
             orchestrator = _speculating(workers, _WIRE_SHAPE)
             await orchestrator.generate(request)  # connections are made and header tables filled
             counts = [_counts(proxies) async for _ in orchestrator.stream(request)]
@@ -105,12 +152,14 @@ class Loopback:
             for index, direction in enumerate(("sent", "received"))
         }
 
-    @staticmethod
-    async def _connect(stack: AsyncExitStack, addresses: dict[str, str]) -> Workers:
-        settings = Settings(
-            target=TargetSettings(address=addresses["target"]), draft=DraftSettings(address=addresses["draft"])
-        )
-        return await stack.enter_async_context(connected(settings))
+
+async def _connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Workers:
+    settings = Settings(
+        target=TargetSettings(address=addresses["target"]),
+        draft=DraftSettings(address=addresses.get("draft")),
+        orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
+    )
+    return await stack.enter_async_context(connected(settings))
 
 
 def _speculating(workers: Workers, shape: Shape) -> Orchestrator:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.bars import ASSISTED_PREFIX
-from benchmarks.peers.transformers_model import TransformersSystem, load
+from benchmarks.pair import Pair
+from benchmarks.peers.transformers_model import load
 
-NAMES = (f"{ASSISTED_PREFIX}, default", f"{ASSISTED_PREFIX}, constant 4")
+NUM_CONSTANT_TOKENS = 4
 
 
-def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:
-    """Return both ways; each has its own draft, since the options live in the draft's generation config."""
-    as_it_comes, constant = load("draft"), load("draft")
-    constant.generation_config.num_assistant_tokens = 4
-    constant.generation_config.num_assistant_tokens_schedule = "constant"
-    constant.generation_config.assistant_confidence_threshold = 0
-    drafts = (as_it_comes, constant)
-    return [
-        TransformersSystem(name, target, threads, assistant_model=draft)
-        for name, draft in zip(NAMES, drafts, strict=True)
-    ]
+def _as_it_comes(pair: Pair) -> dict[str, Any]:
+    return {"assistant_model": load("draft", pair)}
+
+
+def _constant(pair: Pair) -> dict[str, Any]:
+    draft = load("draft", pair)  # its own: the options live in the draft's generation config
+    draft.generation_config.num_assistant_tokens = NUM_CONSTANT_TOKENS
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0
+    return {"assistant_model": draft}
+
+
+WAYS: dict[str, Callable[[Pair], dict[str, Any]]] = {"assisted": _as_it_comes, "assisted-constant": _constant}
+"""Options of `generate`, by the name of the way."""

@@ -1,13 +1,11 @@
-"""transformers' `generate`, greedy, with its KV cache."""
+"""transformers' `generate` with its KV cache and nothing else."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.bars import GENERATE
-from benchmarks.peers.transformers_model import TransformersSystem
+from benchmarks.pair import Pair
 
-
-def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:
-    """Return the one way to run it."""
-    return [TransformersSystem(GENERATE, target, threads)]
+WAYS: dict[str, Callable[[Pair], dict[str, Any]]] = {"generate": lambda pair: {}}
+"""Options of `generate`, by the name of the way."""

@@ -8,29 +8,48 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.pair import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
+from specsplit.model.loader import DTYPES
 
 
-def load(role: str, source: str = EMBEDDED) -> PreTrainedModel:
-    """Return an own fp32 instance that runs past end-of-sequence tokens, as all systems do here.
+def load(role: str, pair: Pair) -> PreTrainedModel:
+    """Return an own instance that runs past end-of-sequence tokens, as all systems do here.
 
     Without an end-of-sequence id nothing has to be suppressed, so no logits processor stands in its way.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # assisted generation warns about its own inner call
+    source = pair.target if role == "target" else pair.draft
+    assert source is not None, "the registry asks for a draft where a system needs one"
     path = str(files("specsplit.model") / "embedded" / role) if source == EMBEDDED else source
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
-    model.eval().requires_grad_(False)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[pair.dtype], use_safetensors=True)
+    model.to(pair.device).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
+class _Arrivals(BaseStreamer):
+    """Notes when tokens come out; the first thing put is the prompt."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self.seen: list[tuple[float, int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append((time.perf_counter() - self._start_s, value.numel()))
+
+    def end(self) -> None:
+        pass
+
+
 class TransformersSystem:
-    """Greedy `generate` with some options."""
+    """`generate` with some options; with a temperature it draws other random numbers than we do."""
 
     def __init__(self, name: str, model: PreTrainedModel, threads: int, **options: Any) -> None:
         self.name = name
@@ -39,20 +58,30 @@ class TransformersSystem:
 
     @torch.inference_mode()
     def generate(self, task: Task) -> Sample:
-        """Do the task; only greedy ones, since transformers draws other random numbers than we do."""
-        assert task.sampling.is_greedy, "transformers is compared on greedy decoding only"
+        """Do the task and time it."""
         torch.set_num_threads(self._threads)
-        prompt = torch.tensor([task.prompt_ids])
+        torch.manual_seed(task.seed)
+        prompt = torch.tensor([task.prompt_ids], device=self._model.device)
         start_s = time.perf_counter()
+        arrivals = _Arrivals(start_s)
         output = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            do_sample=False,
             use_cache=True,
             max_new_tokens=task.num_tokens,
+            streamer=arrivals,
+            **_sampling(task),
             **self._options,
         )
         token_ids = tuple(output[0, len(task.prompt_ids) :].tolist())
         wall_s = time.perf_counter() - start_s
         assert len(token_ids) == task.num_tokens, f"{self.name} made {len(token_ids)} tokens, not {task.num_tokens}"
-        return Sample(wall_s, token_ids)
+        seen = tuple(arrivals.seen[1:])
+        return Sample(wall_s, token_ids, seen[-1][0] - seen[0][0], arrivals=seen)
+
+
+def _sampling(task: Task) -> dict[str, Any]:
+    sampling = task.sampling
+    if sampling.is_greedy:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from benchmarks.bars import LOOKUP_PREFIX
-from benchmarks.peers.transformers_model import TransformersSystem
+from benchmarks.pair import Pair
 
 NUM_TOKENS = (4, 10)
-NAMES = tuple(f"{LOOKUP_PREFIX}, {count}" for count in NUM_TOKENS)
 
 
-def systems(target: PreTrainedModel, threads: int) -> list[TransformersSystem]:
-    """Return it with short and with long copies."""
-    return [
-        TransformersSystem(name, target, threads, prompt_lookup_num_tokens=count)
-        for name, count in zip(NAMES, NUM_TOKENS, strict=True)
-    ]
+def _copies(count: int, pair: Pair) -> dict[str, Any]:
+    return {"prompt_lookup_num_tokens": count}
+
+
+WAYS: dict[str, Callable[[Pair], dict[str, Any]]] = {f"lookup-{count}": partial(_copies, count) for count in NUM_TOKENS}
+"""Options of `generate`, by the name of the way: with short and with long copies."""

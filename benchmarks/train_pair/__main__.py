@@ -14,7 +14,7 @@ import typer
 
 from benchmarks import report
 from benchmarks.train_pair.workspace import Interrupted
-from specsplit.assembly import require_worker_extra
+from specsplit.assembly.models import require_worker_extra
 from specsplit.core.errors import SpecSplitError
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from benchmarks.train_pair.corpus import Document
 from benchmarks.train_pair.filters import without_header
 from benchmarks.train_pair.text_checks import has_coherent_indentation, has_matching_brackets, is_loop
 from benchmarks.workloads import Prompt
-from specsplit.assembly import Models, Workers, load_models, running
+from specsplit.assembly.models import Models, load_models
+from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.workers import running
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.core.types import SamplingParams
 from specsplit.orchestrator.pipeline import Orchestrator

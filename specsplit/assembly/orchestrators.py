@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -25,13 +26,17 @@ class Workers:
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
         """Return the orchestrator that runs rounds as `settings` say; what it learns of the workers, it keeps."""
         speculation = Speculation(
-            mode=settings.mode, nodes=settings.nodes, depth=settings.depth, branching=settings.branching
+            mode=settings.mode,
+            nodes=settings.nodes,
+            depth=settings.depth,
+            branching=settings.branching,
+            lookup=settings.lookup,
         )
         draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
         patience = Patience(retry_s=settings.retry, draft_s=draft_s)
         key = (speculation, patience)
         if key not in self._orchestrators:
-            drafter = None if settings.mode == "plain" else self.drafter
+            drafter = None if settings.mode in DRAFTLESS else self.drafter
             self._orchestrators[key] = Orchestrator(
                 self.verifier, drafter, self.tokenizer, speculation, patience=patience
             )

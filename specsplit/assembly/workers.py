@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from specsplit.target.engine import TargetEngine
 
 _log = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""How often a server looks whether its device is well."""
+PATIENCE_S = 60.0
+"""A device that was not well for so long, whatever was tried, does not recover by itself."""
 
 
 def opened(settings: Settings, models: Models | None) -> AbstractAsyncContextManager[Workers]:
@@ -99,9 +104,10 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
             verifier = engine = TargetEngine(model, device, ttl_s=ttl_s)
             service = server.serving(listen=listen, verifier=verifier, num_sessions=lambda: verifier.num_sessions)
         stack.push_async_callback(engine.aclose)
-        sweeping = asyncio.create_task(_sweep(engine, ttl_s / 4))
-        stack.callback(sweeping.cancel)
-        yield await stack.enter_async_context(service)
+        running = await stack.enter_async_context(service)
+        for caring in (_sweep(engine, ttl_s / 4), _check(engine), _watch(engine, running)):
+            stack.callback(asyncio.create_task(caring).cancel)
+        yield running
 
 
 async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
@@ -111,3 +117,29 @@ async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
             await engine.sweep()
         except Exception:  # noqa: BLE001 - whatever it was, the next sweep shall come
             _log.exception("freeing idle sessions failed")
+
+
+async def _check(engine: DraftEngine | TargetEngine) -> None:
+    """Give a device that has failed forwards of our own: nobody sends work to a server that is not ready."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(Exception):  # the engine has taken note of what matters
+            await engine.check_device()
+
+
+async def _watch(engine: DraftEngine | TargetEngine, server: Server) -> None:
+    """Tell health checks whether the device is well; never waits for it, since it may hang."""
+    loop = asyncio.get_running_loop()
+    well_s, was_well = loop.time(), True
+    while True:
+        is_well, now_s = engine.is_well, loop.time()
+        if is_well:
+            well_s = now_s
+        if is_well != was_well:
+            was_well = is_well
+            _log.warning(
+                "the device %s", "computes again" if is_well else "is not well: forwards fail, or it has ended"
+            )
+        is_live = engine.is_alive and now_s - well_s < PATIENCE_S
+        await server.tell_health(is_ready=is_well, is_live=is_live)
+        await asyncio.sleep(LOOK_S)

@@ -80,6 +80,7 @@ def orchestrate(
     nodes: options.Nodes = defaults.DEFAULT_NODES,
     depth: options.Depth = defaults.DEFAULT_DEPTH,
     branching: options.Branching = defaults.DEFAULT_BRANCHING,
+    lookup: options.Lookup = defaults.LOOKUP,
     compare: options.Compare = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,

@@ -55,7 +55,10 @@ LogitBias = Annotated[
 IgnoreEos = Annotated[bool, _option("--ignore-eos", _SAMPLING, "Go on after an end-of-sequence token.", "off")]
 
 ModeOption = Annotated[
-    Mode, _option("--mode", _SPECULATION, "auto speculates where there is a draft; plain never does.")
+    Mode, _option("--mode", _SPECULATION, "overlap drafts while the target verifies; plain never speculates.")
+]
+Lookup = Annotated[
+    bool, _option("--lookup/--no-lookup", _SPECULATION, "Also guess what followed the same words before.")
 ]
 Nodes = Annotated[int, _option("--nodes", _SPECULATION, "Tree nodes verified per round.", metavar="N")]
 Depth = Annotated[int, _option("--depth", _SPECULATION, "Levels of the tree.", metavar="D")]

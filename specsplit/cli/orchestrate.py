@@ -74,10 +74,11 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
     option = "--draft" if settings.is_remote else "--draft-model"
-    if given.get("compare") and not settings.has_draft:
-        raise InvalidSettings(f"--compare has nothing to compare without a draft; name one with {option}.")
+    if given.get("compare") and not settings.speculates:
+        raise InvalidSettings(f"--compare has nothing to compare in plain decoding; name a draft with {option}.")
     if settings.lacks_draft:
-        render.note(f"No draft for this target: decoding plainly; name one with {option} to speculate.")
+        how = "guessing from the text alone" if settings.speculates else "decoding plainly"
+        render.note(f"No draft for this target: {how}; name one with {option}.")
     if settings.is_remote and owns_process:
         _spare_torch()
     trace_file = given.get("trace_file")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Mode = Literal["auto", "plain", "pingpong", "overlap"]
+Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap"]
+DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
+"""Modes that ask no draft."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
@@ -25,6 +27,7 @@ DEFAULT_NODES = 4
 """Tree nodes verified per round; this and the next two were measured on the embedded pair."""
 DEFAULT_DEPTH = 2
 DEFAULT_BRANCHING = 3
+LOOKUP = True
 
 MAX_NEW_TOKENS = 128
 TEMPERATURE = 0.0

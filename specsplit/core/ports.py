@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
 
 
 class Drafter(Protocol):
@@ -44,7 +44,7 @@ class Verifier(Protocol):
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
 
         They are of log_softmax(logits + bias) and finite; biases of tokens outside the vocabulary are ignored.

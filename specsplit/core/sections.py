@@ -110,6 +110,8 @@ class OrchestratorSettings(_Frozen):
     nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
     depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
     branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
+    lookup: bool = defaults.LOOKUP
+    """Trees hold what followed the last tokens where they occurred before, too."""
     max_new_tokens: Positive = defaults.MAX_NEW_TOKENS
     temperature: float = defaults.TEMPERATURE
     top_p: float = defaults.TOP_P

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
-from specsplit.core.defaults import EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
+from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 
@@ -65,12 +65,12 @@ class Settings(BaseSettings):
     @property
     def draft_address(self) -> str | None:
         """The remote draft to use; None decodes plainly, or with a draft in this process."""
-        return None if self.orchestrator.mode == "plain" else self.draft.address
+        return None if self.orchestrator.mode in DRAFTLESS else self.draft.address
 
     @property
     def draft_source(self) -> str | None:
         """The draft to load into this process; None decodes plainly, or with a remote one."""
-        if self.is_remote or self.orchestrator.mode == "plain":
+        if self.is_remote or self.orchestrator.mode in DRAFTLESS:
             return None
         if self.draft.model is None and self.target.model == EMBEDDED:
             return EMBEDDED
@@ -81,9 +81,15 @@ class Settings(BaseSettings):
         return self.draft_source is not None or self.draft_address is not None
 
     @property
+    def speculates(self) -> bool:
+        """Whether rounds have trees, of a draft or of lookup."""
+        chosen = self.orchestrator
+        return chosen.mode != "plain" and (self.has_draft or chosen.lookup)
+
+    @property
     def lacks_draft(self) -> bool:
-        """Whether decoding is plain for want of a draft, not by choice."""
-        return not self.has_draft and self.orchestrator.mode != "plain"
+        """Whether there is no draft, and not by choice."""
+        return not self.has_draft and self.orchestrator.mode not in DRAFTLESS
 
 
 _ROLES: dict[str, type[BaseModel]] = {
@@ -188,9 +194,12 @@ def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose)
     if purpose == "generate" and settings.draft_address is not None and not settings.is_remote:
         name = merged["draft.address"][1].name
         raise InvalidSettings(f"{name} needs a remote target as well: name it with --target, or leave {name} out.")
-    if settings.orchestrator.mode == "pingpong" and not settings.has_draft:
+    mode = settings.orchestrator.mode
+    if mode in ("pingpong", "overlap") and not settings.has_draft:
         option = "--draft" if settings.is_remote else "--draft-model"
-        raise InvalidSettings(f"Mode pingpong needs a draft: name one with {option}, or use --mode plain.")
+        raise InvalidSettings(f"Mode {mode} needs a draft: name one with {option}, or use --mode plain.")
+    if mode == "lookup" and not settings.orchestrator.lookup:
+        raise InvalidSettings(f"Mode lookup contradicts {merged['orchestrator.lookup'][1].name}; leave one out.")
 
 
 def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettings:

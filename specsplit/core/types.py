@@ -179,6 +179,15 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """The target's answer to a score."""
+
+    log_probs: tuple[float, ...]
+    """Of each scored token, given all before it."""
+    timings: Timings = field(default=Timings(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """Who a worker is; two workers of one pipeline must agree on `vocab_hash`."""
 

@@ -21,9 +21,8 @@ from specsplit.telemetry import spans
 class Drafting:
     """One session's draft. A tree is waited for as long as the verifies of its depth take, and at least `draft_s`.
 
-    One tokenizer may come with embeddings of two sizes: nodes from `vocab_size` (the target's) on are to be left out,
-    and once the target has said a token beyond the draft's (its padding), the draft cannot follow it and is not asked
-    any more.
+    One tokenizer may come with embeddings of two sizes: once the target has said a token beyond the draft's (its
+    padding), the draft cannot follow it and is not asked any more.
     """
 
     def __init__(
@@ -31,11 +30,9 @@ class Drafting:
         peer: DraftPeer,
         link: DraftLink,
         committed: Committed,
-        vocab_size: int,
         draft_s: float,
         persistence: Persistence,
     ) -> None:
-        self.vocab_size = vocab_size
         self._peer, self._link, self._persistence = peer, link, persistence
         self._draft_s = draft_s
         self._largest_token = max(committed.ids)
@@ -46,6 +43,11 @@ class Drafting:
     def wait_s(self, max_depth: int) -> float:
         """Return how long a tree of `max_depth` levels is worth waiting for."""
         return max(self._draft_s, max_depth * self._mean_verify_s)
+
+    @property
+    def epoch(self) -> int:
+        """Of the link: the draft numbers its nodes anew in each."""
+        return self._link.epoch
 
     @property
     def num_missing(self) -> int:

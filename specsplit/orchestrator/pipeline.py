@@ -14,6 +14,7 @@ from contextlib import aclosing
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
+from specsplit.orchestrator.calibration import Acceptance
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
@@ -54,13 +55,14 @@ class Orchestrator:
                 f"Mode {speculation.mode} needs a draft model; name one with --draft-model or use --mode plain."
             )
         self.verifier = verifier
-        self.drafter = drafter if speculation.mode != "plain" else None
+        self.drafter = drafter if speculation.mode not in ("plain", "lookup") else None
         self.tokenizer = tokenizer
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
         self.patience = patience
         self._rng = rng if rng is not None else random.Random()
         self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
+        self._acceptances = {is_greedy: Acceptance() for is_greedy in (False, True)}
         self._target: Identity | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -91,11 +93,11 @@ class Orchestrator:
                 )
             if self._draft is not None:
                 await self._draft.meet(target, persistence.remaining_s)
-                if self.speculation.nodes > target.max_nodes:
-                    raise InvalidRequest(
-                        f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
-                        param="nodes",
-                    )
+            if self.mode != "plain" and self.speculation.nodes > target.max_nodes:
+                raise InvalidRequest(
+                    f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
+                    param="nodes",
+                )
             self._target = target
         return target
 
@@ -126,6 +128,7 @@ class Orchestrator:
             tokenizer=self.tokenizer,
             clock=self.clock,
             speculation=self.speculation,
+            acceptances=self._acceptances,
             patience=self.patience,
             keep_closing=self._keep_closing,
         )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, DRAFT_PATIENCE_S, RETRY_S
+from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 
-Mode = Literal["plain", "pingpong", "overlap"]
+Mode = Literal["plain", "lookup", "pingpong", "overlap"]
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
 JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
@@ -87,9 +88,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How rounds are run: `auto` is pingpong where there is a drafter and plain where there is none.
+    """How rounds are run: `auto` is pingpong where there is a drafter and lookup where there is none.
 
-    In `overlap` the draft goes on growing the tree while the target verifies.
+    In `pingpong` draft and target take turns, in `overlap` the draft goes on growing the tree while the target
+    verifies; in both, trees hold lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
 
     `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
 
@@ -97,14 +99,19 @@ class Speculation:
         InvalidRequest: there is no such mode, or a bound is below 1.
     """
 
-    mode: Literal["auto", "plain", "pingpong", "overlap"] = "auto"
+    mode: ChosenMode = "auto"
     nodes: int = DEFAULT_NODES
     depth: int = DEFAULT_DEPTH
     branching: int = DEFAULT_BRANCHING
+    lookup: bool = True
 
     def __post_init__(self) -> None:
-        if self.mode not in ("auto", "plain", "pingpong", "overlap"):
-            raise InvalidRequest(f"mode must be auto, plain, pingpong or overlap, not {self.mode}.", param="mode")
+        if self.mode not in get_args(ChosenMode):
+            raise InvalidRequest(
+                f"mode must be one of {', '.join(get_args(ChosenMode))}, not {self.mode}.", param="mode"
+            )
+        if self.mode == "lookup" and not self.lookup:
+            raise InvalidRequest("Mode lookup cannot be without lookup.", param="lookup")
         for name in ("nodes", "depth", "branching"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
@@ -266,6 +273,15 @@ class SpeculativeDecoding:
     acceptance_histogram: tuple[int, ...] = ()
     tested_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
+    num_ahead_rounds: int = 0
+    """Rounds during which the draft went on growing the tree."""
+    num_kept_rounds: int = 0
+    """Those of them whose outcome was in the tree when the verdict came."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rounds drafted ahead whose outcome was in the tree when the verdict came."""
+        return _ratio(self.num_kept_rounds, self.num_ahead_rounds)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -294,6 +310,9 @@ class SpeculativeDecoding:
             "acceptance_histogram": list(self.acceptance_histogram),
             "tested_by_depth": list(self.tested_by_depth),
             "accepted_by_depth": list(self.accepted_by_depth),
+            "num_ahead_rounds": self.num_ahead_rounds,
+            "num_kept_rounds": self.num_kept_rounds,
+            "hit_rate": self.hit_rate,
         }
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,13 +17,15 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
-from specsplit.orchestrator.ahead import Overlap
+from specsplit.orchestrator.calibration import Acceptance
 from specsplit.orchestrator.controller import Controller
 from specsplit.orchestrator.draft_link import DraftLink
 from specsplit.orchestrator.drafting import Drafting
+from specsplit.orchestrator.growing import Growing
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
+from specsplit.orchestrator.lookup import LookupIndex
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import (
     Chunk,
@@ -35,7 +38,7 @@ from specsplit.orchestrator.records import (
     Traffic,
     Wire,
 )
-from specsplit.orchestrator.round import PingPong, Rounds, Source
+from specsplit.orchestrator.round import Rounds, Source
 from specsplit.orchestrator.statistics import Tally
 from specsplit.orchestrator.stop import Stop
 from specsplit.telemetry import spans
@@ -57,15 +60,19 @@ class Serving:
     tokenizer: Tokenizer
     clock: Clock
     speculation: Speculation
+    acceptances: Mapping[bool, Acceptance]
+    """What sources' guesses have been worth so far, by whether tokens are picked greedily."""
     patience: Patience
     keep_closing: KeepClosing
 
 
 def resolved_mode(speculation: Speculation, *, has_draft: bool) -> Mode:
     """Return what `auto` comes to."""
-    if not has_draft:
-        return "plain"
-    return "pingpong" if speculation.mode == "auto" else speculation.mode
+    if speculation.mode != "auto":
+        return speculation.mode
+    if has_draft:
+        return "pingpong"
+    return "lookup" if speculation.lookup else "plain"
 
 
 class Session:
@@ -90,32 +97,37 @@ class Session:
         key = secrets.token_hex(16)
         self._committed = Committed(request.prompt_ids)
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
+        self._mode: Mode = resolved_mode(serving.speculation, has_draft=serving.draft is not None)
         self._draft: DraftLink | None = None
-        source: Source | None = None
-        if serving.draft is not None:
-            self._draft = DraftLink(serving.draft, key, self._committed, opening, incidents)
-            draft_s = serving.patience.draft_s
-            drafting = Drafting(serving.draft, self._draft, self._committed, target.vocab_size, draft_s, persistence)
-            make = Overlap if serving.speculation.mode == "overlap" else PingPong
-            source = make(drafting, self._committed, incidents)
-        self._source = source
-        self._rounds = Rounds(self._committed, self._target, source, incidents)
-        self._controller = Controller(serving.speculation, num_prompt + max_tokens)
+        self._source: Source | None = None
+        if self._mode != "plain":
+            self._source = self._growing(persistence, incidents)
+        self._rounds = Rounds(self._committed, self._target, self._source, incidents)
+        self._controller = Controller(serving.speculation, self._mode, num_prompt + max_tokens)
         self._stop = Stop(serving.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
-        self._tally = Tally(serving.speculation.depth if source is not None else 0)
+        self._tally = Tally(serving.speculation.depth if self._source is not None else 0)
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._first_token_s = 0.0
         self._span = spans.OpenSpan("request", session=key)
 
+    def _growing(self, persistence: Persistence, incidents: Incidents) -> Growing:
+        serving, opening, committed = self._serving, self._opening, self._committed
+        drafting = None
+        if self._mode != "lookup" and serving.draft is not None:
+            self._draft = DraftLink(serving.draft, self._target.session, committed, opening, incidents)
+            drafting = Drafting(serving.draft, self._draft, committed, serving.patience.draft_s, persistence)
+        lookup = LookupIndex(committed.ids, eos_ids=opening.eos_ids) if serving.speculation.lookup else None
+        acceptance = serving.acceptances[opening.sampling.is_greedy]
+        return Growing(drafting, lookup, acceptance, committed, serving.target.vocab_size, incidents)
+
     async def next_chunk(self) -> Chunk:
         """Run one round, the prompt's first, and return what it adds."""
         is_prompt, draft = not self._token_ids, self._serving.draft
-        budget = None
-        if draft is not None:
-            budget = self._controller.next_budget(len(self._committed), draft.context)
+        draft_context = draft.context if draft is not None else sys.maxsize
+        move = self._controller.next_move(len(self._committed), draft_context)
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
-            outcome = await self._rounds.run(budget)
+            outcome = await self._rounds.run(move)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
         now_s = self._serving.clock.now()
         if is_prompt:
@@ -135,13 +147,15 @@ class Session:
 
     def _result(self, finish_reason: FinishReason, last_token_s: float) -> Result:
         tally, decode_s = self._tally, last_token_s - self._first_token_s
+        if self._source is not None:
+            tally.add_drafted(self._source.drafted)
         return Result(
             token_ids=tuple(self._token_ids),
             text="".join(self._text),
             prompt_token_ids=self._request.prompt_ids,
             finish_reason=finish_reason,
             seed=self._opening.seed,
-            mode=resolved_mode(self._serving.speculation, has_draft=self._source is not None),
+            mode=self._mode,
             timings=RequestTimings(
                 ttft_s=self._first_token_s - self._started_s,
                 decode_s=decode_s,

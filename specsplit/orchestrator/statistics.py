@@ -5,6 +5,7 @@ Fed by the pipeline once per round; published in the result.
 
 from __future__ import annotations
 
+from specsplit.core.types import Timings
 from specsplit.orchestrator.records import SpeculativeDecoding
 from specsplit.orchestrator.round import Outcome
 
@@ -18,6 +19,7 @@ class Tally:
         self.num_rounds = -1  # the prompt's round is not counted
         self.target_device_ms = 0.0
         self.draft_device_ms = 0.0
+        self._num_ahead = self._num_kept = 0
         self._nodes = 0
         self._path_nodes = 0
         self._histogram = [0] * (max_depth + 1 if max_depth else 0)
@@ -25,15 +27,22 @@ class Tally:
 
     def add(self, outcome: Outcome) -> None:
         """Count one round."""
-        drafted, verified = outcome.offer.proposal.timings, outcome.verdict.timings
+        verified = outcome.verdict.timings
         self.target_forwards += verified.num_forwards
-        self.draft_forwards += drafted.num_forwards
         self.num_rounds += 1
         if self.num_rounds:
             self.target_device_ms += verified.device_ms
-            self.draft_device_ms += drafted.device_ms
+        self.add_drafted(outcome.offer.proposal.timings)
+        if outcome.offer.is_kept is not None:
+            self._num_ahead += 1
+            self._num_kept += outcome.offer.is_kept
         if outcome.verdict.verified:
             self._add_tree(outcome)
+
+    def add_drafted(self, drafted: Timings) -> None:
+        """Count what the draft did."""
+        self.draft_forwards += drafted.num_forwards
+        self.draft_device_ms += drafted.device_ms
 
     def _add_tree(self, outcome: Outcome) -> None:
         path_length = path_depth(outcome)
@@ -56,6 +65,8 @@ class Tally:
             acceptance_histogram=tuple(histogram),
             tested_by_depth=tuple(self._tested),
             accepted_by_depth=accepted_by_depth,
+            num_ahead_rounds=self._num_ahead,
+            num_kept_rounds=self._num_kept,
         )
 
 

@@ -77,6 +77,7 @@ speculations = st.builds(
     nodes=st.integers(1, 12),
     depth=st.integers(1, 6),
     branching=st.integers(1, 3),
+    lookup=st.booleans(),
 )
 requests = st.builds(
     Request,
@@ -191,7 +192,7 @@ def check_recomputed(target: Flaky, result: Result) -> None:
 
 @given(targets, requests)
 def test_plain_mode_is_the_same_round_without_a_tree(target: FakeTarget, request: Request) -> None:
-    chunks, result = asyncio.run(collect(Orchestrator(target, None, TOKENIZER), request))
+    chunks, result = asyncio.run(collect(Orchestrator(target, None, TOKENIZER, Speculation(mode="plain")), request))
     assert Expected(result.token_ids, result.text, result.finish_reason) == decode_plainly(request, target.context)
     check_chunks(chunks, result)
     assert not target.slots

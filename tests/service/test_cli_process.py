@@ -189,7 +189,7 @@ def test_a_target_of_its_own_decodes_plainly_and_says_so(capfd: pytest.CaptureFi
     own = str(EMBEDDED / "target")
     assert main(["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "4", "--target-model", own, "--json"]) == 0
     out, err = capfd.readouterr()
-    assert err == "No draft for this target: decoding plainly; name one with --draft-model to speculate.\n"
+    assert err == "No draft for this target: guessing from the text alone; name one with --draft-model.\n"
     answer = json.loads(out)
     assert (answer["mode"], answer["draft_forwards"], answer["target_forwards"]) == ("plain", 0, 4)
 

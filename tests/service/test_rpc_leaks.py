@@ -92,7 +92,9 @@ async def test_no_slot_task_or_descriptor_is_left_behind(models: dict[str, Loade
     tokenizer = models["target"].tokenizer
     assert tokenizer is not None
     async with engines(models, clock) as (draft, target), connected(draft, target) as (drafter, verifier):
-        orchestrator = Orchestrator(verifier, drafter, tokenizer, Speculation(nodes=3, depth=2, branching=2))
+        orchestrator = Orchestrator(
+            verifier, drafter, tokenizer, Speculation(lookup=False, nodes=3, depth=2, branching=2)
+        )
         await orchestrator.connect()
         for warm_up in range(4):
             await use(orchestrator, verifier, warm_up)

@@ -23,7 +23,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import serving
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES
@@ -44,9 +44,9 @@ class Target(FakeTarget):
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         self.scored = (tuple(prompt), tuple(scored), tuple(logit_bias))
-        return tuple(-0.5 * token_id for token_id in scored)
+        return Scores(tuple(-0.5 * token_id for token_id in scored), Timings(3.0, 0.5, 2.0, 2, 700, 4))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         if self.is_damaged:
@@ -66,7 +66,11 @@ async def test_a_ping_tells_who_is_there_and_how_far():
 async def test_scores_and_biases_travel():
     target = Target()
     async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
-        assert await verifier.score((1, 2), (3, 4), ((7, -1.5),)) == (-1.5, -2.0)
+        scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),))
+    assert scores == Scores((-1.5, -2.0))
+    sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
+    assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, sent, received)
+    assert min(sent, received) > 10
     assert target.scored == ((1, 2), (3, 4), ((7, -1.5),))
 
 
@@ -237,7 +241,7 @@ async def test_a_message_over_the_limit_is_a_bad_request_either_way():
 async def test_a_message_larger_than_grpcs_own_default_passes():
     async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
         scored = (1 << 31,) * (1 << 20)
-        assert len(await verifier.score((1,), scored)) == len(scored)
+        assert len((await verifier.score((1,), scored)).log_probs) == len(scored)
 
 
 async def test_a_deadline_cancels_the_work_and_is_said():

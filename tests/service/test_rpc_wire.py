@@ -7,7 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from specsplit.core.types import Budget, Identity, Proposal, Timings, TokenizerFiles, Turn, Verdict, quantised_log_prob
+from specsplit.core.types import (
+    Budget,
+    Identity,
+    Proposal,
+    Scores,
+    Timings,
+    TokenizerFiles,
+    Turn,
+    Verdict,
+    quantised_log_prob,
+)
 from specsplit.rpc import calls, codec
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.pb import draft_pb2
@@ -66,8 +76,8 @@ class Echo:
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
-        return ()
+    ) -> Scores:
+        return Scores(())
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         return TokenizerFiles("", (), {})

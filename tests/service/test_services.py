@@ -144,7 +144,7 @@ def test_a_target_alone_decodes_plainly_and_says_so(
 ):
     answer, err = _orchestrate(capfd, "--target", target.address, *SHORT)
     assert (answer["token_ids"], answer["mode"], answer["draft_forwards"]) == (expected[24], "plain", 0)
-    assert err == "No draft for this target: decoding plainly; name one with --draft to speculate.\n"
+    assert err == "No draft for this target: guessing from the text alone; name one with --draft.\n"
     answer, err = _orchestrate(capfd, "--target", target.address, "--mode", "plain", *SHORT)
     assert (answer["token_ids"], err) == (expected[24], "")
 

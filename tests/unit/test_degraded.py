@@ -11,7 +11,7 @@ from tests.model_zoo import FAMILIES, save_model
 from tests.pipelines import PLAIN, request, run
 
 PROMPT = (5, 9, 2, 7, 11, 3)
-TREE = Speculation(mode="pingpong", nodes=6, depth=3, branching=2)
+TREE = Speculation(mode="pingpong", lookup=False, nodes=6, depth=3, branching=2)
 
 
 def load(folder: Path, role: str, *, context: int = 64, record: bool = True) -> LoadedModel:

@@ -18,7 +18,7 @@ from specsplit.telemetry import spans
 from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, perfect_guess
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=20, seed=7, ignore_eos=True)
-CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
+CHAIN = Speculation(mode="pingpong", lookup=False, nodes=4, depth=4, branching=1)
 
 
 def orchestrator(target: FakeTarget, draft: FakeDraft) -> Orchestrator:

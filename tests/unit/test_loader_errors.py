@@ -348,7 +348,7 @@ def test_vocabularies_padded_to_different_sizes_work_together(
     target, draft = loaded
     assert target.identity.vocab_hash == draft.identity.vocab_hash
     requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
-    chain = Speculation(mode="pingpong", nodes=9, depth=3, branching=3)
+    chain = Speculation(mode="pingpong", lookup=False, nodes=9, depth=3, branching=3)
     texts = [
         [result.token_ids for result in results]
         for results in (run(target, None, PLAIN, requests), run(target, draft, chain, requests))
@@ -366,7 +366,7 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_works(temperature: float, tmp_
     assert target.tokenizer is not None
     assert target.tokenizer.num_tokens < target.vocab_size == draft.vocab_size == VOCAB
     requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
-    tree = Speculation(mode="pingpong", nodes=9, depth=3, branching=3)
+    tree = Speculation(mode="pingpong", lookup=False, nodes=9, depth=3, branching=3)
     truth, results = run(target, None, PLAIN, requests), run(target, draft, tree, requests)
     assert [result.token_ids for result in results] == [result.token_ids for result in truth]
     assert max(max(result.token_ids) for result in truth) >= target.tokenizer.num_tokens

@@ -23,7 +23,6 @@ from specsplit.core.errors import (
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, Verdict
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Chunk, Patience, Request, Speculation
-from specsplit.orchestrator.round import fit
 from tests.fakes import (
     VOCAB_SIZE,
     FakeDraft,
@@ -38,7 +37,7 @@ from tests.fakes import (
 
 PROMPT = tuple(b"Once upon a time")
 REQUEST = Request(prompt_ids=PROMPT, max_new_tokens=20, seed=7, ignore_eos=True)
-CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
+CHAIN = Speculation(mode="pingpong", lookup=False, nodes=4, depth=4, branching=1)
 
 
 class FakeClock:
@@ -88,9 +87,9 @@ def second_branch_guess(params: SessionParams, prefix: int, last_tokens: Sequenc
 
 async def test_a_trees_path_is_counted_apart_from_its_nodes() -> None:
     target, draft = FakeTarget(), FakeDraft(second_branch_guess)
-    owner = orchestrator(target, draft, Speculation(mode="pingpong", nodes=4, depth=2, branching=2))
+    owner = orchestrator(target, draft, Speculation(mode="pingpong", lookup=False, nodes=4, depth=2, branching=2))
     counts = (await owner.generate(replace(REQUEST, max_new_tokens=5))).speculative_decoding
-    assert [proposal.parents for proposal in target.proposals] == [(), (0, 0, 1, 2), (0, 0)]
+    assert [proposal.parents for proposal in target.proposals] == [(), (0, 1, 0, 3), (0, 0)]
     assert (counts.num_spec_steps, counts.num_draft_tokens, counts.num_path_tokens) == (2, 6, 3)
     assert (counts.acceptance_histogram, counts.num_accepted_draft_tokens) == ((0, 2, 0), 2)
     assert (counts.tested_by_depth, counts.accepted_by_depth) == ((2, 1), (2, 0))
@@ -115,7 +114,9 @@ async def test_nodes_that_the_target_left_out_are_not_counted() -> None:
 
 async def test_the_draft_is_told_its_own_numbers_and_the_target_gets_contiguous_ones() -> None:
     target, draft = FakeTarget(), FakeDraft(oversize=3)
-    await orchestrator(target, draft, Speculation(mode="pingpong", nodes=5, depth=3, branching=2)).generate(REQUEST)
+    await orchestrator(
+        target, draft, Speculation(mode="pingpong", lookup=False, nodes=5, depth=3, branching=2)
+    ).generate(REQUEST)
     next_node = 1
     for proposal in target.proposals:
         assert proposal.first_node == next_node
@@ -228,8 +229,8 @@ def test_patience_has_bounds(name: str, value: float) -> None:
 
 async def test_auto_is_pingpong_with_a_draft_and_plain_without() -> None:
     draft = FakeDraft()
-    assert orchestrator(FakeTarget(), draft, Speculation()).mode == "pingpong"
-    assert orchestrator(FakeTarget(), None, Speculation()).mode == "plain"
+    assert orchestrator(FakeTarget(), draft, Speculation(lookup=False)).mode == "pingpong"
+    assert orchestrator(FakeTarget(), None, Speculation(lookup=False)).mode == "plain"
     result = await orchestrator(FakeTarget(), draft, Speculation(mode="plain")).generate(REQUEST)
     assert (result.mode, result.draft_forwards, draft.num_calls) == ("plain", 0, 0)
     assert result.speculative_decoding.acceptance_histogram == ()
@@ -288,7 +289,9 @@ async def test_a_wrong_request_is_refused_before_any_work(change: dict[str, obje
 async def test_a_prompt_that_leaves_no_room_names_the_context_and_the_remedy(surplus: int) -> None:
     prompt = (1,) * (30 + surplus)
     with pytest.raises(ContextExceeded, match=r"context of 30;.*--context N"):
-        await orchestrator(FakeTarget(context=30), None, Speculation()).generate(replace(REQUEST, prompt_ids=prompt))
+        await orchestrator(FakeTarget(context=30), None, Speculation(lookup=False)).generate(
+            replace(REQUEST, prompt_ids=prompt)
+        )
 
 
 async def test_workers_with_different_vocabularies_are_refused() -> None:
@@ -320,7 +323,7 @@ async def test_a_round_is_one_verify_and_its_tail_is_the_bonus_token() -> None:
 async def test_a_lost_slot_is_replayed_as_the_next_round_with_the_opening() -> None:
     target = FakeTarget()
     chunks: list[Chunk] = []
-    async with aclosing(orchestrator(target, None, Speculation()).stream(REQUEST)) as stream:
+    async with aclosing(orchestrator(target, None, Speculation(lookup=False)).stream(REQUEST)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if len(chunks) == 3:
@@ -337,19 +340,4 @@ async def test_a_lost_slot_is_replayed_as_the_next_round_with_the_opening() -> N
 async def test_a_worker_that_is_behind_nothing_is_an_error() -> None:
     target = FakeTarget(Faults(fail_at=0, error=SlotBehind(0)))
     with pytest.raises(SlotBehind):
-        await orchestrator(target, None, Speculation()).generate(REQUEST)
-
-
-def test_a_tree_is_cut_to_the_budget_and_orphans_go_with_their_parents() -> None:
-    # 4 hangs below a node that is not in the message; 5 -> 6 -> 7 is one level too deep; 9 is one node too many.
-    proposal = Proposal(4, 10, (14, 15, 16, 17, 18, 19), (2, 0, 5, 6, 5, 0), (-1.0,) * 6)
-    offer = fit(proposal, Budget(3, 2, 2), first_node=21, vocab_size=VOCAB_SIZE)
-    assert offer.proposal == Proposal(21, 10, (15, 16, 18), (0, 21, 21), (-1.0,) * 3)
-    assert (list(offer.depths), list(offer.draft_numbers)) == ([1, 2, 2], [5, 6, 8])
-
-
-def test_a_tree_that_fits_is_only_renumbered() -> None:
-    proposal = Proposal(4, 10, (14, 15, 16), (0, 4, 0), (-1.0,) * 3)
-    offer = fit(proposal, Budget(3, 2, 2), first_node=21, vocab_size=VOCAB_SIZE)
-    assert offer.proposal == replace(proposal, first_node=21, parents=(0, 21, 0))
-    assert (list(offer.depths), list(offer.draft_numbers)) == ([1, 2, 1], [4, 5, 6])
+        await orchestrator(target, None, Speculation(lookup=False)).generate(REQUEST)

@@ -28,7 +28,7 @@ from tests.virtual_time import LoopClock, run_virtual
 
 PROMPT = tuple(b"Once upon a time")
 REQUEST = Request(prompt_ids=PROMPT, max_new_tokens=24, seed=7, ignore_eos=True)
-TREE = Speculation(mode="pingpong", nodes=4, depth=3, branching=2)
+TREE = Speculation(mode="pingpong", lookup=False, nodes=4, depth=3, branching=2)
 PLAIN_TOKENS = tuple(plain_tokens(SessionParams(seed=7), PROMPT, 24))
 
 

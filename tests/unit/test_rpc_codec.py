@@ -329,7 +329,7 @@ def test_a_time_that_is_none_is_refused(value: float):
 @pytest.mark.parametrize("scores", [[], [-1.0], [-1.0, NAN], [-1.0, -INFINITY], [-1.0] * 3])
 def test_scores_that_are_not_one_finite_number_a_token_are_refused(scores: list[float]):
     with pytest.raises(InvalidRequest):
-        calls.decode_scores(target_pb2.ScoreResponse(log_probs=scores), 2)
+        calls.decode_scores(target_pb2.ScoreResponse(log_probs=scores), 2, Timings())
 
 
 def read_tokenizer(messages: list[target_pb2.GetTokenizerResponse]) -> TokenizerFiles:

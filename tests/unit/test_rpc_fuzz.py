@@ -32,7 +32,7 @@ DECODERS: dict[type, Callable[[Any], object]] = {
         codec.decode_telemetry(message.telemetry),
     ),
     target_pb2.VerifyDraftsResponse: lambda message: calls.decode_verdict(message, TREE, Timings()),
-    target_pb2.ScoreResponse: lambda message: calls.decode_scores(message, 2),
+    target_pb2.ScoreResponse: lambda message: calls.decode_scores(message, 2, Timings()),
     target_pb2.GetTokenizerResponse: lambda message: TokenizerReader().add(message),
     common_pb2.PingResponse: lambda message: codec.decode_identity(message.identity),
 }

@@ -76,14 +76,15 @@ async def test_scores_are_those_of_transformers(family: str) -> None:
             prompt, scored = random_ids(num_prompt, seed), random_ids(num_scored, 100 + seed)
             for bias in ({}, {scored[0]: 2.5, 7: -3.0, 8: -100.0}):
                 truth = eager(family, prompt, scored, bias)
-                assert await engine.score(prompt, scored, tuple(bias.items())) == pytest.approx(truth, abs=1e-5)
+                scores = await engine.score(prompt, scored, tuple(bias.items()))
+                assert scores.log_probs == pytest.approx(truth, abs=1e-5)
 
 
 @pytest.mark.parametrize("num_prompt", [1, 511, 512, 513, 1030])
 async def test_a_long_text_is_scored_in_chunks_with_logits_for_the_scored_part_only(num_prompt: int) -> None:
     prompt, scored = random_ids(num_prompt, 1), random_ids(600, 2)
     async with scoring() as (engine, runner):
-        values = await engine.score(prompt, scored)
+        values = (await engine.score(prompt, scored)).log_probs
     entries = [entry for step in runner.steps for entry in step]
     assert sum(len(entry.token_ids) for entry in entries) == num_prompt + 599
     assert max(len(entry.token_ids) for entry in entries) == MAX_STEP_TOKENS
@@ -95,13 +96,13 @@ async def test_a_long_text_is_scored_in_chunks_with_logits_for_the_scored_part_o
 
 async def test_scores_are_log_probabilities() -> None:
     async with scoring() as (engine, _):
-        values = [(await engine.score([5, 9, 2], [token_id]))[0] for token_id in range(VOCAB)]
+        values = [(await engine.score([5, 9, 2], [token_id])).log_probs[0] for token_id in range(VOCAB)]
     assert math.fsum(map(math.exp, values)) == pytest.approx(1.0, abs=1e-4)
 
 
 async def test_the_largest_biases_give_finite_values() -> None:
     async with scoring() as (engine, _):
-        values = await engine.score([5, 9], [7, 8, 7], [(7, -1e4), (8, 1e4)])
+        values = (await engine.score([5, 9], [7, 8, 7], [(7, -1e4), (8, 1e4)])).log_probs
     assert all(map(math.isfinite, values))
     assert values[0] < -1e4
     assert values[1] == pytest.approx(0.0, abs=1e-6)
@@ -138,7 +139,7 @@ async def test_what_cannot_be_scored_is_refused_in_one_sentence(
 
 async def test_a_text_that_fills_the_context_is_scored() -> None:
     async with scoring("gpt2") as (engine, _):
-        assert len(await engine.score(random_ids(255, 1), [5])) == 1
+        assert len((await engine.score(random_ids(255, 1), [5])).log_probs) == 1
         with pytest.raises(ContextExceeded):
             await engine.score(random_ids(255, 1), [5, 6])
 
@@ -153,7 +154,7 @@ async def test_without_a_free_slot_nothing_is_scored_and_the_sessions_go_on() ->
         turn = script.turn((*turn.tail, verdict.bonus_token), len(turn.tail))
         await engine.verify(turn, Proposal(1, turn.base_length))
         await engine.close(script.session)
-        assert len(await engine.score([5], [5])) == 1
+        assert len((await engine.score([5], [5])).log_probs) == 1
 
 
 async def test_scores_side_by_side_do_not_mix_and_one_too_many_is_refused() -> None:
@@ -171,7 +172,7 @@ async def test_scores_side_by_side_do_not_mix_and_one_too_many_is_refused() -> N
         together = [await task for task in tasks[:2]]
         assert len(runner.steps[-1]) == 2
         for value, truth in zip(together, apart, strict=True):
-            assert list(value) == pytest.approx(list(truth), abs=1e-5)
+            assert value.log_probs == pytest.approx(truth.log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("how", ["fails", "is-cancelled", "is-not-a-number"])

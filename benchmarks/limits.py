@@ -1,0 +1,143 @@
+"""The limit of a pair on a machine: what no arrangement of its forwards and round trips can beat. Pure functions.
+
+Legend: A committed tokens per round, bonus included; D draft levels per round; t_d one level; t_v(n) one verify of n
+rows (nodes and the token they hang on); r round trips on the way; h fraction of rounds drafted before the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROWS = (1, 2, 4, 8, 16, 32)
+"""Where t_v is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured beside a system, in seconds."""
+
+    verify_s: Mapping[int, float]
+    """t_v by rows."""
+    level_s: float | None
+    """t_d of a level of one row, the least a level can take; None without a draft."""
+    round_trip_s: float
+    """Of all links of a round together; 0 in process."""
+    context_tokens: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields in JSON types."""
+        return {
+            "verify_s": {str(rows): value for rows, value in self.verify_s.items()},
+            "level_s": self.level_s,
+            "round_trip_s": self.round_trip_s,
+            "context_tokens": self.context_tokens,
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> Costs:
+        """Return what `to_dict` wrote."""
+        verify_s = {int(rows): float(value) for rows, value in record["verify_s"].items()}
+        return Costs(verify_s, record["level_s"], float(record["round_trip_s"]), int(record["context_tokens"]))
+
+    def verify_seconds(self, rows: float) -> float:
+        """Return t_v between the measured points linearly, beyond the last one as it rose before it."""
+        points = sorted(self.verify_s.items())
+        if rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        index = next((index for index, (x, _) in enumerate(points) if x >= rows), len(points) - 1)
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        slope = (y1 - y0) / (x1 - x0)
+        return y0 + slope * (rows - x0) if rows <= x1 else y1 + max(0.0, slope) * (rows - x1)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything the limits depend on; all of it measured in one run."""
+
+    tokens_per_round: float
+    """A"""
+    num_levels: float
+    """D"""
+    level_s: float
+    """t_d"""
+    verify_s: float
+    """t_v(n) at the rows that a round of this system verifies."""
+    verify_one_s: float
+    """t_v(1)"""
+    round_trip_s: float
+    """r"""
+    hit_rate: float
+    """h; 0 for a mode that drafts nothing ahead."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the inputs by the letters of the formulas."""
+        return {
+            "A": self.tokens_per_round,
+            "D": self.num_levels,
+            "t_d": self.level_s,
+            "t_v_n": self.verify_s,
+            "t_v_1": self.verify_one_s,
+            "r": self.round_trip_s,
+            "h": self.hit_rate,
+        }
+
+
+def autoregressive(inputs: Inputs) -> float:
+    """Return AR, tokens per second of one-token forwards: 1 / t_v(1)."""
+    return 1 / inputs.verify_one_s
+
+
+def pingpong(inputs: Inputs) -> float:
+    """Return L0, draft and target taking turns: A / (D t_d + r + t_v(n))."""
+    drafting_s = inputs.num_levels * inputs.level_s
+    return inputs.tokens_per_round / (drafting_s + inputs.round_trip_s + inputs.verify_s)
+
+
+def overlapped(inputs: Inputs) -> float:
+    """Return L1, drafting under the verify: A / (max(t_v(n) + r, D t_d) + (1 - h) D t_d)."""
+    drafting_s = inputs.num_levels * inputs.level_s
+    under_s = max(inputs.verify_s + inputs.round_trip_s, drafting_s)
+    return inputs.tokens_per_round / (under_s + (1 - inputs.hit_rate) * drafting_s)
+
+
+def streamed(inputs: Inputs) -> float:
+    """Return L1', the next tree being there on a hit: A / (t_v(n) + h late + (1 - h)(r + D t_d)).
+
+    Here late = max(0, r + D t_d - t_v(n)), what even then has to be waited for.
+    """
+    arriving_s = inputs.round_trip_s + inputs.num_levels * inputs.level_s
+    late_s = inputs.hit_rate * max(0.0, arriving_s - inputs.verify_s)
+    return inputs.tokens_per_round / (inputs.verify_s + late_s + (1 - inputs.hit_rate) * arriving_s)
+
+
+def roof(inputs: Inputs) -> float:
+    """Return L2, whichever model is never idle: min(A / t_v(n), (A / (A - 1)) / t_d)."""
+    tokens, by_target = inputs.tokens_per_round, inputs.tokens_per_round / inputs.verify_s
+    if tokens <= 1 or inputs.level_s <= 0:
+        return by_target
+    return min(by_target, tokens / (tokens - 1) / inputs.level_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens per second that the inputs allow, and the fractions of them that were reached."""
+
+    inputs: Inputs
+    tokens_per_s: float
+    is_streamed: bool
+
+    def to_dict(self) -> dict[str, float | dict[str, float]]:
+        """Return limits, fractions and inputs in JSON types."""
+        inputs, rate = self.inputs, self.tokens_per_s
+        levels = {
+            "AR": autoregressive(inputs),
+            "L0": pingpong(inputs),
+            "L1": overlapped(inputs),
+            "L1_streamed": streamed(inputs),
+            "L2": roof(inputs),
+        }
+        first = levels["L1_streamed" if self.is_streamed else "L1"]
+        reached = {"phi0": rate / levels["L0"], "phi1": rate / first, "phi2": rate / levels["L2"]}
+        return {**levels, **reached, "tokens_per_s": rate, "inputs": inputs.to_dict()}

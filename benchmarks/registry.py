@@ -1,0 +1,154 @@
+"""The systems that can be measured, by name: where each lives, what it needs, and how its process is made.
+
+Knows no library: what a system is made of is imported by the process that serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import get_args
+
+from benchmarks.pair import Pair
+from benchmarks.peers.factories import (
+    ServeBareForward,
+    ServeCompletions,
+    ServedMode,
+    ServeLoopback,
+    ServeModes,
+    ServeServices,
+    ServeTransformers,
+    Shape,
+    Way,
+)
+from benchmarks.processes import Factory
+from specsplit.core.defaults import DRAFTLESS, Mode
+from specsplit.core.errors import InvalidRequest
+
+MODES = get_args(Mode)
+"""The orchestrator's own: a new one can be measured as soon as it can be asked for."""
+PLACES = ("loopback", "remote")
+PLAIN, GENERATE, BARE = "plain", "generate", "bare"
+_WAYS: dict[str, Way] = {
+    "generate": "generate",
+    "assisted": "assisted",
+    "assisted-constant": "assisted-constant",
+    "lookup-4": "lookup-4",
+    "lookup-10": "lookup-10",
+}
+_SERVER = "openai:"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every system of a run is made from."""
+
+    pair: Pair = field(default=Pair())
+    threads: int = 1
+    shape: Shape = field(default=Shape())
+    target_address: str | None = None
+    draft_address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One system: `make` gives the factory of its process, which it shares with nobody."""
+
+    name: str
+    where: str
+    make: Callable[[Setup], Factory]
+    mode: str | None = None
+    """Of our own systems."""
+    packages: tuple[str, ...] = ()
+    needs_draft: bool = False
+    tells_tokens: bool = True
+    has_our_noise: bool = False
+    """Whether it must write plain decoding's text at any temperature; greedy, every system must."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.mode is not None
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether its workers can be asked for what their forwards cost."""
+        return self.is_ours
+
+    def missing_package(self) -> str | None:
+        """Return the package that it needs and that is not installed."""
+        return next((package for package in self.packages if find_spec(package) is None), None)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what a results file says of it."""
+        return {"where": self.where, "mode": self.mode, "has_costs": self.has_costs}
+
+
+def names() -> list[str]:
+    """Return the names that can be asked for, addresses left open."""
+    ours = [*MODES, *(f"{mode}@{place}" for place in PLACES for mode in MODES)]
+    return [*ours, BARE, *_WAYS, f"{_SERVER}URL"]
+
+
+def find(name: str, setup: Setup) -> Entry:
+    """Return the system of that name.
+
+    Raises:
+        InvalidRequest: there is none, or it needs a draft or an address that was not given.
+    """
+    mode, _, place = name.partition("@")
+    if name.startswith(_SERVER):
+        entry = _server(name)
+    elif name == BARE:
+        entry = Entry(name, "in process", lambda s: ServeBareForward(s.threads, name, s.pair), tells_tokens=False)
+    elif name in _WAYS:
+        entry = _transformers(name)
+    elif mode in MODES and (name == mode or place in PLACES):
+        entry = _mode(name, mode, place)
+    else:
+        raise InvalidRequest(f"There is no system {name!r}; there are {', '.join(names())}.", param="systems")
+    _check(entry, place, setup)
+    return entry
+
+
+def _check(entry: Entry, place: str, setup: Setup) -> None:
+    if place == "remote":
+        roles = {"--target-address": setup.target_address}
+        if entry.needs_draft:
+            roles["--draft-address"] = setup.draft_address
+        lacking = [option for option, address in roles.items() if address is None]
+        if lacking:
+            raise InvalidRequest(f"{entry.name} needs {' and '.join(lacking)}.", param="systems")
+    elif entry.needs_draft and setup.pair.draft is None:
+        raise InvalidRequest(f"{entry.name} needs a draft; name one with --draft.", param="systems")
+
+
+def _mode(name: str, mode: str, place: str) -> Entry:
+    def make(setup: Setup) -> Factory:
+        chosen = ServedMode(name, mode, setup.shape)
+        if place == "loopback":
+            return ServeLoopback(setup.threads, chosen, setup.pair)
+        if place == "remote":
+            addresses = {"target": setup.target_address, "draft": None if mode in DRAFTLESS else setup.draft_address}
+            return ServeServices(chosen, tuple((role, at) for role, at in addresses.items() if at is not None))
+        return ServeModes(setup.threads, (chosen,), setup.pair)
+
+    where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
+    return Entry(name, where, make, mode=mode, needs_draft=mode not in DRAFTLESS, has_our_noise=True)
+
+
+def _transformers(name: str) -> Entry:
+    way = _WAYS[name]
+
+    def make(setup: Setup) -> Factory:
+        return ServeTransformers(setup.threads, ((name, way),), setup.pair)
+
+    needs_draft = way.startswith("assisted")
+    return Entry(name, "in process", make, packages=("torch", "transformers"), needs_draft=needs_draft)
+
+
+def _server(name: str) -> Entry:
+    url = name.removeprefix(_SERVER)
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{name!r} names no server; write openai:http://HOST:PORT/v1.", param="systems")
+    return Entry(name, "a server", lambda setup: ServeCompletions(name, url), packages=("openai",))

@@ -1,0 +1,213 @@
+"""What a run found: every number of performance.md per system, per task and pooled, derived from its samples.
+
+Pure functions over a results file; what measured and what prints is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import latency, metrics, spec_bench
+from benchmarks.agreement import first_difference
+from benchmarks.limits import Costs, Inputs, Limits
+from benchmarks.registry import BARE, GENERATE, PLAIN
+from benchmarks.results_file import RunFile
+from benchmarks.samples import Rounds, RunSample
+from benchmarks.statistics import estimate, median, paired_speedup, quantile
+
+Record = dict[str, Any]
+_STREAMED_MODE = "stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What all systems of a run are held against."""
+
+    samples: Mapping[str, Rounds]
+    reference: str | None
+    """Whose text of the first round the others must have written."""
+    comparable: frozenset[str]
+    """The systems that must have."""
+
+
+def reference_of(systems: Sequence[str]) -> str | None:
+    """Return whose text is the truth: plain decoding's wherever it runs, else transformers'."""
+    plain = [name for name in systems if name.partition("@")[0] == PLAIN]
+    return next(iter([*plain, *(name for name in systems if name == GENERATE)]), None)
+
+
+def comparable_texts(header: Record) -> frozenset[str]:
+    """Return the systems whose text must be the reference's: with a temperature, those that share our noise."""
+    is_greedy = header["settings"]["temperature"] == 0
+    return frozenset(name for name, system in header["systems"].items() if is_greedy or system["mode"] is not None)
+
+
+def summarise(run: RunFile) -> Record:
+    """Return a summary by system; `run` has at least one whole round."""
+    frame = Frame(run.samples, reference_of(list(run.samples)), comparable_texts(run.header))
+    return {name: _system(run, frame, name) for name in run.samples}
+
+
+def _system(run: RunFile, frame: Frame, name: str) -> Record:
+    rounds = run.samples[name]
+    places = range(len(rounds[0]))
+    limits = limits_of(rounds, run.costs[name], run.header["systems"][name]["mode"]) if name in run.costs else None
+    return {
+        "pooled": _block(frame, name, places),
+        "categories": {category: _block(frame, name, chosen) for category, chosen in run.categories.items()},
+        "limits": limits,
+        "num_degraded": sum(bool(told.degraded) for samples in rounds for told in metrics.told_of(samples)),
+        "num_resyncs": sum(told.num_resyncs for samples in rounds for told in metrics.told_of(samples)),
+    }
+
+
+def _chosen(rounds: Rounds, places: Sequence[int]) -> list[list[RunSample]]:
+    return [[samples[place] for place in places] for samples in rounds]
+
+
+def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
+    """Return the numbers of one system on some of the tasks."""
+    rounds = _chosen(frame.samples[name], places)
+    flat = [sample for samples in rounds for sample in samples]
+    is_decoding_only = name == BARE
+    decode = [value for samples in rounds if (value := metrics.decode_rate(samples)) is not None]
+    told = metrics.told_of(flat)
+    found: Record = {
+        "num_tasks": len(places),
+        "tokens_per_s": None if is_decoding_only else estimate([metrics.rate(row) for row in rounds]).to_dict(),
+        "decode_tokens_per_s": estimate(decode).to_dict() if len(decode) == len(rounds) else None,
+        "speedup": {} if is_decoding_only else _speedups(frame, name, places, wall_s_per_token, (PLAIN, GENERATE)),
+        "decode_speedup": _speedups(frame, name, places, decode_s_per_token, (PLAIN, GENERATE, BARE)),
+        "ttft_s": latency.ttft_s(flat),
+        "inter_token_s": latency.inter_token_s(flat),
+        "inter_arrival_s": latency.inter_arrival_s(flat),
+        "agreement": _agreement(frame, name, places),
+    }
+    if told:
+        overheads = [metrics.overhead_ms(each) for each in told if each.num_rounds]
+        found |= {
+            "tokens_per_round": metrics.tokens_per_round(flat),
+            "acceptance": metrics.acceptance(each.speculative_decoding for each in told).to_dict(),
+            "target_busy_fraction": metrics.target_busy_fraction(flat),
+            "bytes_per_token": metrics.bytes_per_token(flat),
+            "overhead_ms": {"median": median(overheads), "p95": quantile(overheads, 0.95)} if overheads else None,
+        }
+        hits = metrics.hit_rate(flat)
+        if hits is not None:
+            found["hit_rate"] = hits
+    if not is_decoding_only:
+        found["spec_bench"] = _spec_bench(frame, name, places)
+    return found
+
+
+def wall_s_per_token(sample: RunSample) -> float:
+    """Return seconds per new token, the prompt included; so runs of different length can be compared."""
+    return sample.wall_s / sample.num_tokens
+
+
+def decode_s_per_token(sample: RunSample) -> float | None:
+    """Return seconds per token after the first; None where that was not told."""
+    if sample.decode_s is None or sample.num_tokens < 2:
+        return None
+    return sample.decode_s / (sample.num_tokens - 1)
+
+
+def _speedups(
+    frame: Frame,
+    name: str,
+    places: Sequence[int],
+    seconds: Callable[[RunSample], float | None],
+    baselines: Sequence[str],
+) -> Record:
+    """Return how many times faster the system is than each baseline that was measured beside it.
+
+    Of plain decoding the one at the system's own place counts, where there is one.
+    """
+    place = name.partition("@")[2]
+    own_plain = f"{PLAIN}@{place}" if place else PLAIN
+    found: Record = {}
+    for baseline in dict.fromkeys([own_plain, *baselines]):
+        if baseline == name or baseline not in frame.samples:
+            continue
+        before, after = (_rows(frame.samples[each], places, seconds) for each in (baseline, name))
+        if before is not None and after is not None:
+            found[baseline] = paired_speedup(before, after).to_dict()
+    return found
+
+
+def _rows(
+    rounds: Rounds, places: Sequence[int], seconds: Callable[[RunSample], float | None]
+) -> list[list[float]] | None:
+    """Return seconds, [rounds][tasks]; None where one is not known."""
+    rows = [[seconds(sample) for sample in samples] for samples in _chosen(rounds, places)]
+    known = [[value for value in row if value is not None] for row in rows]
+    return known if all(len(row) == len(places) for row in known) else None
+
+
+def _spec_bench(frame: Frame, name: str, places: Sequence[int]) -> Record:
+    rounds = _chosen(frame.samples[name], places)
+    found: Record = {
+        "mean_accepted_tokens": spec_bench.mean_accepted_tokens([each for row in rounds for each in row]),
+        "mean_tokens_per_s": estimate([spec_bench.mean_tokens_per_s(row) for row in rounds]).to_dict(),
+    }
+    if PLAIN in frame.samples and name != PLAIN:
+        baselines = _chosen(frame.samples[PLAIN], places)
+        ratios = [spec_bench.speedup(row, baseline) for row, baseline in zip(rounds, baselines, strict=True)]
+        found["speedup"] = estimate(ratios).to_dict()
+    return found
+
+
+def _agreement(frame: Frame, name: str, places: Sequence[int]) -> Record | None:
+    """Return how much of the reference's text the system wrote; None where it need not have."""
+    if frame.reference is None or name not in frame.comparable:
+        return None
+    wanted = [frame.samples[frame.reference][0][place].token_ids for place in places]
+    got = [[sample.token_ids for sample in row] for row in _chosen(frame.samples[name], places)]
+    pairs = [(a, b) for row in got for a, b in zip(wanted, row, strict=True) if a is not None and b is not None]
+    if not pairs:
+        return None
+    forks = [first_difference(a, b) for a, b in pairs]
+    same = sum(len(a) if fork is None else fork for fork, (a, _) in zip(forks, pairs, strict=True))
+    return {
+        "reference": frame.reference,
+        "texts": sum(fork is None for fork in forks) / len(forks),
+        "tokens_before_the_first_difference": same / sum(len(a) for a, _ in pairs),
+    }
+
+
+def inputs_of(samples: Sequence[RunSample], costs: Costs) -> Inputs | None:
+    """Return what the limits of one round of our own system depend on; None where it made no round."""
+    told, tokens = metrics.told_of(samples), metrics.tokens_per_round(samples)
+    if tokens is None:
+        return None
+    num_rounds = sum(each.num_rounds for each in told)
+    rows = 1 + sum(each.speculative_decoding.num_draft_tokens for each in told) / num_rounds
+    return Inputs(
+        tokens_per_round=tokens,
+        num_levels=sum(each.draft_forwards for each in told) / num_rounds,
+        level_s=costs.level_s or 0.0,
+        verify_s=costs.verify_seconds(rows),
+        verify_one_s=costs.verify_seconds(1),
+        round_trip_s=costs.round_trip_s,
+        hit_rate=metrics.kept_share(samples),
+    )
+
+
+def limits_of(rounds: Rounds, costs: Sequence[Costs], mode: str | None) -> Record | None:
+    """Return the limits and the fractions of them that were reached, over the rounds; None where there are none."""
+    found: list[Record] = []
+    for samples, cost in zip(rounds, costs, strict=True):
+        inputs, rate = inputs_of(samples, cost), metrics.decode_rate(samples)
+        if inputs is None or rate is None:
+            return None
+        found.append(Limits(inputs, rate, is_streamed=mode == _STREAMED_MODE).to_dict())
+    names = [name for name in found[0] if name != "inputs"]
+    return {
+        **{name: estimate([each[name] for each in found]).to_dict() for name in names},
+        "inputs": {letter: median([each["inputs"][letter] for each in found]) for letter in found[0]["inputs"]},
+        "verify_s": {
+            str(rows): median([cost.verify_s[rows] for cost in costs]) for rows in (costs[0].verify_s if costs else ())
+        },
+    }

@@ -1,0 +1,202 @@
+"""Where a round's tree comes from: the draft, before the round or while the last one was verified, and lookup.
+
+When the verdict comes the tree is rooted anew at the bonus token. Was that token in the tree, what hangs below it is
+kept and may be verified next at once; was it not, the tree is dropped and the draft begins again at the committed
+tokens. Knows neither text nor end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from specsplit.core.types import ROOT, Budget, Proposal, Timings, quantised_log_prob
+from specsplit.orchestrator.calibration import Acceptance
+from specsplit.orchestrator.drafting import Drafting
+from specsplit.orchestrator.incidents import Incidents
+from specsplit.orchestrator.link import Committed
+from specsplit.orchestrator.lookup import LookupIndex
+from specsplit.orchestrator.records import Reason
+from specsplit.orchestrator.round import Move, Offer, Outcome, empty_offer
+from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
+
+AHEAD_FACTOR = 4
+"""The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow."""
+MAX_CAUGHT_UP = 64
+"""With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
+
+
+class Growing:
+    """Grows one session's tree, and offers its likeliest nodes.
+
+    In `pingpong` the draft is asked, and waited for, after every verdict. In `overlap` it goes on growing while the
+    target verifies, and is waited for only where the tree has none of its nodes. Lookup costs nothing and waits for
+    nobody.
+    """
+
+    def __init__(
+        self,
+        drafting: Drafting | None,
+        lookup: LookupIndex | None,
+        acceptance: Acceptance,
+        committed: Committed,
+        vocab_size: int,
+        incidents: Incidents,
+    ) -> None:
+        self._drafting, self._lookup, self._acceptance = drafting, lookup, acceptance
+        self._committed, self._incidents = committed, incidents
+        self._loop = asyncio.get_running_loop()
+        self._tree = TokenTree(len(committed) - 1, vocab_size, acceptance)
+        self._verified: tuple[int, ...] = ()
+        self._is_kept: bool | None = None
+        self._growing: asyncio.Task[None] | None = None
+        self._is_late = False
+        """The growing was waited for in vain."""
+        self._arrival: asyncio.Future[None] | None = None
+        """Done when nodes arrive, for a round that waits for some."""
+        self._drafted = Timings()
+        """Of the proposals since the last offer."""
+        self._epoch = 0
+        """Of the draft's numbers."""
+
+    @property
+    def drafted(self) -> Timings:
+        """Of the draft's answers since the last offer."""
+        return self._drafted
+
+    def begin(self, move: Move) -> None:
+        """Let the draft take in the prompt, and guess its first token, while the target does."""
+        if move.mode == "overlap" and move.budget is not None:
+            self._keep_growing(move.budget)
+
+    async def next_offer(self, move: Move, first_node: int) -> Offer:
+        """Return the tree of the next round."""
+        budget = move.budget
+        assert budget is not None, "a round without a tree has no source"
+        if self._lookup is not None:
+            self._tree.merge(self._lookup.candidates(budget.max_new_nodes, budget.max_depth, budget.max_branching))
+        if move.mode != "lookup":
+            await self._draft(move.mode == "overlap", budget)
+        nodes = self._tree.best(budget.max_new_nodes, budget.max_depth)
+        offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
+        timings, self._drafted = self._drafted, Timings()
+        if move.mode == "overlap":
+            self._keep_growing(budget)
+        return replace(offer, proposal=replace(offer.proposal, timings=timings), is_kept=self._is_kept)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Take note of a round's outcome; its tokens are committed."""
+        token_ids, tree = outcome.verdict.token_ids, self._tree
+        if self._drafting is not None:
+            self._drafting.observe(token_ids, outcome.verify_s)
+        if self._lookup is not None:
+            self._lookup.extend(token_ids)
+        self._verified = tuple(number for number in outcome.verified_draft_numbers if number != UNNUMBERED)
+        tree.learn(token_ids)
+        num_spelled, node = tree.walk(token_ids)
+        is_hit = num_spelled == len(token_ids)
+        self._is_kept = is_hit if len(tree) and self._growing is not None else None
+        if is_hit:
+            self._tree = tree.below(node, num_spelled)
+        else:
+            self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, self._acceptance)
+            self._cut_growing()
+
+    async def close(self) -> None:
+        """End what is under way and free the draft's slot."""
+        await self._end_growing()
+        if self._drafting is not None:
+            await self._drafting.close()
+
+    async def _draft(self, is_ahead: bool, budget: Budget) -> None:
+        """See to it that the tree has nodes of the draft, if any can be had in time."""
+        assert self._drafting is not None, "checked with the mode"
+        if is_ahead and self._tree.num_drafted:
+            return
+        reason = await self._wait_for_growing(budget) if is_ahead else await self._end_growing()
+        if reason is None and not (is_ahead and self._tree.num_drafted):
+            answer = await self._drafting.ask(budget, self._verified)
+            if isinstance(answer, Proposal):
+                self._take(answer, budget)
+            else:
+                reason = answer
+        if reason is not None:
+            self._incidents.degrade("draft", reason)
+
+    async def _wait_for_growing(self, budget: Budget) -> Reason | None:
+        """Wait for what the draft still grows, since one call is under way at a time; return why that was in vain."""
+        growing = self._growing
+        if growing is not None and not growing.done() and not growing.cancelling():
+            if self._is_late:
+                return "slow"
+            assert self._drafting is not None
+            self._arrival = self._loop.create_future()
+            wait_s = self._drafting.wait_s(budget.max_depth)
+            await asyncio.wait({growing, self._arrival}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            self._arrival = None
+            if self._tree.num_drafted:
+                return None
+            if not growing.done():
+                self._is_late = True
+                return "slow"
+        await self._end_growing()
+        return None
+
+    def _offer(self, nodes: list[int], first_node: int) -> Offer:
+        tree = self._tree
+        number_of = {ROOT_INDEX: ROOT} | {node: number for number, node in enumerate(nodes, first_node)}
+        proposal = Proposal(
+            first_node=first_node,
+            root_position=tree.root_position,
+            token_ids=tuple([tree.token_ids[node] for node in nodes]),
+            parents=tuple([number_of[tree.parents[node]] for node in nodes]),
+            log_probs=tuple([quantised_log_prob(tree.log_probs[node]) for node in nodes]),
+        )
+        return Offer(proposal, [tree.depths[node] for node in nodes], [tree.draft_numbers[node] for node in nodes])
+
+    def _take(self, proposal: Proposal, budget: Budget) -> int:
+        """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""
+        self._verified = ()
+        drafted, timings = self._drafted, proposal.timings
+        self._drafted = Timings(
+            device_ms=drafted.device_ms + timings.device_ms,
+            num_forwards=drafted.num_forwards + timings.num_forwards,
+            num_tokens=drafted.num_tokens + timings.num_tokens,
+        )
+        self._is_late = False
+        if self._drafting is not None and self._drafting.epoch != self._epoch:
+            self._epoch = self._drafting.epoch
+            self._tree.forget_numbers()
+        return self._tree.take(proposal, budget.max_new_nodes)
+
+    def _keep_growing(self, budget: Budget) -> None:
+        if self._growing is None or self._growing.done():
+            self._growing = self._loop.create_task(self._grow(budget))
+
+    async def _grow(self, budget: Budget) -> None:
+        """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
+        assert self._drafting is not None
+        num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
+        ahead = replace(budget, max_new_nodes=num_nodes, max_depth=2 * budget.max_depth + 1)
+        while self._tree.num_drafted < AHEAD_FACTOR * budget.max_new_nodes:
+            asked_position = len(self._committed)
+            answer = await self._drafting.ask_ahead(ahead, self._verified)
+            if not isinstance(answer, Proposal):
+                return
+            num_new = self._take(answer, ahead)
+            if self._arrival is not None and not self._arrival.done() and self._tree.num_drafted:
+                self._arrival.set_result(None)
+            if not num_new and asked_position == len(self._committed):
+                return
+
+    def _cut_growing(self) -> None:
+        """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
+        if self._growing is not None and self._drafting is not None and self._drafting.num_missing <= MAX_CAUGHT_UP:
+            self._growing.cancel()
+
+    async def _end_growing(self) -> None:
+        growing, self._growing = self._growing, None
+        if growing is not None:
+            growing.cancel()
+            await asyncio.wait({growing})
+            self._is_late = False

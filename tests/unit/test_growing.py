@@ -1,0 +1,169 @@
+"""Trees from draft and lookup over rounds: what overlaps, what is kept, what is waited for. Times are virtual."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.types import Proposal, SessionParams, Verdict
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Mode, Patience, Request, Result, Speculation
+from tests.fakes import FakeTarget, FakeTokenizer, _Slot, adversarial_guess, good_guess, perfect_guess, plain_tokens
+from tests.language import Guess
+from tests.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.virtual_time import LoopClock, run_virtual
+
+VERIFY_S, LEVEL_S = 0.010, 0.002
+REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=101, seed=7, ignore_eos=True)
+TRUTH = tuple(plain_tokens(SessionParams(seed=7), REQUEST.prompt_ids, 101))
+
+
+def serve(
+    mode: Mode,
+    guess: Guess,
+    *,
+    diary: Diary | None = None,
+    draft: TimedDraft | None = None,
+    patience: Patience = Patience(),  # noqa: B008  (frozen)
+    **shape: int,
+) -> Result:
+    """Serve one request in virtual time and check its text."""
+    diary = diary or Diary()
+    speculation = Speculation(mode=mode, lookup=False, **({"nodes": 4, "depth": 4, "branching": 1} | shape))
+    target = TimedTarget(diary, lambda rows: VERIFY_S)
+    worker = draft or TimedDraft(diary, LEVEL_S, guess)
+
+    async def main() -> Result:
+        drafter = None if mode == "plain" else worker
+        owner = Orchestrator(target, drafter, FakeTokenizer(), speculation, LoopClock(), patience=patience)
+        result = await owner.generate(REQUEST)
+        await asyncio.sleep(1)  # nobody waits for a slow draft to close its session
+        await owner.aclose()
+        assert not target.slots
+        assert not worker.slots
+        return result
+
+    result = run_virtual(main)
+    assert result.token_ids == TRUTH
+    return result
+
+
+def test_drafting_is_hidden_behind_verifying():
+    pingpong, overlap = serve("pingpong", perfect_guess), serve("overlap", perfect_guess)
+    rounds = pingpong.num_rounds
+    assert pingpong.timings.decode_s == pytest.approx(rounds * (VERIFY_S + 4 * LEVEL_S), rel=0.05)
+    assert overlap.timings.decode_s == pytest.approx(rounds * VERIFY_S, rel=0.15)
+
+
+def test_kept_nodes_are_verified_without_a_draft_call_in_between():
+    diary = Diary()
+    result = serve("overlap", perfect_guess, diary=diary)
+    counts = result.speculative_decoding
+    assert counts.num_kept_rounds == counts.num_ahead_rounds > 15
+    # A call may begin in the same instant as the verify that follows, but no verify waits for one.
+    starts = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "begins")]
+    ends = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "ends")]
+    assert all(start == end for start, end in zip(starts[1:], ends, strict=False))
+
+
+def test_what_was_grown_beside_the_verified_nodes_is_kept_when_the_text_goes_there():
+    """With two guesses a place, the second one right: the verified node is wrong, its sibling was not verified."""
+    result = serve("overlap", _second_is_right, nodes=1, depth=1, branching=2)
+    assert result.speculative_decoding.num_accepted_draft_tokens == 0
+    assert result.speculative_decoding.hit_rate > 0.8
+
+
+def _second_is_right(params: SessionParams, prefix: int, last_tokens: list[int]) -> tuple[int, ...]:
+    pick = perfect_guess(params, prefix, last_tokens)[0]
+    return ((pick + 1) % 200, pick)
+
+
+def test_a_draft_that_is_always_wrong_costs_no_more_than_taking_turns():
+    pingpong, overlap = serve("pingpong", adversarial_guess), serve("overlap", adversarial_guess)
+    assert overlap.speculative_decoding.hit_rate < 0.05
+    assert overlap.timings.decode_s < 1.02 * pingpong.timings.decode_s
+
+
+def test_growing_is_bounded_however_long_a_verify_takes():
+    diary = Diary()
+    draft = TimedDraft(diary, VERIFY_S / 1000, good_guess)
+    serve("overlap", good_guess, diary=diary, draft=draft, branching=2)
+    assert max(draft.known_nodes) < 101 * 4 * 4
+    sizes = [end - start for start, end in zip(draft.known_nodes, draft.known_nodes[1:], strict=False) if end > start]
+    assert max(sizes) <= 4 * 5
+
+
+def test_a_draft_that_hangs_is_not_waited_for_twice_and_shows_in_the_result():
+    draft = TimedDraft(Diary(), 3600.0, perfect_guess)
+    result = serve("overlap", perfect_guess, draft=draft, patience=Patience(draft_s=0.1))
+    assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "slow")}
+    assert result.num_rounds == 100
+    assert result.timings.decode_s < 100 * VERIFY_S + 2.0  # a second or two of trying again, not 100 x 0.1 s
+
+
+def test_draft_forwards_and_their_time_are_counted_once():
+    diary = Diary()
+    draft = TimedDraft(diary, LEVEL_S, perfect_guess)
+    result = serve("overlap", perfect_guess, diary=diary, draft=draft)
+    cut_short = 9  # levels of the calls under way at the end, and none else
+    assert draft.num_forwards - cut_short <= result.draft_forwards <= draft.num_forwards
+
+
+class _Periodic(FakeTarget):
+    """A target whose text has a period of seven tokens."""
+
+    def _walk(self, slot: _Slot, proposal: Proposal, parents: list[int]) -> Verdict:  # type: ignore[override]
+        at, accepted, token_ids = -1, list[int](), list[int]()
+        while True:
+            pick = slot.ids[-7]
+            token_ids.append(pick)
+            at = next((n for n in range(len(proposal)) if parents[n] == at and proposal.token_ids[n] == pick), -2)
+            if at < 0:
+                break
+            accepted.append(at)
+            slot.extend([pick])
+        first = proposal.first_node
+        verified = tuple(range(first, first + len(proposal)))
+        return Verdict(tuple(first + n for n in accepted), tuple(token_ids), len(slot.ids), verified)
+
+
+@pytest.mark.parametrize("mode", ["lookup", "auto"])
+def test_lookup_speculates_without_any_draft(mode: Mode):
+    async def both() -> tuple[Result, Result]:
+        request = replace(REQUEST, prompt_ids=tuple(range(60, 67)))
+        results: list[Result] = []
+        for chosen in ("plain", mode):
+            speculation = Speculation(mode=chosen, nodes=6, depth=6)
+            results.append(
+                await Orchestrator(_Periodic(), None, FakeTokenizer(), speculation, LoopClock()).generate(request)
+            )
+        return results[0], results[1]
+
+    plain, lookup = run_virtual(both)
+    assert lookup.token_ids == plain.token_ids
+    assert (plain.mode, lookup.mode) == ("plain", "lookup")
+    assert lookup.num_rounds < plain.num_rounds / 4
+    assert lookup.degraded == ()
+
+
+def test_lookup_goes_on_while_the_draft_is_away():
+    async def main() -> Result:
+        draft = TimedDraft(Diary(), 3600.0, perfect_guess)
+        owner = Orchestrator(
+            _Periodic(),
+            draft,
+            FakeTokenizer(),
+            Speculation(mode="overlap", nodes=6, depth=6),
+            LoopClock(),
+            patience=Patience(draft_s=0.05),
+        )
+        result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
+        await owner.aclose()
+        await asyncio.sleep(0)
+        return result
+
+    result = run_virtual(main)
+    assert result.num_rounds < 30
+    assert result.degraded != ()
