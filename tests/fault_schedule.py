@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine import session as engine_session
 from specsplit.model.loader import LoadedModel, Role
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Mode, Patience, Request, Result, Speculation
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from tests.fault_net import UNIT_S, FaultyDrafter, FaultyVerifier, Host, Net, TimedDevice
 from tests.hash_model import VOCAB_SIZE, HashRunner, Violation, hash_model, picks_along, target_logits, tied_logits
 from tests.virtual_time import LoopClock, VirtualTimeError, run_virtual
@@ -29,6 +30,7 @@ _Resync = tuple[str, int, str, int]
 """Worker, round, reason, tokens."""
 RATES = (0.0, 0.03, 0.08, 0.2)
 MUTES = (("propose",), ("propose", "close"), ("ping", "propose", "close"))
+MODES: tuple[Mode, ...] = ("pingpong", "overlap", "auto", "overlap", "pingpong", "overlap", "auto", "lookup")
 LIVE_S = 60.0
 """After the network is quiet, every request has ended by then."""
 LONG_S = 7000 * UNIT_S
@@ -64,8 +66,8 @@ class Schedule:
         self, seed: int, *, rate: float | None = None, mute: tuple[str, ...] | None = None, mode: Mode | None = None
     ) -> None:
         rng = random.Random(seed)
-        self._mode: Mode = mode or ("lookup" if seed % 16 == 15 else ("pingpong", "overlap")[seed % 2])
-        self._has_lookup = self._mode == "lookup" or seed % 4 < 2
+        self._mode: Mode = mode or MODES[seed % len(MODES)]
+        self._has_lookup = self._mode == "lookup" or seed % 16 < 8
         self._seed, self._rng = seed, rng
         self._rate = rng.choice(RATES) if rate is None else rate
         self._mute = (rng.choice(MUTES) if rng.random() < 0.2 else ()) if mute is None else mute
@@ -228,7 +230,11 @@ class Schedule:
         self.counts["tokens"] += len(result.token_ids)
         told = [(resync.worker, resync.round, resync.reason, resync.num_tokens) for resync in result.resyncs]
         seen = account.resyncs[: account.num_reported]
-        is_true = told == seen if self._mode != "overlap" else _agree(told, account.resyncs, account.num_reported)
+        is_true = (
+            told == seen
+            if self._mode in ("pingpong", "lookup")
+            else _agree(told, account.resyncs, account.num_reported)
+        )
         _require(is_true, f"report: resyncs {told}, and {seen} were seen")
         without_draft, without_target = _rounds(result, "draft"), _rounds(result, "target")
         _require(account.failed_rounds <= without_target, "report: a round without the target is not said")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from specsplit.core.cost_model import Mode
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
@@ -12,15 +14,25 @@ from specsplit.orchestrator.records import Patience, Speculation
 
 
 class Workers:
-    """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended."""
+    """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended.
+
+    `draft_modes` are what `auto` may choose with the draft.
+    """
 
     def __init__(
-        self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer, *, are_remote: bool = False
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        tokenizer: Tokenizer,
+        *,
+        are_remote: bool = False,
+        draft_modes: Sequence[Mode] = ("overlap", "pingpong"),
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
         self._are_remote = are_remote
+        self._draft_modes = draft_modes
         self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
@@ -38,7 +50,12 @@ class Workers:
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter
             self._orchestrators[key] = Orchestrator(
-                self.verifier, drafter, self.tokenizer, speculation, patience=patience
+                self.verifier,
+                drafter,
+                self.tokenizer,
+                speculation,
+                patience=patience,
+                draft_modes=self._draft_modes,
             )
         return self._orchestrators[key]
 

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from specsplit.assembly.links import connected
+from specsplit.assembly.links import Note, connected
 from specsplit.assembly.models import Models
 from specsplit.assembly.orchestrators import Workers
+from specsplit.core.cost_model import Mode
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from specsplit.rpc.server import Server
     from specsplit.target.engine import TargetEngine
 
+_MIN_CORES, _NUM_TIMED = 2, 3
+_WORTH_THREADS_S = 0.008
+"""A forward of the target; four hand-overs a round cost about a millisecond."""
 _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often a server looks whether its device is well."""
@@ -30,11 +35,15 @@ PATIENCE_S = 60.0
 """A device that was not well for so long, whatever was tried, does not recover by itself."""
 
 
-def opened(settings: Settings, models: Models | None) -> AbstractAsyncContextManager[Workers]:
-    """Run engines over `models` for the length of the block, or without any connect to the workers elsewhere."""
+def opened(settings: Settings, models: Models | None, note: Note | None = None) -> AbstractAsyncContextManager[Workers]:
+    """Run engines over `models` for the length of the block, or without any connect to the workers elsewhere.
+
+    `note` is told what the user should know meanwhile.
+    """
     if models is None:
-        return connected(settings)
-    return running(models, side_by_side=settings.orchestrator.mode == "overlap")
+        return connected(settings, note)
+    mode = settings.orchestrator.mode
+    return running(models, side_by_side=mode == "overlap" or (mode == "auto" and _is_worth_threads(models)))
 
 
 @asynccontextmanager
@@ -50,7 +59,8 @@ async def running(models: Models, *, side_by_side: bool = False) -> AsyncGenerat
     target_device, draft_device = _devices(models, side_by_side=side_by_side)
     target = TargetEngine(models.target, target_device)
     draft = DraftEngine(models.draft, draft_device) if models.draft is not None else None
-    workers = Workers(target, draft, models.tokenizer)
+    draft_modes: list[Mode] = ["overlap", "pingpong"] if target_device is not draft_device else ["pingpong"]
+    workers = Workers(target, draft, models.tokenizer, draft_modes=draft_modes)
     try:
         yield workers
     finally:
@@ -74,6 +84,20 @@ def _devices(models: Models, *, side_by_side: bool) -> tuple[Device, Device]:
         return device, device
     num_others = max(1, available_cores() - 1)
     return DeviceThread("target", models.target.threads or num_others), DeviceThread("draft", models.draft.threads or 1)
+
+
+def _is_worth_threads(models: Models) -> bool:
+    """Say whether the target is slow enough for drafting beside it to gain more than handing over to threads costs."""
+    if models.draft is None or available_cores() < _MIN_CORES:
+        return False
+    from specsplit.model.plan import Entry
+
+    times: list[float] = []
+    for _ in range(_NUM_TIMED):
+        start_s = time.perf_counter()
+        models.target.runner.forward([Entry(0, 0, [0])])
+        times.append(time.perf_counter() - start_s)
+    return min(times) > _WORTH_THREADS_S
 
 
 def available_cores() -> int:

@@ -27,6 +27,8 @@ DEFAULT_NODES = 4
 """Tree nodes verified per round; this and the next two were measured on the embedded pair."""
 DEFAULT_DEPTH = 2
 DEFAULT_BRANCHING = 3
+DEFAULT_MAX_NODES = 32
+"""What mode auto may verify per round."""
 LOOKUP = True
 
 MAX_NEW_TOKENS = 128

@@ -199,7 +199,7 @@ def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose)
         option = "--draft" if settings.is_remote else "--draft-model"
         raise InvalidSettings(f"Mode {mode} needs a draft: name one with {option}, or use --mode plain.")
     if mode == "lookup" and not settings.orchestrator.lookup:
-        raise InvalidSettings(f"Mode lookup contradicts {merged['orchestrator.lookup'][1].name}; leave one out.")
+        raise InvalidSettings("Mode lookup cannot do without lookup; turn it on, or use --mode plain.")
 
 
 def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettings:

@@ -1,45 +1,122 @@
-"""How far to speculate: turns what the user allows and the room that is left into the next round's move.
+"""How far to speculate: turns what the user allows, the room that is left and what was learned into the next move.
 
 Knows no tree and no worker; asked once at the start of every round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+from specsplit.core.cost_model import Choice, Limits, Mode
+from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.types import Budget
-from specsplit.orchestrator.records import Mode, Speculation
+from specsplit.orchestrator.experience import Experience
+from specsplit.orchestrator.records import Speculation
 from specsplit.orchestrator.round import Move
 
+DECIDE_EVERY = 8
+"""Rounds from one choice to the next: rates hardly change within fewer, and a choice takes a quarter of a
+millisecond."""
+SHADOW_EVERY = 16
+"""Rounds without the draft from one look at what it would have said to the next."""
+EXPLORED_ROUNDS = 3
+"""Rounds with the draft before the first choice."""
+MAX_DEPTH = 8
 _PLAIN = Move("plain")
 
 
 class Controller:
-    """Gives every round the same budget, made shallower where the end is near.
+    """Gives every round of a session its move: the user's mode and shape, or in `auto` what promises most.
 
     `end` is the number of tokens, prompt included, at which the session must stop. Beyond the draft's context lookup
-    goes on alone.
+    goes on alone. `modes` are those that `auto` may choose, the first one until something is known; `max_nodes` is the
+    target's limit.
     """
 
-    def __init__(self, speculation: Speculation, mode: Mode, end: int) -> None:
-        self._mode, self._end, self._has_lookup = mode, end, speculation.lookup
-        budgets = [Budget(speculation.nodes, depth, speculation.branching) for depth in range(1, speculation.depth + 1)]
-        self._moves = [Move(mode, budget) for budget in budgets]
-        self._lookup_moves = [Move("lookup", budget) for budget in budgets]
+    def __init__(
+        self,
+        speculation: Speculation,
+        mode: ChosenMode,
+        modes: Sequence[Mode],
+        experience: Experience,
+        end: int,
+        max_nodes: int,
+    ) -> None:
+        self._speculation, self._modes, self._experience = speculation, modes, experience
+        self._mode: ChosenMode = mode
+        self._end = end
+        self._limits = _limits(min(speculation.max_nodes, max_nodes), speculation.branching)
+        self._first = _budget(speculation, max_nodes)
+        self._num_rounds = 0
+        self._num_without_draft = 0
 
-    def next_move(self, num_committed: int, draft_context: int) -> Move:
+    def next_move(self, num_committed: int, draft_context: int, *, has_draft: bool = True) -> Move:
         """Return the move of the round that follows `num_committed` tokens.
 
-        The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
+        The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too. Without
+        `has_draft` the draft is known to be of no use at present.
         """
         room = self._end - num_committed - 1
+        room_of_draft = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
             return _PLAIN
-        moves = self._moves
-        if self._mode != "lookup" and draft_context - num_committed - 1 < room:
-            room_of_draft = draft_context - num_committed - 1
-            if room_of_draft >= 1:
-                room = room_of_draft
-            elif self._has_lookup:
-                moves = self._lookup_moves
+        move = self._wanted(has_draft=has_draft and room_of_draft >= 1)
+        if move.mode in ("pingpong", "overlap"):
+            if room_of_draft < 1:
+                move = Move("lookup", move.budget) if self._speculation.lookup else _PLAIN
             else:
-                return _PLAIN
-        return moves[min(room, len(moves)) - 1]
+                room = min(room, room_of_draft)
+        return _shallower(move, room)
+
+    def _wanted(self, *, has_draft: bool) -> Move:
+        chosen = self._speculation
+        default = Budget(chosen.nodes, chosen.depth, chosen.branching)
+        if self._mode != "auto":
+            return Move(self._mode, default)
+        self._num_rounds += 1
+        first = self._modes[0]
+        if self._num_rounds <= EXPLORED_ROUNDS and not self._experience.has_drafted and first != "lookup":
+            return Move(first, self._first)
+        if not self._experience.has_seen_plain:
+            return _PLAIN
+        if self._num_rounds % DECIDE_EVERY == 1 or self._experience.choice is None:
+            modes: Sequence[Mode] = self._modes if has_draft else [mode for mode in self._modes if mode == "lookup"]
+            self._experience.decide(modes, self._limits)
+        choice = self._experience.choice
+        return self._followed(choice, has_draft=has_draft) if choice is not None else Move(first, self._first)
+
+    def _followed(self, choice: Choice, *, has_draft: bool) -> Move:
+        """Turn the choice into a move; while the draft is not asked, look now and then at what it would say."""
+        shadow = None
+        if choice.mode in ("plain", "lookup"):
+            self._num_without_draft += 1
+            if has_draft and self._num_without_draft % SHADOW_EVERY == 0 and self._modes[-1] != "lookup":
+                shadow = self._first
+        if choice.nodes == 0 or choice.mode == "stream":
+            return Move("plain", None, choice, shadow)
+        return Move(choice.mode, Budget(choice.nodes, choice.depth, self._limits.branching), choice, shadow)
+
+
+@lru_cache(maxsize=64)
+def _limits(max_nodes: int, branching: int) -> Limits:
+    nodes = tuple(count for count in Limits().nodes if count < max_nodes)
+    return Limits((*nodes, max_nodes), min(MAX_DEPTH, max_nodes), branching)
+
+
+@lru_cache(maxsize=64)
+def _budget(speculation: Speculation, max_nodes: int) -> Budget:
+    nodes = min(speculation.nodes, speculation.max_nodes, max_nodes)
+    return Budget(nodes, min(speculation.depth, nodes), speculation.branching)
+
+
+def _shallower(move: Move, room: int) -> Move:
+    budget = move.budget
+    if budget is None or budget.max_depth <= room:
+        return move
+    return Move(move.mode, _cut(budget, room), move.choice, move.shadow)
+
+
+@lru_cache(maxsize=64)
+def _cut(budget: Budget, depth: int) -> Budget:
+    return Budget(budget.max_new_nodes, depth, budget.max_branching)

@@ -5,12 +5,14 @@ Shared by every mode that has a draft. Knows no rounds.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from specsplit.core.types import Budget, Proposal
 from specsplit.orchestrator.draft_link import DraftLink
+from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.link import Committed
 from specsplit.orchestrator.persistence import Persistence
@@ -32,13 +34,21 @@ class Drafting:
         committed: Committed,
         draft_s: float,
         persistence: Persistence,
+        experience: Experience,
     ) -> None:
+        self._experience = experience
+        self._loop = asyncio.get_running_loop()
         self._peer, self._link, self._persistence = peer, link, persistence
         self._draft_s = draft_s
         self._largest_token = max(committed.ids)
         self._num_verifies = 0
         self._mean_verify_s = 0.0
         """Of the rounds after the prompt's; the prompt's own until there is one."""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the draft would be asked now."""
+        return self._link.is_well
 
     def wait_s(self, max_depth: int) -> float:
         """Return how long a tree of `max_depth` levels is worth waiting for."""
@@ -73,9 +83,11 @@ class Drafting:
             return None
         if draft is not None and budget.max_new_nodes > draft.max_nodes > 0:
             budget = replace(budget, max_new_nodes=draft.max_nodes)
+        asked_s = self._loop.time()
         with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
             answer = await self._link.propose(budget, verified, wait_s, remaining_s)
             if isinstance(answer, Proposal):
+                self._experience.observe_propose(answer.timings, self._loop.time() - asked_s)
                 spans.annotate(nodes=len(answer), forwards=answer.timings.num_forwards)
         return answer
 

@@ -11,11 +11,11 @@ import asyncio
 from dataclasses import replace
 
 from specsplit.core.types import ROOT, Budget, Proposal, Timings, quantised_log_prob
-from specsplit.orchestrator.calibration import Acceptance
 from specsplit.orchestrator.drafting import Drafting
+from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed
-from specsplit.orchestrator.lookup import LookupIndex
+from specsplit.orchestrator.lookup import LookupIndex, LookupTree
 from specsplit.orchestrator.records import Reason
 from specsplit.orchestrator.round import Move, Offer, Outcome, empty_offer
 from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
@@ -24,6 +24,8 @@ AHEAD_FACTOR = 4
 """The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow."""
 MAX_CAUGHT_UP = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
+_LOOKED_UP = Budget(8, 8, 2)
+"""What lookup is asked for in rounds that verify nothing, to learn what it would be worth."""
 
 
 class Growing:
@@ -38,15 +40,15 @@ class Growing:
         self,
         drafting: Drafting | None,
         lookup: LookupIndex | None,
-        acceptance: Acceptance,
+        experience: Experience,
         committed: Committed,
         vocab_size: int,
         incidents: Incidents,
     ) -> None:
-        self._drafting, self._lookup, self._acceptance = drafting, lookup, acceptance
+        self._drafting, self._lookup, self._experience = drafting, lookup, experience
         self._committed, self._incidents = committed, incidents
         self._loop = asyncio.get_running_loop()
-        self._tree = TokenTree(len(committed) - 1, vocab_size, acceptance)
+        self._tree = TokenTree(len(committed) - 1, vocab_size, experience.acceptance)
         self._verified: tuple[int, ...] = ()
         self._is_kept: bool | None = None
         self._growing: asyncio.Task[None] | None = None
@@ -58,6 +60,12 @@ class Growing:
         """Of the proposals since the last offer."""
         self._epoch = 0
         """Of the draft's numbers."""
+        self._found: LookupTree | None = None
+        """What lookup said of the round under way."""
+        self._has_begun = False
+        """The prompt's round is over."""
+        self._is_aside = False
+        """What grows is only to be compared with the text."""
 
     @property
     def drafted(self) -> Timings:
@@ -71,35 +79,65 @@ class Growing:
 
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
-        budget = move.budget
-        assert budget is not None, "a round without a tree has no source"
-        if self._lookup is not None:
-            self._tree.merge(self._lookup.candidates(budget.max_new_nodes, budget.max_depth, budget.max_branching))
-        if move.mode != "lookup":
-            await self._draft(move.mode == "overlap", budget)
-        nodes = self._tree.best(budget.max_new_nodes, budget.max_depth)
+        if self._lookup is not None and (move.budget or move.choice) is not None:
+            shape = move.budget or _LOOKED_UP
+            self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
+        budget, nodes = move.budget, list[int]()
+        if budget is not None:
+            if self._found is not None:
+                self._tree.merge(self._found)
+            if move.mode != "lookup" and not self._is_enough(move, budget):
+                await self._draft(move.mode == "overlap", budget)
+            nodes = self._best(move, budget)
         offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
         timings, self._drafted = self._drafted, Timings()
-        if move.mode == "overlap":
+        if move.mode == "overlap" and budget is not None:
             self._keep_growing(budget)
+        elif move.shadow is not None:
+            self._look_aside(move.shadow)
         return replace(offer, proposal=replace(offer.proposal, timings=timings), is_kept=self._is_kept)
+
+    def _is_enough(self, move: Move, budget: Budget) -> bool:
+        """Say whether what is here promises more than the choice did, so that waiting for the draft would cost."""
+        if move.choice is None or not len(self._tree):
+            return False
+        paths = [self._tree.path_log_probs[node] for node in self._tree.best(budget.max_new_nodes, budget.max_depth)]
+        return self._experience.rate_of(paths) > move.choice.tokens_per_s
+
+    def _best(self, move: Move, budget: Budget) -> list[int]:
+        """Return the nodes to verify; where a choice was made, those that are worth their rows."""
+        tree = self._tree
+        nodes = tree.best(budget.max_new_nodes, budget.max_depth)
+        if move.choice is None or not nodes:
+            return nodes
+        paths = sorted((tree.path_log_probs[node] for node in nodes), reverse=True)
+        count = self._experience.worth_verifying(paths, move.choice.tokens_per_s)
+        return nodes if count == len(nodes) else tree.best(count, budget.max_depth)
 
     def observe(self, outcome: Outcome) -> None:
         """Take note of a round's outcome; its tokens are committed."""
-        token_ids, tree = outcome.verdict.token_ids, self._tree
+        token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
+        if self._has_begun:
+            experience.observe_verify(outcome.verdict.timings, outcome.verify_s)
+        self._has_begun = True
         if self._drafting is not None:
             self._drafting.observe(token_ids, outcome.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
         self._verified = tuple(number for number in outcome.verified_draft_numbers if number != UNNUMBERED)
-        tree.learn(token_ids)
+        experience.observe_tree(tree, token_ids)
+        if self._found is not None:
+            experience.observe_found(self._found, token_ids)
+            self._found = None
         num_spelled, node = tree.walk(token_ids)
         is_hit = num_spelled == len(token_ids)
-        self._is_kept = is_hit if len(tree) and self._growing is not None else None
+        self._is_kept = is_hit if len(tree) and self._growing is not None and not self._is_aside else None
+        if self._is_kept is not None:
+            experience.observe_ahead(is_hit=is_hit)
         if is_hit:
             self._tree = tree.below(node, num_spelled)
         else:
-            self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, self._acceptance)
+            self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, experience.acceptance)
             self._cut_growing()
 
     async def close(self) -> None:
@@ -164,13 +202,34 @@ class Growing:
             num_tokens=drafted.num_tokens + timings.num_tokens,
         )
         self._is_late = False
+        if proposal.root_position < self._tree.root_position:
+            self._compare(proposal, budget)
         if self._drafting is not None and self._drafting.epoch != self._epoch:
             self._epoch = self._drafting.epoch
             self._tree.forget_numbers()
         return self._tree.take(proposal, budget.max_new_nodes)
 
+    def _compare(self, proposal: Proposal, budget: Budget) -> None:
+        """Hold a proposal that comes late against what the text became."""
+        past = TokenTree(proposal.root_position, self._tree.vocab_size, self._experience.acceptance)
+        past.take(proposal, budget.max_new_nodes)
+        self._experience.observe_tree(past, self._committed.ids[proposal.root_position + 1 :])
+
+    def _look_aside(self, budget: Budget) -> None:
+        """Ask the draft once without waiting, to learn what it would be worth."""
+        if self._growing is None or self._growing.done():
+            self._is_aside = True
+            self._growing = self._loop.create_task(self._ask_aside(budget))
+
+    async def _ask_aside(self, budget: Budget) -> None:
+        assert self._drafting is not None
+        answer = await self._drafting.ask_ahead(budget, ())
+        if isinstance(answer, Proposal):
+            self._take(answer, budget)
+
     def _keep_growing(self, budget: Budget) -> None:
         if self._growing is None or self._growing.done():
+            self._is_aside = False
             self._growing = self._loop.create_task(self._grow(budget))
 
     async def _grow(self, budget: Budget) -> None:
@@ -191,7 +250,9 @@ class Growing:
 
     def _cut_growing(self) -> None:
         """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
-        if self._growing is not None and self._drafting is not None and self._drafting.num_missing <= MAX_CAUGHT_UP:
+        if self._growing is None or self._drafting is None or self._is_aside:
+            return
+        if self._drafting.num_missing <= MAX_CAUGHT_UP:
             self._growing.cancel()
 
     async def _end_growing(self) -> None:

@@ -86,12 +86,17 @@ class Persistence:
     def _given_up(self, error: SpecSplitError, tried_s: float) -> SpecSplitError:
         """Return the error to be raised, in words that say who, for how long, and why."""
         if self._loop.time() >= self._deadline_s:
-            limit = f"The request was not finished within its {self._timeout_s:g} s"
+            limit = f"The request was not finished within its {_rounded(self._timeout_s or 0.0):g} s"
             if isinstance(error, _OutOfTime):
                 return DeadlineExceeded(f"{limit}: the target did not answer in time; allow it more.")
             return DeadlineExceeded(f"{limit}: the target could not be used for {tried_s:.1f} s ({_text(error)}).")
         kind = next(kind for kind in _RETRIED if isinstance(error, kind))
         return kind(f"The target could not be used and was asked again for {tried_s:.1f} s ({_text(error)}).")
+
+
+def _rounded(seconds: float) -> float:
+    """Return what of a number of seconds is worth saying; connecting may have used up a part."""
+    return round(seconds, 1 if seconds >= 1 else 3)
 
 
 def _text(error: SpecSplitError) -> str:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from specsplit.core.cost_model import Mode
+from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
-from specsplit.orchestrator.calibration import Acceptance
+from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import Chunk, Mode, Patience, Request, Result, Speculation
+from specsplit.orchestrator.records import Chunk, Patience, Request, Result, Speculation
 from specsplit.orchestrator.session import Serving, Session, resolved_mode
 
 
@@ -33,7 +35,8 @@ class Orchestrator:
     """Generates text, for any number of requests at once: the target's words, at the draft's pace where there is one.
 
     A draft that is away, slow or wrong costs speed, never a request; a target that is away is asked again until
-    `patience` ends. Both show in the result. `rng` jitters what is asked again; `clock` times the result.
+    `patience` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft. `rng` jitters what
+    is asked again; `clock` times the result.
 
     Raises:
         InvalidSettings: a mode that speculates, without a drafter.
@@ -48,6 +51,7 @@ class Orchestrator:
         clock: Clock | None = None,
         *,
         patience: Patience = Patience(),  # noqa: B008  (frozen)
+        draft_modes: Sequence[Mode] = ("overlap", "pingpong"),
         rng: random.Random | None = None,
     ) -> None:
         if speculation.mode in ("pingpong", "overlap") and drafter is None:
@@ -60,16 +64,22 @@ class Orchestrator:
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
         self.patience = patience
+        self._draft_modes = draft_modes
         self._rng = rng if rng is not None else random.Random()
         self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
-        self._acceptances = {is_greedy: Acceptance() for is_greedy in (False, True)}
+        self._experiences = {is_greedy: Experience() for is_greedy in (False, True)}
         self._target: Identity | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def mode(self) -> Mode:
-        """What `auto` came to."""
-        return resolved_mode(self.speculation, has_draft=self.drafter is not None)
+    def mode(self) -> ChosenMode:
+        """How rounds are run; `auto` is plain where there is neither draft nor lookup."""
+        return resolved_mode(self.speculation, self._modes)
+
+    @property
+    def _modes(self) -> list[Mode]:
+        drafted: list[Mode] = list(self._draft_modes) if self.drafter is not None else []
+        return [*drafted, "lookup"] if self.speculation.lookup else drafted
 
     async def connect(self) -> Identity:
         """Ask the workers who they are and return the target's identity; `stream` does so by itself.
@@ -128,7 +138,8 @@ class Orchestrator:
             tokenizer=self.tokenizer,
             clock=self.clock,
             speculation=self.speculation,
-            acceptances=self._acceptances,
+            modes=self._modes,
+            experiences=self._experiences,
             patience=self.patience,
             keep_closing=self._keep_closing,
         )

@@ -9,12 +9,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, DRAFT_PATIENCE_S, RETRY_S
+from specsplit.core.defaults import (
+    DEFAULT_BRANCHING,
+    DEFAULT_DEPTH,
+    DEFAULT_MAX_NODES,
+    DEFAULT_NODES,
+    DRAFT_PATIENCE_S,
+    RETRY_S,
+)
 from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 
-Mode = Literal["plain", "lookup", "pingpong", "overlap"]
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
 JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
@@ -88,7 +94,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How rounds are run: `auto` is pingpong where there is a drafter and lookup where there is none.
+    """How rounds are run; `auto` chooses mode and shape again and again, by what it measures.
 
     In `pingpong` draft and target take turns, in `overlap` the draft goes on growing the tree while the target
     verifies; in both, trees hold lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
@@ -104,6 +110,8 @@ class Speculation:
     depth: int = DEFAULT_DEPTH
     branching: int = DEFAULT_BRANCHING
     lookup: bool = True
+    max_nodes: int = DEFAULT_MAX_NODES
+    """In `auto`, which chooses nodes and depth itself."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(ChosenMode):
@@ -112,7 +120,7 @@ class Speculation:
             )
         if self.mode == "lookup" and not self.lookup:
             raise InvalidRequest("Mode lookup cannot be without lookup.", param="lookup")
-        for name in ("nodes", "depth", "branching"):
+        for name in ("nodes", "depth", "branching", "max_nodes"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
 
@@ -328,7 +336,7 @@ class Result:
     prompt_token_ids: tuple[int, ...]
     finish_reason: FinishReason
     seed: int
-    mode: Mode
+    mode: ChosenMode
     timings: RequestTimings
     speculative_decoding: SpeculativeDecoding
     num_rounds: int

@@ -9,19 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specsplit.core.cost_model import Choice, Mode
 from specsplit.core.types import Budget, Proposal, Timings, Verdict
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
-from specsplit.orchestrator.records import Mode
 from specsplit.telemetry import spans
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How a round is run; without a budget it has no tree."""
+    """How a round is run; without a budget it has no tree.
+
+    `choice` is why, where it was chosen. `shadow` asks the draft for a tree that is only compared with the text.
+    """
 
     mode: Mode
     budget: Budget | None = None
+    choice: Choice | None = None
+    shadow: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Rounds:
 
     async def _offer(self, move: Move) -> Offer:
         first_node = self._target.next_node
-        if self._source is None or move.budget is None:
+        if self._source is None:
             return empty_offer(first_node, self._committed)
         if self.number == 0:
             self._source.begin(move)

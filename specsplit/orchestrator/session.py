@@ -9,18 +9,20 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from specsplit.core.cancellation import to_its_end
+from specsplit.core.cost_model import Mode
+from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
-from specsplit.orchestrator.calibration import Acceptance
 from specsplit.orchestrator.controller import Controller
 from specsplit.orchestrator.draft_link import DraftLink
 from specsplit.orchestrator.drafting import Drafting
+from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.growing import Growing
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
@@ -29,7 +31,6 @@ from specsplit.orchestrator.lookup import LookupIndex
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import (
     Chunk,
-    Mode,
     Patience,
     Request,
     RequestTimings,
@@ -60,19 +61,17 @@ class Serving:
     tokenizer: Tokenizer
     clock: Clock
     speculation: Speculation
-    acceptances: Mapping[bool, Acceptance]
-    """What sources' guesses have been worth so far, by whether tokens are picked greedily."""
+    modes: Sequence[Mode]
+    """What `auto` may choose beside plain decoding."""
+    experiences: Mapping[bool, Experience]
+    """By whether tokens are picked greedily."""
     patience: Patience
     keep_closing: KeepClosing
 
 
-def resolved_mode(speculation: Speculation, *, has_draft: bool) -> Mode:
-    """Return what `auto` comes to."""
-    if speculation.mode != "auto":
-        return speculation.mode
-    if has_draft:
-        return "pingpong"
-    return "lookup" if speculation.lookup else "plain"
+def resolved_mode(speculation: Speculation, modes: Sequence[Mode]) -> ChosenMode:
+    """Return the mode, `auto` being plain where there is nothing to choose from."""
+    return "plain" if speculation.mode == "auto" and not modes else speculation.mode
 
 
 class Session:
@@ -97,13 +96,22 @@ class Session:
         key = secrets.token_hex(16)
         self._committed = Committed(request.prompt_ids)
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
-        self._mode: Mode = resolved_mode(serving.speculation, has_draft=serving.draft is not None)
+        self._mode: ChosenMode = resolved_mode(serving.speculation, serving.modes)
+        self._experience = serving.experiences[request.sampling.is_greedy]
+        self._drafting: Drafting | None = None
         self._draft: DraftLink | None = None
         self._source: Source | None = None
         if self._mode != "plain":
             self._source = self._growing(persistence, incidents)
         self._rounds = Rounds(self._committed, self._target, self._source, incidents)
-        self._controller = Controller(serving.speculation, self._mode, num_prompt + max_tokens)
+        self._controller = Controller(
+            serving.speculation,
+            self._mode,
+            serving.modes,
+            self._experience,
+            end=num_prompt + max_tokens,
+            max_nodes=target.max_nodes,
+        )
         self._stop = Stop(serving.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
         self._tally = Tally(serving.speculation.depth if self._source is not None else 0)
         self._token_ids: list[int] = []
@@ -112,20 +120,20 @@ class Session:
         self._span = spans.OpenSpan("request", session=key)
 
     def _growing(self, persistence: Persistence, incidents: Incidents) -> Growing:
-        serving, opening, committed = self._serving, self._opening, self._committed
-        drafting = None
+        serving, opening, committed, experience = self._serving, self._opening, self._committed, self._experience
         if self._mode != "lookup" and serving.draft is not None:
+            draft_s = serving.patience.draft_s
             self._draft = DraftLink(serving.draft, self._target.session, committed, opening, incidents)
-            drafting = Drafting(serving.draft, self._draft, committed, serving.patience.draft_s, persistence)
+            self._drafting = Drafting(serving.draft, self._draft, committed, draft_s, persistence, experience)
         lookup = LookupIndex(committed.ids, eos_ids=opening.eos_ids) if serving.speculation.lookup else None
-        acceptance = serving.acceptances[opening.sampling.is_greedy]
-        return Growing(drafting, lookup, acceptance, committed, serving.target.vocab_size, incidents)
+        return Growing(self._drafting, lookup, experience, committed, serving.target.vocab_size, incidents)
 
     async def next_chunk(self) -> Chunk:
         """Run one round, the prompt's first, and return what it adds."""
         is_prompt, draft = not self._token_ids, self._serving.draft
         draft_context = draft.context if draft is not None else sys.maxsize
-        move = self._controller.next_move(len(self._committed), draft_context)
+        has_draft = self._drafting is not None and self._drafting.is_well
+        move = self._controller.next_move(len(self._committed), draft_context, has_draft=has_draft)
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(move)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)

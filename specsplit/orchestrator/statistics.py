@@ -11,7 +11,7 @@ from specsplit.orchestrator.round import Outcome
 
 
 class Tally:
-    """The counts of one request; `max_depth` is the deepest tree there can be, 0 without speculation."""
+    """The counts of one request; `max_depth` is how deep trees are meant to be, 0 without speculation."""
 
     def __init__(self, max_depth: int) -> None:
         self.target_forwards = 0
@@ -47,6 +47,9 @@ class Tally:
     def _add_tree(self, outcome: Outcome) -> None:
         path_length = path_depth(outcome)
         num_accepted = outcome.num_accepted
+        while len(self._tested) < path_length:
+            self._histogram.append(0)
+            self._tested.append(0)
         self._nodes += len(outcome.verdict.verified)
         self._path_nodes += path_length
         self._histogram[num_accepted] += 1

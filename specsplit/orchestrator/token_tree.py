@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specsplit.core.types import ROOT, Proposal
-from specsplit.orchestrator.calibration import NO_CELL, Acceptance, agreed_cell, draft_cell, lookup_cell
+from specsplit.orchestrator.calibration import Acceptance, agreed_cell, draft_cell, lookup_cell
 from specsplit.orchestrator.lookup import LookupTree
 
 ROOT_INDEX = -1
@@ -182,11 +182,14 @@ class TokenTree:
                 return
             at = following
 
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """Count, for the estimates to come, what the committed `token_ids` say of the nodes' estimates."""
-        for node, is_right in self.tested(token_ids):
-            if self.cells[node] != NO_CELL:
-                self._acceptance.observe(self.cells[node], is_accepted=is_right)
+    def sibling_ranks(self) -> list[int]:
+        """Return each node's place among its siblings by estimate, 0 for the likeliest."""
+        ranks = [0] * len(self)
+        for children in self._children.values():
+            if len(children) > 1:
+                for rank, node in enumerate(sorted(children, key=lambda node: -self.log_probs[node])):
+                    ranks[node] = rank
+        return ranks
 
     def below(self, node: int, num_committed: int) -> TokenTree:
         """Return the tree whose root is `node`, `num_committed` tokens below this one's."""

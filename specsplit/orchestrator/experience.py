@@ -1,0 +1,127 @@
+"""What an orchestrator has learned of its workers and of its sources' guesses, and the choice that follows from it.
+
+Shared by the sessions that pick tokens alike (greedily or sampled). Knows no worker and no link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specsplit.core.cost_model import (
+    Choice,
+    Costs,
+    DraftTimes,
+    Limits,
+    Mode,
+    Profile,
+    RunningMedian,
+    StepTimes,
+    choose,
+    worth_verifying,
+)
+from specsplit.core.types import Timings
+from specsplit.orchestrator.calibration import Acceptance, DepthProfile
+from specsplit.orchestrator.lookup import LookupTree
+from specsplit.orchestrator.token_tree import TokenTree
+
+MAX_DEPTH, MAX_BRANCHING = 16, 4
+_GRID = (1, 2, 3, 5, 9, 17, 33)
+_ROW_COST = 0.04
+"""Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
+_HIT_MEMORY = 0.97
+_PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap")
+
+
+class Experience:
+    """Measured times and counted guesses; older ones count less, so that it follows a change."""
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self.verify: StepTimes | None = None
+        """By rows of a target's forward."""
+        self.has_seen_plain = False
+        """Whether a forward of one row was measured."""
+        self.choice: Choice | None = None
+        self._draft: DraftTimes | None = None
+        self._round_trip = RunningMedian()
+        self._hit_rate = 0.5
+        self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
+        self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.2, counts_absent=True)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether a propose was measured."""
+        return self._draft is not None
+
+    def observe_verify(self, timings: Timings, wall_s: float) -> None:
+        """Count a verify of a round after the prompt's."""
+        rows, device_s = timings.num_tokens, timings.device_ms / 1e3
+        if rows <= 0 or device_s <= 0:
+            return
+        if self.verify is None:
+            per_row = device_s / (1 + _ROW_COST * (rows - 1))
+            self.verify = StepTimes({point: per_row * (1 + _ROW_COST * (point - 1)) for point in _GRID})
+        self.verify.observe(rows, device_s)
+        self.has_seen_plain |= rows == 1
+        self._round_trip.observe(max(wall_s - device_s, 0.0))
+
+    def observe_propose(self, timings: Timings, wall_s: float) -> None:
+        """Count a propose that was answered."""
+        levels, device_s = timings.num_forwards, timings.device_ms / 1e3
+        if levels <= 0 or device_s <= 0:
+            return
+        rows = max(timings.num_tokens / levels, 1.0)
+        if self._draft is None:
+            self._draft = DraftTimes(StepTimes(dict.fromkeys(_GRID, device_s / levels)))
+        self._draft.observe(levels, rows, device_s, wall_s)
+
+    def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
+        """Count what committed tokens say of the tree that they go through or past."""
+        decided = list(tree.tested(token_ids))
+        for node, is_right in decided:
+            self.acceptance.observe(tree.cells[node], is_accepted=is_right)
+        if tree.num_drafted:
+            accepted = [node for node, is_right in decided if is_right]
+            self._drafted.observe_tree(tree.parents, tree.sibling_ranks(), accepted, [node for node, _ in decided])
+
+    def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
+        """Count what committed tokens say of a lookup's tree."""
+        at, accepted, decided = -1, list[int](), list[int]()
+        for token_id in token_ids:
+            children = [node for node, parent in enumerate(found.parents) if parent == at]
+            decided.extend(children)
+            at = next((node for node in children if found.token_ids[node] == token_id), -2)
+            if at < 0:
+                break
+            accepted.append(at)
+        self._found.observe_tree(found.parents, found.ranks, accepted, decided)
+
+    def observe_ahead(self, *, is_hit: bool) -> None:
+        """Count a round that was drafted ahead: whether its outcome was in the tree."""
+        self._hit_rate += (is_hit - self._hit_rate) * (1 - _HIT_MEMORY)
+
+    def decide(self, modes: Sequence[Mode], limits: Limits) -> Choice | None:
+        """Choose anew among plain decoding and `modes`; None while no verify was measured."""
+        if self.verify is None:
+            return None
+        costs = Costs(self.verify, self._draft, self._round_trip.value, self._hit_rate)
+        profiles: dict[Mode, Profile] = {}
+        for mode in _PLANNED:
+            if mode in modes and (mode == "lookup" or self._draft is not None):
+                profiles[mode] = self._found.profile if mode == "lookup" else self._drafted.profile
+        self.choice = choose(profiles, costs, limits, self.choice)
+        return self.choice
+
+    def worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
+        """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate."""
+        if self.verify is None:
+            return len(path_log_probs)
+        return worth_verifying(path_log_probs, tokens_per_s, self.verify)
+
+    def rate_of(self, path_log_probs: Sequence[float]) -> float:
+        """Return the tokens per second of verifying these nodes at once."""
+        if self.verify is None:
+            return 0.0
+        expected = 1 + sum(map(math.exp, path_log_probs))
+        return expected / (self.verify.seconds(len(path_log_probs) + 1) + self._round_trip.value)
