@@ -278,6 +278,8 @@ class _Tree:
 
     nodes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     grown: set[int] = field(default_factory=set)
+    log_probs: dict[int, float] = field(default_factory=dict)
+    """What the draft says of each node, given its parent's acceptance."""
 
     def reroot(self, token_ids: Sequence[int]) -> _Tree:
         """Return the subtree that hangs below `token_ids`; empty if they are not in the tree."""
@@ -290,8 +292,12 @@ class _Tree:
             if parent in name and number not in name:
                 name[number] = number
                 kept.nodes[number] = (name[parent], token, depth - len(token_ids), prefix)
+                kept.log_probs[number] = self.log_probs[number]
                 kept.grown |= {number} & self.grown
         return kept
+
+    def path_log_prob(self, number: int) -> float:
+        return self.log_probs[number] + self.path_log_prob(self.nodes[number][0]) if number != ROOT else 0.0
 
     def path(self, number: int) -> list[int]:
         tokens: list[int] = []
@@ -302,7 +308,10 @@ class _Tree:
 
 
 class FakeDraft(_FakeWorker):
-    """A Drafter over a guess; `oversize` multiplies nodes and depth beyond what the budget allows."""
+    """A Drafter over a guess; `oversize` multiplies nodes and depth beyond what the budget allows.
+
+    `estimates` are the log-probabilities that it claims by rank; the likeliest nodes grow first.
+    """
 
     def __init__(
         self,
@@ -312,9 +321,10 @@ class FakeDraft(_FakeWorker):
         oversize: int = 1,
         context: int = 512,
         vocab_hash: str = "bytes",
+        estimates: tuple[float, ...] = (-0.5, -0.5, -0.5),
     ) -> None:
         super().__init__(faults, context=context, vocab_hash=vocab_hash)
-        self.guess, self.oversize = guess, oversize
+        self.guess, self.oversize, self.estimates = guess, oversize, estimates
         self.known_nodes: list[int] = []
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
@@ -341,7 +351,8 @@ class FakeDraft(_FakeWorker):
         room, max_depth, levels = budget.max_new_nodes * self.oversize, budget.max_depth * self.oversize, set[int]()
         frontier = [number for number in (ROOT, *tree.nodes) if number not in tree.grown]
         while frontier and room > 0:
-            at = frontier.pop(0)
+            at = min(frontier, key=lambda number: (-tree.path_log_prob(number), number))
+            frontier.remove(at)
             _, token, depth, prefix = tree.nodes.get(at, (0, -1, 0, slot.hashes[-1]))
             if depth >= max_depth or token in slot.opening.eos_ids:
                 continue
@@ -355,6 +366,7 @@ class FakeDraft(_FakeWorker):
                 slot.highest_node += 1
                 room -= 1
                 tree.nodes[slot.highest_node] = (at, child, depth + 1, prefix_hash([child], prefix))
+                tree.log_probs[slot.highest_node] = self.estimates[min(guesses.index(child), len(self.estimates) - 1)]
                 frontier.append(slot.highest_node)
         self.num_forwards += len(levels)
         return len(levels)
@@ -366,6 +378,6 @@ class FakeDraft(_FakeWorker):
             root_position=len(slot.ids) - 1,
             token_ids=tuple(tree.nodes[number][1] for number in new),
             parents=tuple(tree.nodes[number][0] for number in new),
-            log_probs=(-0.5,) * len(new),
+            log_probs=tuple(tree.log_probs[number] for number in new),
             timings=Timings(num_forwards=num_levels, device_ms=0.5),
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from specsplit.core.types import Budget, Proposal, Turn, Verdict
+from specsplit.core.types import Budget, Proposal, Timings, Turn, Verdict
 from tests.fakes import FakeDraft, FakeTarget
 from tests.language import Guess, good_guess
 
@@ -43,22 +43,26 @@ class TimedTarget(FakeTarget):
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         self.diary.note("verify", "begins")
-        await asyncio.sleep(self.round_trip_s + self.verify_s(len(proposal) + 1))
+        rows = len(turn.tail) + len(proposal)
+        device_s = self.verify_s(rows)
+        await asyncio.sleep(self.round_trip_s + device_s)
         verdict = await super().verify(turn, proposal)
         self.diary.note("verify", "ends")
-        return verdict
+        return replace(verdict, timings=Timings(num_forwards=1, num_tokens=rows, device_ms=device_s * 1e3))
 
 
 class TimedDraft(FakeDraft):
     """A draft whose levels take `level_s` each; a call cut short loses its answer, not what it did."""
 
     def __init__(self, diary: Diary, level_s: float, guess: Guess = good_guess, round_trip_s: float = 0.0) -> None:
-        super().__init__(guess)
+        super().__init__(guess, estimates=(-0.25, -2.0, -3.0))
         self.diary, self.level_s, self.round_trip_s = diary, level_s, round_trip_s
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         self.diary.note("propose", "begins")
         proposal = await super().propose(turn, known_nodes, budget)
-        await asyncio.sleep(self.round_trip_s + self.level_s * proposal.timings.num_forwards)
+        levels = proposal.timings.num_forwards
+        await asyncio.sleep(self.round_trip_s + self.level_s * levels)
         self.diary.note("propose", "ends")
-        return proposal
+        timings = Timings(num_forwards=levels, num_tokens=len(proposal), device_ms=levels * self.level_s * 1e3)
+        return replace(proposal, timings=timings)

@@ -22,7 +22,7 @@ SHADOW_EVERY = 16
 """Rounds without the draft from one look at what it would have said to the next."""
 EXPLORED_ROUNDS = 3
 """Rounds with the draft before the first choice."""
-MAX_DEPTH = 8
+MAX_DEPTH = 12
 _PLAIN = Move("plain")
 
 
@@ -91,7 +91,7 @@ class Controller:
         shadow = None
         if choice.mode in ("plain", "lookup"):
             self._num_without_draft += 1
-            if has_draft and self._num_without_draft % SHADOW_EVERY == 0 and self._modes[-1] != "lookup":
+            if has_draft and self._num_without_draft % SHADOW_EVERY == 0:
                 shadow = self._first
         if choice.nodes == 0 or choice.mode == "stream":
             return Move("plain", None, choice, shadow)

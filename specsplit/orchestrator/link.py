@@ -7,6 +7,7 @@ Every propose and every verify of a round goes through here.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -22,6 +23,10 @@ from specsplit.orchestrator.records import ResyncReason, Traffic, WorkerRole
 Answer = TypeVar("Answer", Proposal, Verdict)
 _MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
+
+
+_SLACK = 8
+"""How many times more than was seen so far a target may take for a token: all its sessions may be at it at once."""
 
 
 class Committed:
@@ -153,6 +158,7 @@ class TargetLink(Link):
         self._verifier, self._identity, self._persistence = verifier, identity, persistence
         self._loop = asyncio.get_running_loop()
         self._next_node = 1
+        self._token_s = math.inf
         self.verify_s = 0.0
         """Seconds that the last verdict took, without attempts that had none."""
 
@@ -169,7 +175,9 @@ class TargetLink(Link):
             PeerMismatch: another model answers than the one that began the text.
         """
         ask = self._persistence.ask
-        _, verdict = await self._call(lambda turn: ask(lambda: self._send(turn, proposal)))
+        _, verdict = await self._call(
+            lambda turn: ask(lambda: self._send(turn, proposal), self._work_s(len(turn.tail) + len(proposal)))
+        )
         self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
         shift = proposal.first_node - self._next_node
         self._next_node += len(proposal)
@@ -179,9 +187,18 @@ class TargetLink(Link):
         started_s = self._loop.time()
         verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
         self.verify_s = self._loop.time() - started_s
+        token_s = self.verify_s / (len(turn.tail) + len(proposal))
+        self._token_s = token_s if self._token_s == math.inf else max(self._token_s, token_s)
         if turn.base_length == 0 and self._persistence.num_failures:
             await self._check_worker()  # it had nothing to lose, so nothing told whether it is still the same
         return verdict
+
+    def _work_s(self, num_tokens: int) -> float:
+        """Return more seconds than the target needs for so many tokens, infinity before it has answered once.
+
+        Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
+        """
+        return _SLACK * self._token_s * num_tokens
 
     def _raise_epoch(self) -> None:
         super()._raise_epoch()

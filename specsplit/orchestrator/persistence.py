@@ -17,6 +17,8 @@ from specsplit.orchestrator.incidents import Incidents, reason_of
 Answer = TypeVar("Answer")
 _RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_LEAST_TRY_S = 5.0
+"""What an attempt gets that begins when `retry_s` is nearly over, unless that is less."""
 
 
 class _OutOfTime(DeadlineExceeded):
@@ -37,8 +39,14 @@ class Persistence:
         """Seconds until the deadline, negative after it; infinite without one."""
         return self._deadline_s - self._loop.time() if self._timeout_s is not None else math.inf
 
-    async def ask(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def ask(self, send: Callable[[], Awaitable[Answer]], work_s: float = math.inf) -> Answer:
         """Return the answer of `send`, which is called again while the target is away, at fault or full.
+
+        The first attempt has the call's own limit, which is a long one: a prefill takes its time, and a peer that is
+        dead shows by its missing keepalives. Once it has failed, there may be something that lives and never answers.
+        So what is asked again gets what is left of `retry_s` and, beyond that, `work_s`: an upper bound on how long a
+        target that is well works on this answer, such as a whole prompt after a restart. It is infinite as long as
+        nobody knows; then the call's own limit is all there is.
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
@@ -47,24 +55,27 @@ class Persistence:
         try:
             return await self._attempt(send)
         except _RETRIED as error:
-            return await self._ask_again(send, error)
+            return await self._ask_again(send, work_s, error)
 
-    async def _attempt(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        if self._timeout_s is None:
-            return await send()
+    async def _attempt(self, send: Callable[[], Awaitable[Answer]], limit_s: float = math.inf) -> Answer:
+        """Return the answer, if it comes before the request's deadline and within `limit_s`."""
         remaining_s = self.remaining_s
         if remaining_s <= 0:
             raise _OutOfTime
-        limit = asyncio.timeout(remaining_s)
+        if min(remaining_s, limit_s) == math.inf:
+            return await send()
+        limit = asyncio.timeout(min(remaining_s, limit_s))
         try:
             async with limit:
                 return await send()
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise _OutOfTime from None
+            if remaining_s <= limit_s:
+                raise _OutOfTime from None
+            raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s") from None
 
-    async def _ask_again(self, send: Callable[[], Awaitable[Answer]], error: SpecSplitError) -> Answer:
+    async def _ask_again(self, send: Callable[[], Awaitable[Answer]], work_s: float, error: SpecSplitError) -> Answer:
         began_s = self._loop.time()
         end_s = self._deadline_s if self._timeout_s is not None else began_s + self._retry_s
         pause_s = _FIRST_PAUSE_S
@@ -76,8 +87,9 @@ class Persistence:
                 raise self._given_up(error, self._loop.time() - began_s)
             await asyncio.sleep(min(self._rng.uniform(0, pause_s), left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self._retry_s))
             try:
-                return await self._attempt(send)
+                return await self._attempt(send, left_s + work_s)
             except _OutOfTime:
                 continue
             except _RETRIED as next_error:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from specsplit.core.cost_model import Mode
 from specsplit.core.types import Proposal, SessionParams, Verdict
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Mode, Patience, Request, Result, Speculation
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from tests.fakes import FakeTarget, FakeTokenizer, _Slot, adversarial_guess, good_guess, perfect_guess, plain_tokens
 from tests.language import Guess
 from tests.timed_workers import Diary, TimedDraft, TimedTarget
@@ -129,12 +130,11 @@ class _Periodic(FakeTarget):
         return Verdict(tuple(first + n for n in accepted), tuple(token_ids), len(slot.ids), verified)
 
 
-@pytest.mark.parametrize("mode", ["lookup", "auto"])
-def test_lookup_speculates_without_any_draft(mode: Mode):
+def test_lookup_speculates_without_any_draft():
     async def both() -> tuple[Result, Result]:
         request = replace(REQUEST, prompt_ids=tuple(range(60, 67)))
         results: list[Result] = []
-        for chosen in ("plain", mode):
+        for chosen in ("plain", "lookup"):
             speculation = Speculation(mode=chosen, nodes=6, depth=6)
             results.append(
                 await Orchestrator(_Periodic(), None, FakeTokenizer(), speculation, LoopClock()).generate(request)

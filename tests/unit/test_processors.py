@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams
-from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
+from specsplit.sampling.processors import CommittedIds, TokenCounts, bias_row, check_against_vocabulary, process_logits
 
 V = 12
 
@@ -120,6 +122,45 @@ def test_counts_follow_any_rollback(lists: list[list[int]], prompt: int) -> None
         assert len(counts) == len(token_ids)
         assert kept(torch.where(seen, 0.0, torch.inf))[0] == set(token_ids)
         assert output[0].tolist() == [token_ids[prompt:].count(token) for token in range(V)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_kept_along_a_history_of_rollbacks_are_those_of_a_fresh_count(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt_length = rng.randrange(8)
+    kept, committed = TokenCounts(V, prompt_length), CommittedIds()
+    for _ in range(60):
+        for _ in range(rng.randrange(4)):  # several changes between two looks
+            del committed[rng.randint(max(0, len(committed) - 6), len(committed)) :]
+            committed.extend(rng.randrange(V) for _ in range(rng.randrange(6)))
+        if rng.random() < 0.1:
+            del committed[rng.randint(0, len(committed)) :]
+        kept.sync(committed)
+        fresh = TokenCounts(V, prompt_length)
+        fresh.sync(list(committed))
+        paths = [[], [rng.randrange(V)], [rng.randrange(V) for _ in range(3)]]
+        for one, other in zip(kept.rows(paths), fresh.rows(paths), strict=True):
+            assert torch.equal(one, other)
+        assert len(kept) == len(committed)
+
+
+def test_tokens_that_have_stayed_are_not_looked_at_again() -> None:
+    class Watched(CommittedIds):
+        lowest = 1 << 30
+
+        def __getitem__(self, key: Any) -> Any:
+            self.lowest = min(self.lowest, key.start or 0)
+            return super().__getitem__(key)
+
+    committed = Watched(number % V for number in range(20))
+    counts = TokenCounts(V, 3)
+    counts.sync(committed)
+    committed.lowest = 1 << 30
+    del committed[17:]
+    committed.extend([1, 1, 1, 1])
+    counts.sync(committed)
+    assert committed.lowest == 17
+    assert counts.rows([[]]).output_counts[0, 1] == 5
 
 
 def test_prompt_tokens_are_repeated_but_not_output() -> None:

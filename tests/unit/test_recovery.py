@@ -228,6 +228,38 @@ def test_a_target_away_for_good_is_an_error_after_retry_s(from_s: float) -> None
     assert at_s == pytest.approx(began_s + 8)
 
 
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(call: int) -> None:
+    target, draft = pair(target=dict.fromkeys(range(call), Fault.LATE) | {call: Fault.REFUSED})
+    target.late_s, target.after = 0.02, Fault.HUNG
+    said, at_s = fail(target, draft, DeadlineExceeded, Patience(retry_s=20))
+    assert "was reached, but gave no answer for" in said
+    longest_s = 8 * 0.02 * 8  # eight times the slowest token so far, for the last token and a tree, each round
+    assert 20 <= at_s - 0.02 * call <= 20 + longest_s
+
+
+def test_a_replay_may_take_longer_than_retry_s_as_long_as_it_is_worth_its_tokens() -> None:
+    target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE) | {3: Fault.CRASHED, 4: Fault.LATE, 5: Fault.LATE})
+    target.late_s = 0.5  # for a round of a few tokens; what it held is many more
+    replay_s, verify = 3.0, target.inner.verify
+
+    async def slow_replay(turn: Turn, proposal: Proposal) -> Verdict:
+        await asyncio.sleep(replay_s if turn.base_length == 0 and target.num_calls > 4 else 0)
+        return await verify(turn, proposal)
+
+    target.inner.verify = slow_replay  # type: ignore[method-assign, union-attr]
+    result = serve(target, draft, Patience(retry_s=1))
+    assert [(r.worker, r.reason) for r in result.resyncs if r.worker == "target"] == [("target", "slot_lost")]
+    assert result.timings.decode_s > replay_s
+
+
+def test_a_first_prefill_that_is_asked_again_has_all_the_time_of_its_call() -> None:
+    target, draft = pair(target={0: Fault.LOST, 1: Fault.LATE})
+    target.late_s = 500.0
+    result = serve(target, draft, Patience(retry_s=1))
+    assert result.timings.ttft_s > 500
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"), [(Fault.FAILED, WorkerFailed), (Fault.FULL, NoFreeSlot), (Fault.REFUSED, WorkerUnreachable)]
 )

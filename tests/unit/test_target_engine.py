@@ -18,6 +18,7 @@ from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotB
 from specsplit.core.types import ROOT, Proposal, SamplingParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.plan import Entry
+from specsplit.sampling import processors
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
 from tests.model_zoo import FAMILIES, save_model
@@ -300,3 +301,20 @@ async def test_a_verify_cancelled_within_its_forward_commits_nothing() -> None:
         talk.next_node += 2
         verdict = await talk.verify(Tree([truth[1], 5], [-1, -1], [0]))
         assert list(verdict.token_ids) == truth[1:3]
+
+
+async def test_penalties_look_only_at_what_a_round_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    common_length = processors._common_length
+
+    def watched(ours: list[int], theirs: Sequence[int]) -> int:
+        lengths.append(max(len(ours), len(theirs)))
+        return common_length(ours, theirs)
+
+    monkeypatch.setattr(processors, "_common_length", watched)
+    async with engine(load("llama")) as verifier:
+        talk = Conversation(verifier, random_ids(60, 1), presence_penalty=0.5)
+        for _ in range(6):
+            await talk.verify(Tree([5, 9, 7], [-1, 0, 0]))
+    assert lengths[0] == 60
+    assert max(lengths[1:]) <= 4

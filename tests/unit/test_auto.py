@@ -1,0 +1,141 @@
+"""Mode `auto` against every fixed mode in virtual time, from a cold start: it is near the best and never below plain.
+
+Times are those that the workers claim and take: no machine's. Fakes guess at known rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from specsplit.core.defaults import Mode
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.types import Budget, Identity, Proposal, Turn
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Patience, Request, Result, Speculation
+from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
+from tests.language import Guess
+from tests.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.virtual_time import LoopClock, run_virtual
+
+REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=301, seed=7, ignore_eos=True)
+FIXED: tuple[tuple[Mode, int, int], ...] = (
+    ("plain", 1, 1),
+    ("lookup", 4, 2),
+    ("pingpong", 4, 2),
+    ("pingpong", 8, 4),
+    ("overlap", 4, 2),
+    ("overlap", 8, 4),
+)
+
+
+def verify_s(rows: int) -> float:
+    return 0.025 * (1 + 0.03 * (rows - 1))
+
+
+@dataclass(frozen=True)
+class Draft:
+    guess: Guess
+    level_s: float
+
+
+DRAFTS = {
+    "good": Draft(good_guess, 0.002),
+    "perfect": Draft(perfect_guess, 0.002),
+    "useless": Draft(random_guess, 0.002),
+    "slow": Draft(good_guess, 0.020),
+    "useless and slow": Draft(random_guess, 0.020),
+}
+
+
+def serve(
+    mode: Mode,
+    draft: Callable[[Diary], TimedDraft],
+    round_trip_s: float = 0.0,
+    nodes: int = 4,
+    depth: int = 2,
+    requests: int = 1,
+) -> list[Result]:
+    diary = Diary()
+    target, worker = TimedTarget(diary, verify_s, round_trip_s), draft(diary)
+
+    async def main() -> list[Result]:
+        owner = Orchestrator(
+            target,
+            None if mode in ("plain", "lookup") else worker,
+            FakeTokenizer(),
+            Speculation(mode=mode, nodes=nodes, depth=depth, branching=3),
+            LoopClock(),
+            patience=Patience(draft_s=0.1),
+        )
+        results = [await owner.generate(REQUEST) for _ in range(requests)]
+        await asyncio.sleep(5)
+        await owner.aclose()
+        return results
+
+    return run_virtual(main)
+
+
+def tokens_per_s(mode: Mode, draft: Draft, round_trip_s: float, nodes: int = 4, depth: int = 2) -> float:
+    (result,) = serve(mode, lambda diary: TimedDraft(diary, draft.level_s, draft.guess), round_trip_s, nodes, depth)
+    return result.timings.tokens_per_s
+
+
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.04], ids=["here", "far"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_auto_is_near_the_best_mode_and_never_below_plain_decoding(name: str, round_trip_s: float):
+    draft = DRAFTS[name]
+    fixed = {shape: tokens_per_s(shape[0], draft, round_trip_s, *shape[1:]) for shape in FIXED}
+    auto = tokens_per_s("auto", draft, round_trip_s)
+    assert auto >= 0.93 * max(fixed.values()), fixed
+    assert auto >= 0.98 * fixed["plain", 1, 1]
+
+
+class _Comes(TimedDraft):
+    """A draft that is reached only from `away` seconds after the first call on, or only until then."""
+
+    def __init__(self, diary: Diary, *, until_s: float = 0.0, from_s: float = float("inf")) -> None:
+        super().__init__(diary, 0.002, good_guess)
+        self._until_s, self._from_s = until_s, from_s
+
+    def _require(self) -> None:
+        if self._until_s <= asyncio.get_running_loop().time() < self._from_s:
+            raise WorkerUnreachable("The draft is away.")
+
+    async def ping(self) -> Identity:
+        self._require()
+        return await super().ping()
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        self._require()
+        proposal = await super().propose(turn, known_nodes, budget)
+        self._require()
+        return proposal
+
+
+def test_a_draft_that_dies_costs_next_to_nothing():
+    (plain,) = serve("plain", _Comes)
+    (result,) = serve("auto", lambda diary: _Comes(diary, until_s=1.0))
+    assert result.timings.tokens_per_s > plain.timings.tokens_per_s
+    assert {phase.worker for phase in result.degraded} <= {"draft"}
+
+
+def test_a_draft_that_returns_is_used_again():
+    results = serve("auto", lambda diary: _Comes(diary, until_s=1.0, from_s=8.0), requests=4)
+    rates = [result.timings.tokens_per_s for result in results]
+    assert rates[-1] > 1.3 * rates[0] or rates[-1] > 70
+    assert results[-1].draft_forwards > results[-1].num_rounds / 2
+
+
+def test_a_useless_draft_is_looked_at_now_and_then_and_not_more():
+    diary = Diary()
+    (result,) = serve("auto", lambda _: TimedDraft(diary, 0.002, random_guess))
+    proposes = [at for at, what, phase in diary.entries if (what, phase) == ("propose", "begins")]
+    late = [at for at in proposes if at > proposes[0] + 2.0]
+    assert late, "the draft is never looked at again"
+    assert len(late) < result.num_rounds / 8
+    assert all(later - earlier > 0.2 for earlier, later in pairwise(late))
