@@ -11,7 +11,8 @@ from benchmarks.limits import Costs
 from benchmarks.results_file import Writer
 from benchmarks.samples import RunSample, from_record, to_record
 from benchmarks.systems import Sample
-from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding, Traffic, Wire
+from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.wire import Traffic, Wire
 
 SPECULATIVE = SpeculativeDecoding(4, 16, 8, 5, (1, 1, 2), (4, 3), (3, 2))
 """Four rounds with trees, five accepted; with one round without a tree they gave ten tokens."""

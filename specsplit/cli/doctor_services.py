@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import specsplit
 from specsplit.cli.doctor_checks import Check
 from specsplit.core.defaults import Role
-from specsplit.core.errors import SpecSplitError
+from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
+from specsplit.rpc.reach import why_unreachable
 
 _MOST_SKEW_MS = 1000.0
 """Beyond it, the spans of several machines cannot be read together."""
@@ -46,6 +47,10 @@ async def _ping(role: Role, address: str) -> PingDetails | SpecSplitError:
             return await worker.ping_details()
         finally:
             await worker.aclose()
+    except WorkerUnreachable as error:
+        reason = await why_unreachable(address)
+        said = f"{address} cannot be reached: {reason}; check the address and that the {role} runs." if reason else None
+        return WorkerUnreachable(said) if said else error
     except SpecSplitError as error:
         return error
 

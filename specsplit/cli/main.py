@@ -82,6 +82,7 @@ def orchestrate(
     branching: options.Branching = defaults.DEFAULT_BRANCHING,
     lookup: options.Lookup = defaults.LOOKUP,
     compare: options.Compare = False,
+    explain: options.Explain = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
     dtype: options.DtypeOption = None,

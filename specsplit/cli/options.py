@@ -63,6 +63,7 @@ Lookup = Annotated[
 Nodes = Annotated[int, _option("--nodes", _SPECULATION, "Tree nodes verified per round.", metavar="N")]
 Depth = Annotated[int, _option("--depth", _SPECULATION, "Levels of the tree.", metavar="D")]
 Branching = Annotated[int, _option("--branching", _SPECULATION, "Children of one node; 1 drafts a chain.", metavar="B")]
+Explain = Annotated[bool, _option("--explain", _SPECULATION, "Show how each round was run, and why.", "off")]
 Compare = Annotated[bool, _option("--compare", _SPECULATION, "Also decode plainly and compare.", "off")]
 
 TargetModel = Annotated[

@@ -28,10 +28,10 @@ from specsplit.cli.print_config import print_config
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Request, Result
+from specsplit.orchestrator.records import Chunk, Request, Result, RoundFacts
 from specsplit.telemetry.setup import trace_to_file
 
-_NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config")
+_NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain")
 _INTERRUPTED = 130
 
 
@@ -43,6 +43,7 @@ class Transcript:
     num_tokens: int = 0
     num_accepted: int = 0
     num_chunks: int = 0
+    rounds: list[RoundFacts] = field(default_factory=list[RoundFacts])
     result: Result | None = None
 
     def add(self, chunk: Chunk) -> None:
@@ -50,6 +51,8 @@ class Transcript:
         self.num_tokens += len(chunk.token_ids)
         self.num_accepted += sum(chunk.accepted)
         self.num_chunks += 1
+        if chunk.facts is not None:
+            self.rounds.append(chunk.facts)
         self.result = chunk.result
 
     def summary(self, request: Request) -> str:
@@ -83,7 +86,13 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         _spare_torch()
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
-        job = _Job(prompt, settings, is_json=bool(given.get("json")), compares=bool(given.get("compare")))
+        job = _Job(
+            prompt,
+            settings,
+            is_json=bool(given.get("json")),
+            compares=bool(given.get("compare")),
+            explains=bool(given.get("explain")),
+        )
         with _fast_start(), render.loading_bar() as progress:
             models = None if settings.is_remote else load_models(settings, progress)
         for reason in models.degraded if models is not None else ():
@@ -99,6 +108,7 @@ class _Job:
     settings: Settings
     is_json: bool
     compares: bool
+    explains: bool
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -169,6 +179,11 @@ class _TextOutput:
     def fail(self) -> None:
         self._text.end()
 
+    def explain(self, transcript: Transcript) -> None:
+        self._text.end()
+        for line in render.explanation(transcript.rounds):
+            render.dim_note(line)
+
     def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
         self._text.end()
         render.note(transcript.summary(request))
@@ -192,6 +207,10 @@ class _JsonOutput:
     def fail(self) -> None:
         pass
 
+    def explain(self, transcript: Transcript) -> None:
+        for line in render.explanation(transcript.rounds):
+            render.note(line)
+
     def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
         result = transcript.result
         if result is None:
@@ -211,10 +230,13 @@ class _JsonOutput:
 
 async def _generate(job: _Job, models: Models | None) -> int:
     async with AsyncExitStack() as stack:
+        chosen, began_s = job.settings.orchestrator, time.monotonic()
         with _fast_start():
-            workers = await stack.enter_async_context(opened(job.settings, models))
+            workers = await stack.enter_async_context(opened(job.settings, models, render.note))
         load_s = time.perf_counter() - job.started_s
-        chosen = job.settings.orchestrator
+        if chosen.timeout is not None and models is None:  # connecting is part of what the user waits for
+            left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))
+            chosen = chosen.model_copy(update={"timeout": left_s})
         request = make_request(workers.tokenizer, job.prompt, chosen)
         if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat:
             render.note("Hint: this model has a chat template; --chat applies it.")
@@ -235,6 +257,8 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
     if job.compares and not ctrl_c.was_pressed:
         reference = workers.orchestrator(chosen.model_copy(update={"mode": "plain"}))
         await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
+    if job.explains:
+        show.explain(transcript)
     show.end(transcript, request, plain.result)
     return _INTERRUPTED if ctrl_c.was_pressed else 0
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from specsplit.orchestrator.records import Piece, Result
+from specsplit.core.cost_model import Plan
+from specsplit.orchestrator.records import Piece, Result, RoundFacts
 
 _DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
@@ -101,7 +102,7 @@ def degraded(phase: str) -> str:
     worker, _, reason = phase.partition(" ")
     trouble = f"The {worker} {_TROUBLES.get(reason, reason)}"
     if worker == "draft":
-        return f"{trouble}: decoding plainly until it is of use again."
+        return f"{trouble}: going on without it until it is of use again."
     return f"{trouble}: it was asked again, and the text is the same."
 
 
@@ -114,11 +115,39 @@ def summary(result: Result) -> str:
         f"mean acceptance length {speculative.mean_acceptance_length:.2f}",
         f"acceptance rate {speculative.draft_acceptance_rate:.0%}",
         f"{result.target_forwards} target forwards",
-        f"mode {result.mode}",
+        f"mode {_modes(result)}",
         *_phases(result),
         f"seed {result.seed}",
     ]
     return " | ".join(parts)
+
+
+def _modes(result: Result) -> str:
+    """Return the mode, and in `auto` how many rounds were run in each."""
+    if result.mode != "auto":
+        return result.mode
+    counts = sorted(result.rounds_by_mode.items(), key=lambda item: -item[1])
+    return f"auto ({', '.join(f'{mode} {count}' for mode, count in counts)})" if counts else "auto"
+
+
+def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
+    """Return a line per round, and one wherever another plan began, with what was predicted of every mode."""
+    lines: list[str] = []
+    plan = None
+    for facts in rounds:
+        if facts.choice is not None and facts.choice != plan:
+            plan = facts.choice
+            lines.append("predicted tok/s: " + ", ".join(_plan(alternative) for alternative in plan.alternatives))
+        lines.append(
+            f"round {facts.number:>4}  {facts.mode:<8}  {facts.num_accepted:>2} of {facts.num_nodes:>2} nodes accepted"
+            f"  verify {facts.verify_s * 1e3:.1f} ms"
+        )
+    return lines
+
+
+def _plan(plan: Plan) -> str:
+    shape = f" {plan.nodes}x{plan.depth}" if plan.nodes else ""
+    return f"{plan.mode}{shape} {plan.tokens_per_s:.0f}"
 
 
 def _phases(result: Result) -> list[str]:

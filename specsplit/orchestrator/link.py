@@ -18,7 +18,8 @@ from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict, prefix_hashes
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import ResyncReason, Traffic, WorkerRole
+from specsplit.orchestrator.records import ResyncReason, WorkerRole
+from specsplit.orchestrator.wire import Traffic
 
 Answer = TypeVar("Answer", Proposal, Verdict)
 _MAX_RAISES = 8

@@ -6,9 +6,11 @@ Knows neither workers nor rounds; first and last station on the route of a token
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from specsplit.core.cost_model import Choice, Mode
 from specsplit.core.defaults import (
     DEFAULT_BRANCHING,
     DEFAULT_DEPTH,
@@ -20,10 +22,10 @@ from specsplit.core.defaults import (
 from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
+from specsplit.orchestrator.wire import JsonValue, Wire
 
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
-JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
 WorkerRole = Literal["draft", "target"]
 Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch"]
 """Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
@@ -189,40 +191,18 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes of the answered calls on one link, seen from here."""
+class RoundFacts:
+    """How one round was run, and why."""
 
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-    def to_dict(self) -> dict[str, JsonValue]:
-        return {"sent_bytes": self.sent_bytes, "received_bytes": self.received_bytes}
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What travelled for one request; `rounds` counts the prompt's too."""
-
-    rounds: int
-    draft: Traffic
-    target: Traffic
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.draft.sent_bytes + self.target.sent_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        return self.draft.received_bytes + self.target.received_bytes
-
-    def to_dict(self) -> dict[str, JsonValue]:
-        return {
-            "sent_bytes": self.sent_bytes,
-            "received_bytes": self.received_bytes,
-            "rounds": self.rounds,
-            "draft": self.draft.to_dict(),
-            "target": self.target.to_dict(),
-        }
+    number: int
+    """0 for the prompt's."""
+    mode: Mode
+    num_nodes: int
+    """Verified."""
+    num_accepted: int
+    verify_s: float
+    choice: Choice | None
+    """What `auto` went by: its plan, and the best plan of every mode with the tokens per second predicted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +221,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     result: Result | None = None
     degraded: str | None = None
+    facts: RoundFacts | None = None
 
     @property
     def text(self) -> str:
@@ -345,6 +326,8 @@ class Result:
     draft_forwards: int
     degraded: tuple[Degraded, ...] = ()
     resyncs: tuple[Resync, ...] = ()
+    rounds_by_mode: Mapping[Mode, int] = field(default_factory=dict[Mode, int])
+    """After the prompt's."""
     wire: Wire | None = None
     """None where nothing travelled: every worker is in this process."""
 
@@ -368,6 +351,7 @@ class Result:
             },
             "speculative_decoding": self.speculative_decoding.to_dict(),
             "num_rounds": self.num_rounds,
+            "rounds_by_mode": {str(mode): count for mode, count in self.rounds_by_mode.items()},
             "target_forwards": self.target_forwards,
             "draft_forwards": self.draft_forwards,
             "degraded": [phase.to_dict() for phase in self.degraded],

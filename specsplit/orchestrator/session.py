@@ -35,13 +35,13 @@ from specsplit.orchestrator.records import (
     Request,
     RequestTimings,
     Result,
+    RoundFacts,
     Speculation,
-    Traffic,
-    Wire,
 )
 from specsplit.orchestrator.round import Rounds, Source
 from specsplit.orchestrator.statistics import Tally
 from specsplit.orchestrator.stop import Stop
+from specsplit.orchestrator.wire import Traffic, Wire
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Session:
         now_s = self._serving.clock.now()
         if is_prompt:
             self._first_token_s = now_s
-        self._tally.add(outcome)
+        self._tally.add(outcome, move.mode)
         cut = self._stop.take(outcome.verdict.token_ids, outcome.num_accepted)
         self._token_ids.extend(cut.token_ids)
         self._text.extend(text for text, _ in cut.pieces)
@@ -151,6 +151,14 @@ class Session:
             finish_reason=cut.finish_reason,
             result=self._result(cut.finish_reason, now_s) if cut.finish_reason else None,
             degraded=self._incidents.now,
+            facts=RoundFacts(
+                number=self._rounds.number - 1,
+                mode=move.mode,
+                num_nodes=len(outcome.verdict.verified),
+                num_accepted=outcome.num_accepted,
+                verify_s=outcome.verify_s,
+                choice=move.choice,
+            ),
         )
 
     def _result(self, finish_reason: FinishReason, last_token_s: float) -> Result:
@@ -173,6 +181,7 @@ class Session:
             ),
             speculative_decoding=tally.summary(),
             num_rounds=tally.num_rounds,
+            rounds_by_mode=tally.rounds_by_mode,
             target_forwards=tally.target_forwards,
             draft_forwards=tally.draft_forwards,
             degraded=self._incidents.degraded,

@@ -5,6 +5,7 @@ Fed by the pipeline once per round; published in the result.
 
 from __future__ import annotations
 
+from specsplit.core.cost_model import Mode
 from specsplit.core.types import Timings
 from specsplit.orchestrator.records import SpeculativeDecoding
 from specsplit.orchestrator.round import Outcome
@@ -16,6 +17,7 @@ class Tally:
     def __init__(self, max_depth: int) -> None:
         self.target_forwards = 0
         self.draft_forwards = 0
+        self.rounds_by_mode: dict[Mode, int] = {}
         self.num_rounds = -1  # the prompt's round is not counted
         self.target_device_ms = 0.0
         self.draft_device_ms = 0.0
@@ -25,12 +27,13 @@ class Tally:
         self._histogram = [0] * (max_depth + 1 if max_depth else 0)
         self._tested = [0] * max_depth
 
-    def add(self, outcome: Outcome) -> None:
-        """Count one round."""
+    def add(self, outcome: Outcome, mode: Mode) -> None:
+        """Count one round that was run in `mode`."""
         verified = outcome.verdict.timings
         self.target_forwards += verified.num_forwards
         self.num_rounds += 1
         if self.num_rounds:
+            self.rounds_by_mode[mode] = self.rounds_by_mode.get(mode, 0) + 1
             self.target_device_ms += verified.device_ms
         self.add_drafted(outcome.offer.proposal.timings)
         if outcome.offer.is_kept is not None:
