@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from specsplit.core.errors import DeadlineExceeded, LinkError, NoFreeSlot, SlotBehind, SpecSplitError, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
 from specsplit.engine.device import Steppable
 from tests.watched import Ledger, WatchedDraft, WatchedTarget
 
@@ -109,6 +109,10 @@ class TimedDevice:
         self._net = net
         self._workers: dict[Steppable, None] = {}
         self._is_scheduled = False
+
+    @property
+    def is_alive(self) -> bool:
+        return True
 
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
         accept()
@@ -294,7 +298,7 @@ class FaultyVerifier(_FaultyLink[WatchedTarget]):
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         return await self._call("score", lambda engine: engine.score(prompt, scored, logit_bias))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:

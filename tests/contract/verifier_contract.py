@@ -111,6 +111,20 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
         verdict = await worker.verify(turn, tree(turn, truth[2:4], (0, 1)))
         assert verdict == Verdict((1, 2), tuple(truth[2:5]), len(PROMPT) + 4, (1, 2))
 
+    async def test_no_node_number_is_used_again_within_an_epoch(self, worker: Verifier, truth: list[int]) -> None:
+        script = Script()
+        turn = script.first()
+        proposal = tree(turn, truth[:3], (0, 1, 2))
+        verdict = await worker.verify(turn, proposal)
+        assert await worker.verify(turn, proposal) == verdict  # a repeat of the round is no reuse
+        ids = (*PROMPT, *truth[:4])
+        for first_node in (1, 3):
+            turn = script.turn(ids, verdict.length)
+            with pytest.raises(InvalidRequest):
+                await worker.verify(turn, tree(turn, truth[4:6], (0, first_node), first_node))
+        turn = script.turn(ids, verdict.length)
+        assert (await worker.verify(turn, tree(turn, truth[4:6], (0, 9), 9))).accepted == (9, 10)
+
     async def test_a_target_needs_a_tail(self, worker: Verifier) -> None:
         script = Script()
         await self.ask(worker, script.first())
@@ -158,17 +172,23 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
         assert [task.result() for task in together] == apart
 
     async def test_a_score_is_one_log_probability_a_token(self, worker: Verifier) -> None:
-        values = await worker.score(PROMPT, (8, 1, 4))
-        assert len(values) == 3
-        assert all(math.isfinite(value) and value <= 0 for value in values)
-        assert await worker.score(PROMPT, (8, 1, 4)) == values
+        scores = await worker.score(PROMPT, (8, 1, 4))
+        assert len(scores.log_probs) == 3
+        assert all(math.isfinite(value) and value <= 0 for value in scores.log_probs)
+        assert await worker.score(PROMPT, (8, 1, 4)) == scores
+
+    async def test_a_score_says_where_its_time_went(self, worker: Verifier) -> None:
+        timings = (await worker.score(PROMPT, (8, 1, 4))).timings
+        assert (timings.num_forwards, timings.num_tokens, timings.batch_size) == (1, len(PROMPT) + 2, 1)
+        assert 0 < timings.device_ms <= timings.wall_ms
+        assert 0 < timings.queue_ms < timings.wall_ms
 
     async def test_a_score_depends_on_what_was_scored_before(self, worker: Verifier) -> None:
         whole = await worker.score(PROMPT, (8, 1, 4))
         parts = [
             await worker.score((*PROMPT, *before), (token,)) for before, token in (((), 8), ((8,), 1), ((8, 1), 4))
         ]
-        assert whole == pytest.approx([value for (value,) in parts], abs=1e-5)
+        assert whole.log_probs == pytest.approx([value for part in parts for value in part.log_probs], abs=1e-5)
 
     async def test_biases_of_tokens_that_the_target_lacks_are_ignored(self, worker: Verifier) -> None:
         biases = ((8, 1.5), (1, -2.0))

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 DEFAULT = Speculation(mode="pingpong", nodes=DEFAULT_NODES, depth=DEFAULT_DEPTH, branching=DEFAULT_BRANCHING)
 CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
 TREE = Speculation(mode="pingpong", nodes=12, depth=4, branching=3)
-SHAPES = {"default": DEFAULT, "chain": CHAIN, "tree": TREE}
+OVERLAP = Speculation(mode="overlap", nodes=6, depth=3, branching=2)
+AUTO = Speculation()
+SHAPES = {"default": DEFAULT, "chain": CHAIN, "tree": TREE, "overlap": OVERLAP, "auto": AUTO}
 
 
 @cache

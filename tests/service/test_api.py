@@ -39,7 +39,7 @@ def test_generate_and_stream_give_the_same_text(pipeline: Pipeline):
     assert len(chunks) > 1
     assert chunks[-1].result is not None
     assert chunks[-1].result.token_ids == result.token_ids
-    assert (len(result.token_ids), result.seed, result.mode) == (16, 3, "pingpong")
+    assert (len(result.token_ids), result.seed, result.mode) == (16, 3, "auto")
 
 
 async def test_the_async_variants_give_the_same_text_and_leave_the_loop_free(pipeline: Pipeline):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_json_is_one_object_on_one_line_with_the_fields_of_the_contract(tmp_path
         "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
         "draft_acceptance_rate", "acceptance_histogram",
     } <= speculative.keys()  # fmt: skip
-    assert (len(answer["token_ids"]), answer["finish_reason"], answer["mode"]) == (24, "length", "pingpong")
+    assert (len(answer["token_ids"]), answer["finish_reason"], answer["mode"]) == (24, "length", "auto")
     assert answer["timings"]["tokens_per_s"] == pytest.approx(23 / answer["timings"]["decode_s"])
     assert speculative["mean_acceptance_length"] == pytest.approx(
         1 + speculative["num_accepted_draft_tokens"] / speculative["num_spec_steps"]
@@ -185,23 +186,32 @@ def test_a_reader_that_leaves_early_is_no_traceback():
     process.stderr.close()
 
 
-def test_a_target_of_its_own_decodes_plainly_and_says_so(capfd: pytest.CaptureFixture[str]):
+def test_a_target_of_its_own_has_no_draft_and_says_so(capfd: pytest.CaptureFixture[str]):
     own = str(EMBEDDED / "target")
     assert main(["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "4", "--target-model", own, "--json"]) == 0
     out, err = capfd.readouterr()
     assert err == "No draft for this target: guessing from the text alone; name one with --draft-model.\n"
     answer = json.loads(out)
-    assert (answer["mode"], answer["draft_forwards"], answer["target_forwards"]) == ("plain", 0, 4)
+    assert (answer["mode"], answer["draft_forwards"]) == ("auto", 0)
+    assert set(answer["rounds_by_mode"]) <= {"plain", "lookup"}
+
+
+def test_explain_says_how_each_round_was_run_and_what_was_predicted(capfd: pytest.CaptureFixture[str]):
+    assert main(["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "40", "--ignore-eos", "--explain"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    rounds = [line for line in lines if line.startswith("round ")]
+    assert [int(line.split()[1]) for line in rounds] == list(range(len(rounds)))
+    assert any(re.match(r"predicted tok/s: .*plain \d+", line) for line in lines)
 
 
 def test_compare_sets_plain_decoding_beside(capfd: pytest.CaptureFixture[str]):
     arguments = ["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "24", "--temperature", "1", "--seed", "5"]
     assert main([*arguments, "--compare"]) == 0
     text, err = capfd.readouterr()
-    summary, plain, pingpong, verdict = err.splitlines()
+    summary, plain, auto, verdict = err.splitlines()
     assert summary.startswith("24 tokens (length) | ")
-    assert summary.endswith(" | mode pingpong | seed 5")
-    assert (plain.split()[0], pingpong.split()[0]) == ("plain", "pingpong")
+    assert re.search(r" \| mode auto \((\w+ \d+(, )?)+\) \| seed 5$", summary)
+    assert (plain.split()[0], auto.split()[0]) == ("plain", "auto")
     assert verdict.endswith("x plain decoding, texts identical")
     assert main([*arguments, "--compare", "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)

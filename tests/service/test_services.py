@@ -120,7 +120,7 @@ def test_both_workers_give_the_text_of_plain_decoding_and_count_the_bytes(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], capfd: Capture
 ):
     answer, err = _orchestrate(capfd, "--target", target.address, "--draft", draft.address, *SHORT)
-    assert (answer["token_ids"], answer["mode"], err) == (expected[24], "pingpong", "")
+    assert (answer["token_ids"], answer["mode"], err) == (expected[24], "auto", "")
     assert (answer["degraded"], answer["resyncs"]) == ([], [])
     wire = answer["wire"]
     assert wire["rounds"] == answer["num_rounds"] + 1

@@ -224,7 +224,7 @@ def test_sampling_parameters_out_of_range_are_invalid() -> None:
 
 
 def test_an_answer_to_something_else_is_invalid() -> None:
-    packet = packet_of(sessions=(replace(SESSION, num_logits=2),))
+    packet = packet_of(sessions=(replace(SESSION, num_logits=2, ask=Ask(SessionParams())),))
     answer = replace(
         packet, sessions=(PacketSession(2, 3, 9, num_logits=2, picks=(4, 5)),), stage_to=COORDINATOR, payload=b""
     )
@@ -233,11 +233,20 @@ def test_an_answer_to_something_else_is_invalid() -> None:
         replace(answer, request_id=7),
         replace(answer, sessions=(replace(answer.sessions[0], epoch=4),)),
         replace(answer, sessions=(replace(answer.sessions[0], num_logits=1, picks=()),)),
+        replace(answer, sessions=(replace(answer.sessions[0], picks=()),)),
+        replace(answer, sessions=(replace(answer.sessions[0], picks=(), log_probs=(-1.0, -1.0)),)),
+        replace(answer, payload=bytes(2 * 4 * 4)),
+        replace(answer, dtype=PayloadType.BF16),
         packet,
     ]
     for other in others:
         with pytest.raises(InvalidPacket):
             check_answer(other, packet)
+    with pytest.raises(InvalidPacket, match="hidden states"):
+        check_answer(
+            replace(answer, sessions=(replace(answer.sessions[0], picks=()),)),
+            packet_of(sessions=(replace(SESSION, num_logits=2),)),
+        )
 
 
 STATE = SlotState(

@@ -12,6 +12,7 @@ from specsplit.core.errors import (
     PeerMismatch,
     SlotBehind,
     SpecSplitError,
+    StageBehind,
     WorkerFailed,
     WorkerUnreachable,
 )
@@ -32,6 +33,8 @@ TREE = tree_of(SpecSplitError)
 def made(kind: type[SpecSplitError]) -> SpecSplitError:
     if issubclass(kind, SlotBehind):
         return kind(17)
+    if issubclass(kind, StageBehind):
+        return kind({0: 0, 3: 17})
     if issubclass(kind, InvalidRequest):
         return kind("Too hot, say: 100 °C.", param="temperature")
     return kind("A sentence.")
@@ -60,6 +63,7 @@ def test_every_error_comes_back_as_itself(kind: type[SpecSplitError]):
     assert (type(back), str(back)) == (kind, str(sent))
     assert getattr(back, "param", None) == getattr(sent, "param", None)
     assert getattr(back, "have", None) == getattr(sent, "have", None)
+    assert getattr(back, "link", None) == getattr(sent, "link", None)
 
 
 def test_an_error_below_a_known_one_travels_as_that_one():

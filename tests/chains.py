@@ -1,0 +1,122 @@
+"""Chains of real stages in one process, over links that write every packet to bytes and can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.packet import Packet
+from specsplit.core.packet_codec import decode, encode
+from specsplit.core.planner import Ends
+from specsplit.engine.device import DeviceThread
+from specsplit.model.shard import LoadedShard, load_ends, load_shard
+from specsplit.model.shard_coordinator import ChainModel, load_chain_model
+from specsplit.target import chain
+from specsplit.target.chain import ChainRunner
+from specsplit.target.chain_target import chain_target
+from specsplit.target.engine import TargetEngine
+from specsplit.target.stage import StageEngine
+from tests.stage_models import cut
+
+Fault = Literal["corrupt", "lost", "twice", "restart", "again-later"]
+
+
+@dataclass
+class Shards:
+    """The loaded parts of a model that is cut at `bounds`; engines over them come and go."""
+
+    model: ChainModel
+    stages: list[LoadedShard]
+    ends: chain.Ends | None
+
+    @classmethod
+    def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: Ends, **options: Any) -> Shards:
+        options = {"max_sessions": 4, "threads": 1, "context": 160, **options}
+        stages = [
+            load_shard(str(folder), spec, **options) for spec in cut(num_layers, bounds, has_ends=ends == "stages")
+        ]
+        model = load_chain_model(str(folder), context=options["context"], max_sessions=options.pop("max_sessions"))
+        return cls(model, stages, chain.Ends(*load_ends(str(folder), **options)) if ends == "coordinator" else None)
+
+
+@dataclass
+class Wire:
+    """A StageLink over stages: hop h leads to stage h, the last one back to the coordinator.
+
+    `faults` are asked for every packet: what goes wrong on its way over a hop, if anything. "restart" makes the stage
+    behind the hop forget everything first, "lost" loses the packet, "twice" delivers it twice, "again-later"
+    delivers it again in front of the next packet but one over the hop.
+    """
+
+    stages: Sequence[StageEngine]
+    faults: Callable[[Packet, int], Fault | None] = lambda packet, hop: None
+    seen: list[tuple[int, Packet]] = field(default_factory=list[tuple[int, Packet]])
+    """Every packet that came over a hop, with the hop."""
+    _late: dict[int, list[Packet | None]] = field(default_factory=dict[int, "list[Packet | None]"])
+    """Per hop, what to deliver again in front of the next packets."""
+    _locks: dict[int, asyncio.Lock] = field(default_factory=dict[int, asyncio.Lock])
+
+    async def send(self, packet: Packet) -> Packet:
+        for hop in range(len(self.stages) + 1):
+            fault = self.faults(packet, hop)
+            if fault == "lost":
+                raise WorkerUnreachable("A stage was lost.")
+            data = bytearray(b"".join(encode(packet)))
+            if fault == "corrupt":
+                data[len(data) // 2] ^= 16
+            packet = decode(bytes(data), f"hop {hop}")
+            self.seen.append((hop, packet))
+            if hop < len(self.stages):
+                packet = await self._deliver(packet, hop, fault)
+        return packet
+
+    async def _deliver(self, packet: Packet, hop: int, fault: Fault | None) -> Packet:
+        stage, late = self.stages[hop], self._late.setdefault(hop, [])
+        again = [late.pop(0) if late else None, packet if fault == "twice" else None]
+        if fault == "again-later":
+            late[:] = [None, packet]
+        async with self._locks.setdefault(hop, asyncio.Lock()):  # what is under way behind it must not overtake it
+            if fault == "restart":
+                await stage.reset()
+            deliveries = [asyncio.ensure_future(stage.forward(one)) for one in [*again, packet] if one is not None]
+            await asyncio.sleep(0)  # they have been handed over then
+        await asyncio.wait(deliveries)
+        for repeat in deliveries[:-1]:
+            repeat.exception()
+        return deliveries[-1].result()
+
+
+@dataclass
+class OpenChain:
+    """A target over a chain of stages, with everything that a test may look at."""
+
+    target: TargetEngine
+    runner: ChainRunner
+    wire: Wire
+    stages: list[StageEngine]
+
+
+@asynccontextmanager
+async def opened(shards: Shards, **options: Any) -> AsyncIterator[OpenChain]:
+    """Open engines over the shards, all stages on one thread."""
+    device = DeviceThread("stages", 1)
+    stages = [
+        StageEngine(shard, index=index, num_stages=len(shards.stages), device=device)
+        for index, shard in enumerate(shards.stages)
+    ]
+    wire = Wire(stages)
+    target, runner = chain_target(
+        shards.model, wire, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+    )
+    try:
+        yield OpenChain(target, runner, wire, stages)
+    finally:
+        await target.aclose()
+        for stage in stages:
+            await stage.aclose()
+        await device.close()

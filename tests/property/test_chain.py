@@ -1,0 +1,176 @@
+"""A target cut by layers gives the verdicts of the one in one process, whatever the cut, the ends and the trees.
+
+`make test` takes choices pairwise over three families, `make test-all` the full product over all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.core.packet import Packet
+from specsplit.core.planner import Ends
+from specsplit.core.types import Proposal, SamplingParams, SessionParams, Verdict
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.plan import Entry
+from specsplit.target.engine import TargetEngine
+from tests.chains import Shards, opened
+from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.rounds import plain_text, script, verdicts
+from tests.stage_models import Whole, largest_difference
+
+FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
+CUTS = ([], [1], [2], [1, 2])
+"""One stage, two uneven ones, one layer each."""
+SAMPLING = {
+    "greedy": SamplingParams(),
+    "hot": SamplingParams(temperature=1.0, top_p=0.9),
+    "penalties": SamplingParams(
+        temperature=0.8, presence_penalty=1.0, repetition_penalty=1.2, logit_bias=((5, 3.0), (9, -8.0))
+    ),
+}
+PROMPT_LENGTHS = (1, 9, 40)
+TEXT_LENGTH = 14
+_folders = TemporaryDirectory()
+
+
+@cache
+def folder(family: str) -> Path:
+    return save_model(Path(_folders.name) / family, FAMILIES[family](), seed=1)
+
+
+@cache
+def whole(family: str) -> LoadedModel:
+    return load_model(str(folder(family)), role="target", threads=1, max_sessions=4, context=160)
+
+
+@cache
+def shards(family: str, bounds: tuple[int, ...], ends: Ends) -> Shards:
+    return Shards.load(folder(family), 3, bounds, ends)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def params(sampling: str, length: int) -> SessionParams:
+    return SessionParams(SAMPLING[sampling], seed=11, prompt_length=length, max_tokens=64)
+
+
+@cache
+def texts(family: str, sampling: str) -> tuple[list[int], ...]:
+    async def main() -> list[list[int]]:
+        target = TargetEngine(whole(family))
+        made = [await plain_text(target, prompt(n), params(sampling, n), TEXT_LENGTH) for n in PROMPT_LENGTHS]
+        await target.aclose()
+        return made
+
+    return tuple(asyncio.run(main()))
+
+
+async def together(target: TargetEngine, family: str, sampling: str, shape: str) -> list[list[Verdict]]:
+    """Return the verdicts of three sessions that run side by side."""
+    return await asyncio.gather(
+        *(
+            verdicts(target, prompt(n), params(sampling, n), truth, seed, shape, rollback=0.15)
+            for seed, (n, truth) in enumerate(zip(PROMPT_LENGTHS, texts(family, sampling), strict=True))
+        )
+    )
+
+
+def pairwise() -> list[tuple[str, int, Ends, str, str]]:
+    """Return cases in which every family meets every cut, and either ends, shape and sampling each of the others."""
+    cases: list[tuple[str, int, Ends, str, str]] = []
+    for index, family in enumerate(("llama", "gpt2", "gemma2")):
+        for cut in range(len(CUTS)):
+            ends: Ends = "stages" if (index + cut) % 2 else "coordinator"
+            cases.append(
+                (family, cut, ends, ("tree", "chain")[(cut // 2 + index) % 2], sorted(SAMPLING)[(cut + index) % 3])
+            )
+    return cases
+
+
+CASES = (
+    list(product(FAMILIES, range(len(CUTS)), ("stages", "coordinator"), ("tree", "chain"), SAMPLING))
+    if FULL
+    else pairwise()
+)
+
+
+@pytest.mark.parametrize(("family", "cut", "ends", "shape", "sampling"), CASES)
+async def test_a_chain_gives_the_verdicts_of_one_process(
+    family: str, cut: int, ends: Ends, shape: str, sampling: str
+) -> None:
+    texts_ = await asyncio.to_thread(texts, family, sampling)
+    target = TargetEngine(whole(family))
+    expected = await together(target, family, sampling, shape)
+    scores = await target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
+    await target.aclose()
+    async with opened(shards(family, tuple(CUTS[cut]), ends)) as chain:
+        assert await together(chain.target, family, sampling, shape) == expected
+        ours = await chain.target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
+        assert ours.log_probs == pytest.approx(scores.log_probs, abs=1e-4)
+        assert max(packet.batch for _, packet in chain.wire.seen) > 1, "sessions share packets"
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+@pytest.mark.parametrize("family", sorted(FAMILIES) if FULL else ["gemma2"])
+async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: str, ends: Ends) -> None:
+    unrecorded = load_model(str(folder(family)), role="target", threads=1, context=160, record=False)
+    layers = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt-neox": "gpt_neox.layers"}
+    model = Whole(unrecorded.runner, layers.get(family, "model.layers"))
+    async with opened(shards(family, (1, 2), ends), chunk_tokens=512) as chain:
+        turn = script(params("greedy", 40), prompt(40), 0, 1, "a")
+        proposal = Proposal(1, 39, (7, 8, 9, 10), (0, 0, 1, 2), (-1.0,) * 4)
+        await chain.target.verify(turn, proposal)
+        parents = [*range(-1, 39), 39, 39, 40, 41]
+        model.forward([Entry(0, 0, [*prompt(40), *proposal.token_ids], parents, num_logits=5)])
+        compared = 0
+        for hop, packet in chain.wire.seen:
+            if packet.has_hidden:
+                rows = torch.frombuffer(packet.payload, dtype=torch.float32).view(packet.num_rows, -1)
+                assert largest_difference(rows, model.boundaries[hop][-packet.num_rows :]) <= 1e-5
+                compared += 1
+        assert compared == (4 if ends == "coordinator" else 2)
+
+
+def test_with_ends_at_the_coordinator_no_stage_holds_a_table_or_a_head() -> None:
+    for bounds in map(tuple, CUTS):
+        for stage in shards("gpt2", bounds, "coordinator").stages:
+            sizes = [tuple(tensor.shape) for tensor in stage.runner.model.state_dict().values()]
+            assert sizes
+            assert not [size for size in sizes if VOCAB in size or 256 in size], "tokens or positions"
+            assert (stage.spec.has_embedding, stage.spec.has_head) == (False, False)
+
+
+async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> None:
+    seen: list[list[Packet]] = []
+    for _ in range(2):
+        async with opened(shards("gpt2", (1, 2), "coordinator")) as chain:
+            await plain_text(chain.target, prompt(40), params("hot", 40), 3)
+            await chain.target.score(prompt(9), (8, 1, 4), ((5, 2.0),))
+            seen.append([packet for _, packet in chain.wire.seen])
+            for stage in chain.stages:
+                state = await stage.export_kv(0)
+                assert (len(state.token_ids), state.num_rows > 0) == (0, True)
+    for session in [session for packet in seen[0] for session in packet.sessions]:
+        assert (session.token_ids, session.ask, session.picks, session.log_probs) == ((), None, (), ())
+    first, second = ([hash_ for p in packets for s in p.sessions for hash_ in s.hashes] for packets in seen)
+    assert len(first) == len(second) > 40
+    assert not set(first) & set(second), "hashes are keyed by their coordinator"
+
+
+async def test_with_ends_on_stages_no_logits_travel() -> None:
+    async with opened(shards("llama", (1, 2), "stages")) as chain:
+        await plain_text(chain.target, prompt(9), params("hot", 9), 3)
+        answers = [packet for hop, packet in chain.wire.seen if hop == 3]
+        assert [len(packet.payload) for packet in answers] == [0] * len(answers)
+        assert [len(packet.sessions[0].picks) for packet in answers] == [1] * 3

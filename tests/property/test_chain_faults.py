@@ -1,0 +1,210 @@
+"""Whatever goes wrong in a chain, the text is the same and exactly the rows that were lost are computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specsplit.core.errors import CorruptPacket, InvalidPacket, StaleEpoch, WorkerUnreachable
+from specsplit.core.packet import Packet
+from specsplit.core.planner import Ends
+from specsplit.core.types import SamplingParams, SessionParams, Verdict
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.shard_payload import to_payload
+from specsplit.target.chain import Resync
+from specsplit.target.engine import TargetEngine
+from tests.chains import Fault, OpenChain, Shards, opened
+from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.rounds import plain_text, verdicts
+
+FAULTS: tuple[Fault, ...] = ("corrupt", "lost", "restart", "twice", "again-later")
+NUM_STAGES = 3
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
+PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
+_folder = TemporaryDirectory()
+
+
+@cache
+def whole() -> LoadedModel:
+    folder = save_model(Path(_folder.name) / "llama", FAMILIES["llama"](), seed=1)
+    return load_model(str(folder), role="target", threads=1, max_sessions=4, context=160)
+
+
+@cache
+def shards(ends: Ends) -> Shards:
+    whole()
+    return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends)
+
+
+@cache
+def truth() -> list[int]:
+    async def main() -> list[int]:
+        target = TargetEngine(whole())
+        text = await plain_text(target, PROMPT, PARAMS, 14)
+        await target.aclose()
+        return text
+
+    return asyncio.run(main())
+
+
+def run(
+    ends: Ends, faults: Callable[[Packet, int], Fault | None], num_sessions: int = 1, max_attempts: int = 8
+) -> tuple[list[list[Verdict]], OpenChain]:
+    async def main() -> tuple[list[list[Verdict]], OpenChain]:
+        text = await asyncio.to_thread(truth)
+        async with opened(shards(ends), max_attempts=max_attempts) as chain:
+            chain.wire.faults = faults
+            sessions = (verdicts(chain.target, PROMPT, PARAMS, text, seed) for seed in range(num_sessions))
+            return await asyncio.gather(*sessions), chain
+
+    return asyncio.run(main())
+
+
+@cache
+def undisturbed(ends: Ends) -> tuple[list[list[Verdict]], list[tuple[int, int, int]]]:
+    """Return the verdicts, and of every packet its number, first row and end."""
+    given_, chain = run(ends, lambda packet, hop: None)
+    packets = [packet for hop, packet in chain.wire.seen if hop == 0]
+    return given_, [(p.request_id, p.sessions[0].start, p.sessions[0].start + p.num_tokens) for p in packets]
+
+
+def expected_resync(ends: Ends, fault: Fault, index: int, hop: int) -> Resync | None:
+    """Return what is sent again if the fault meets packet `index` (the prompt is packets 0, 1 and 2)."""
+    packets = undisturbed(ends)[1]
+    _, start, end = packets[index]
+    end_of_step = packets[2][2] if index < 3 else end
+    if fault in ("corrupt", "lost"):
+        if index < 2 and hop == NUM_STAGES:
+            return None  # the answers to what follows say that its rows are held
+        return Resync(fault, 0, end_of_step - start)  # type: ignore[arg-type]
+    if fault == "restart":
+        return Resync("behind", 0, end_of_step) if start else None
+    if fault == "again-later":  # it rolls the stage back; the next packet but one finds it there
+        later = index + 2
+        end_later = packets[2][2] if later < 3 else packets[later][2]
+        return Resync("behind", 0, end_later - start)
+    return None
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 5])
+def test_a_fault_costs_exactly_the_rows_that_it_lost(ends: Ends, fault: Fault, index: int) -> None:
+    expected, packets = undisturbed(ends)
+    num_hops = NUM_STAGES + (fault in ("corrupt", "lost"))
+    for hop in range(num_hops):
+        given_, chain = run(
+            ends, lambda packet, at, hop=hop: fault if (packet.request_id, at) == (packets[index][0], hop) else None
+        )
+        assert given_ == expected
+        resync, statistics = expected_resync(ends, fault, index, hop), chain.runner.chain_statistics
+        assert list(statistics.resyncs) == ([resync] if resync else [])
+        assert statistics.recomputed_tokens == (resync.num_tokens if resync else 0)
+        assert statistics.num_tokens == sum(end - start for _, start, end in packets) + statistics.recomputed_tokens
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(st.integers(0, 1 << 20), st.sampled_from(["stages", "coordinator"]), st.sampled_from([0.01, 0.05, 0.15]))
+def test_whatever_goes_wrong_the_verdicts_are_the_same(seed: int, ends: Ends, rate: float) -> None:
+    rng = random.Random(seed)
+
+    def faults(packet: Packet, hop: int) -> Fault | None:
+        return rng.choice(FAULTS[: 2 if hop == NUM_STAGES else None]) if rng.random() < rate else None
+
+    expected, undisturbed_chain = run(ends, lambda packet, hop: None, num_sessions=3)
+    given_, chain = run(ends, faults, num_sessions=3, max_attempts=200)
+    assert given_ == expected
+    statistics = chain.runner.chain_statistics
+    needed = undisturbed_chain.runner.chain_statistics.num_tokens
+    assert statistics.num_tokens == needed + statistics.recomputed_tokens
+    assert statistics.recomputed_tokens == sum(resync.num_tokens for resync in statistics.resyncs)
+
+
+@pytest.mark.parametrize(("fault", "error"), [("corrupt", CorruptPacket), ("lost", WorkerUnreachable)])
+def test_a_link_that_never_works_again_is_an_error_and_the_session_survives_it(
+    fault: Fault, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        text = await asyncio.to_thread(truth)
+        async with opened(shards("stages"), max_attempts=3) as chain:
+            chain.wire.faults = lambda packet, hop: fault if hop == 1 else None
+            with pytest.raises(error):
+                await plain_text(chain.target, PROMPT, PARAMS, 3)
+            assert chain.runner.chain_statistics.num_packets == 9
+            chain.wire.faults = lambda packet, hop: None
+            assert await plain_text(chain.target, PROMPT, PARAMS, 5) == text[:5]
+
+    asyncio.run(main())
+
+
+def test_an_answer_to_another_request_is_refused() -> None:
+    async def main() -> None:
+        async with opened(shards("stages")) as chain:
+            answers: list[Packet] = []
+            send = chain.wire.send
+
+            async def replay(packet: Packet) -> Packet:
+                answers.append(await send(packet))
+                return answers[0]
+
+            chain.wire.send = replay  # type: ignore[method-assign]
+            with pytest.raises(InvalidPacket):
+                await plain_text(chain.target, PROMPT[:9], PARAMS, 3)
+
+    asyncio.run(main())
+
+
+def test_what_comes_late_of_a_slots_last_session_is_refused() -> None:
+    async def main() -> None:
+        text = await asyncio.to_thread(truth)
+        async with opened(shards("stages")) as chain:
+            await plain_text(chain.target, PROMPT, PARAMS, 3)
+            late = [packet for hop, packet in chain.wire.seen if hop == 1]
+
+            async def deliver_late(packet: Packet) -> Packet:
+                answer = await send(packet)
+                for one in late:
+                    with pytest.raises(StaleEpoch):
+                        await chain.stages[1].forward(one)
+                return answer
+
+            send = chain.wire.send
+            chain.wire.send = deliver_late  # type: ignore[method-assign]
+            await verdicts(chain.target, PROMPT, PARAMS, text, 0)
+            assert not chain.runner.chain_statistics.resyncs
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+def test_a_last_stage_that_answers_nonsense_is_refused(ends: Ends) -> None:
+    def lie(answer: Packet) -> Packet:
+        if answer.has_hidden:
+            return replace(answer, payload=to_payload(torch.full((answer.num_rows, answer.hidden_size), torch.nan)))
+        return replace(answer, sessions=tuple(replace(one, picks=(VOCAB,) * one.num_logits) for one in answer.sessions))
+
+    async def main() -> None:
+        text = await asyncio.to_thread(truth)
+        async with opened(shards(ends)) as chain:
+            send = chain.wire.send
+
+            async def lying(packet: Packet) -> Packet:
+                return lie(await send(packet))
+
+            chain.wire.send = lying  # type: ignore[method-assign]
+            with pytest.raises(InvalidPacket):
+                await plain_text(chain.target, PROMPT[:9], PARAMS, 3)
+            chain.wire.send = send  # type: ignore[method-assign]
+            assert await plain_text(chain.target, PROMPT, PARAMS, 5) == text[:5]
+
+    asyncio.run(main())

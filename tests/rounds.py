@@ -1,0 +1,81 @@
+"""Rounds of one session against any verifier, with trees that hold a part of the true text among other guesses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import count
+
+from specsplit.core.ports import Verifier
+from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
+
+_keys = count(1)
+
+
+def script(params: SessionParams, ids: Sequence[int], base: int, number: int, key: str) -> Turn:
+    """Return the turn of round `number` over `ids`, of which the worker holds `base`."""
+    opening = params if number == 1 else None
+    return Turn(key, 1, number, base, prefix_hash(ids[:base]), tuple(ids[base:]), opening)
+
+
+def chain_of(rng: random.Random, guesses: Sequence[int], first: int, root: int) -> Proposal:
+    """Return a chain of the true tokens and one that is not."""
+    tokens = (*guesses[: rng.randint(0, 5)], rng.randrange(3, 200))
+    return Proposal(first, root, tokens, (0, *range(first, first + len(tokens) - 1)), (-1.0,) * len(tokens))
+
+
+def tree_of(rng: random.Random, guesses: Sequence[int], first: int, root: int) -> Proposal:
+    """Return a tree with some true tokens in it, each somewhere among its siblings."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    true_parent: int | None = 0
+    for token in guesses[: rng.randint(0, 4)]:
+        siblings = [rng.randrange(3, 200) for _ in range(rng.randint(0, 3))] + [token] * (true_parent is not None)
+        rng.shuffle(siblings)
+        numbers = [first + len(tokens) + index for index in range(len(siblings))]
+        under = [true_parent if true_parent is not None else 0] * len(siblings)
+        others = [rng.choice([0, *range(first, first + len(tokens))]) for _ in siblings]
+        for sibling, above, other in zip(siblings, under, others, strict=True):
+            tokens.append(sibling)
+            parents.append(above if sibling == token else other)
+        true_parent = numbers[siblings.index(token)] if token in siblings and rng.random() < 0.9 else None
+    return Proposal(first, root, tuple(tokens), tuple(parents), (-1.0,) * len(tokens))
+
+
+async def plain_text(verifier: Verifier, prompt: Sequence[int], params: SessionParams, length: int) -> list[int]:
+    """Return the text by one verify a token."""
+    ids, key = list(prompt), f"plain-{next(_keys)}"
+    for number in range(1, length + 1):
+        turn = script(params, ids, len(ids) - 1 if number > 1 else 0, number, key)
+        ids.append((await verifier.verify(turn, Proposal(1, len(ids) - 1))).bonus_token)
+    await verifier.close(key)
+    return ids[len(prompt) :]
+
+
+async def verdicts(
+    verifier: Verifier,
+    prompt: Sequence[int],
+    params: SessionParams,
+    truth: Sequence[int],
+    seed: int,
+    shape: str = "tree",
+    *,
+    rollback: float = 0.0,
+) -> list[Verdict]:
+    """Verify trees until the text is as long as `truth`, and return the verdicts; some rounds go back a few tokens."""
+    rng, ids, base, first, key = random.Random(seed), list(prompt), 0, 1, f"session-{next(_keys)}"
+    given: list[Verdict] = []
+    while len(ids) - len(prompt) < len(truth):
+        if given and rng.random() < rollback:
+            ids = ids[: max(len(prompt) + 1, len(ids) - rng.randint(0, 12))]
+            base = min(base, len(ids) - 1)
+        made = chain_of if shape == "chain" else tree_of
+        proposal = made(rng, truth[len(ids) - len(prompt) :], first, len(ids) - 1)
+        verdict = await verifier.verify(script(params, ids, base, len(given) + 1, key), proposal)
+        first += len(proposal)
+        given.append(verdict)
+        ids.extend(verdict.token_ids)
+        base = verdict.length
+    await verifier.close(key)
+    assert ids[len(prompt) :][: len(truth)] == list(truth), "the text is the truth, whatever the trees"
+    return given
