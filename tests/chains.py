@@ -36,7 +36,7 @@ class Shards:
 
     @classmethod
     def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: Ends, **options: Any) -> Shards:
-        options = {"max_sessions": 4, "threads": 1, "context": 160, **options}
+        options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
         stages = [
             load_shard(str(folder), spec, **options) for spec in cut(num_layers, bounds, has_ends=ends == "stages")
         ]

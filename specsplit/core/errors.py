@@ -20,14 +20,19 @@ SpecSplitError
 │   ├── WorkerUnreachable       refused, cut, draining, or silent for longer than a keepalive
 │   ├── DeadlineExceeded        no answer in time
 │   ├── WorkerFailed            it answered that its own code failed
-│   └── PeerMismatch            another role or protocol version than was asked for
+│   ├── PeerMismatch            another role or protocol version than was asked for
+│   ├── CorruptPacket           a stage packet was damaged on its way
+│   └── InvalidPacket           a stage packet that arrived whole says what cannot be
 └── SessionError                the session contract between orchestrator and worker
     ├── SlotBehind              the slot holds fewer tokens than base_length, or other ones
+    ├── StageBehind             a stage's slots hold fewer rows than a packet builds on, or other ones
     ├── StaleRound              a round lower than the last one of this epoch
     └── StaleEpoch              an epoch lower than the session's
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class SpecSplitError(Exception):
@@ -140,3 +145,24 @@ class StaleRound(SessionError):
 
 class StaleEpoch(SessionError):
     """The session has already seen a later epoch."""
+
+
+class CorruptPacket(LinkError):
+    """A packet was damaged on `link`; nothing in it, its header included, can be trusted."""
+
+    def __init__(self, link: str) -> None:
+        super().__init__(f"A stage packet was damaged on its way over {link}.")
+        self.link = link
+
+
+class InvalidPacket(LinkError):
+    """A stage packet arrived as it was sent, and says what cannot be; nothing was computed."""
+
+
+class StageBehind(SessionError):
+    """A stage's slots hold only `have` rows (by slot) of those that a packet builds on; nothing was computed."""
+
+    def __init__(self, have: Mapping[int, int]) -> None:
+        held = ", ".join(f"{rows} of slot {slot}" for slot, rows in have.items())
+        super().__init__(f"a stage holds too few rows: {held}")
+        self.have = dict(have)

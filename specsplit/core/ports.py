@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specsplit.core.packet import Packet
+from specsplit.core.slot_state import SlotState
 from specsplit.core.types import Budget, Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
 
 
@@ -99,3 +101,50 @@ class Clock(Protocol):
     """Monotonic seconds."""
 
     def now(self) -> float: ...
+
+
+class Stage(Protocol):
+    """Runs a packet through its layers; its coordinator owns the slots and says what they hold."""
+
+    async def forward(self, packet: Packet) -> Packet:
+        """Keep what the packet says of the last step, write its rows and return the packet for the next stage.
+
+        Packets are taken in the order of the calls.
+
+        Raises:
+            InvalidPacket: the packet does not fit this stage, or its hidden states are not finite; nothing changed
+                but the slots' lengths.
+            StaleEpoch: a later epoch of a slot was seen; nothing changed.
+            StageBehind: slots hold fewer or other rows than the packet builds on; nothing was computed.
+        """
+        ...
+
+    async def end(self, slot: int) -> None:
+        """Forget what a slot holds, its epoch included."""
+        ...
+
+    async def export_kv(self, slot: int) -> SlotState:
+        """Return what a slot holds, the rows of its last step included, and nothing behind them."""
+        ...
+
+    async def import_kv(self, state: SlotState) -> None:
+        """Take over what the same layers held in a slot elsewhere.
+
+        Raises:
+            InvalidPacket: it does not fit this stage; nothing changed.
+        """
+        ...
+
+
+class StageLink(Protocol):
+    """The way down a chain, as its coordinator sees it: where a packet goes and which stages it passes is hidden."""
+
+    async def send(self, packet: Packet) -> Packet:
+        """Send a packet through the whole chain and return the last stage's answer to it.
+
+        Packets reach every stage in the order of the calls. Several may be under way.
+
+        Raises:
+            What a stage raises; CorruptPacket: the packet or its answer was damaged; LinkError: a stage is lost.
+        """
+        ...

@@ -48,7 +48,7 @@ def folder(family: str) -> Path:
 
 @cache
 def whole(family: str) -> LoadedModel:
-    return load_model(str(folder(family)), role="target", threads=1, max_sessions=4, context=160)
+    return load_model(str(folder(family)), role="target", threads=1, max_sessions=4, context=160, record=False)
 
 
 @cache
@@ -174,3 +174,21 @@ async def test_with_ends_on_stages_no_logits_travel() -> None:
         answers = [packet for hop, packet in chain.wire.seen if hop == 3]
         assert [len(packet.payload) for packet in answers] == [0] * len(answers)
         assert [len(packet.sessions[0].picks) for packet in answers] == [1] * 3
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 1), (2, 2), (8, 3)])
+async def test_chunks_of_a_prompt_follow_each_other_down_the_chain_within_the_window(window: int, most: int) -> None:
+    async with opened(shards("llama", (1, 2), "stages"), window=window) as chain:
+        send, under_way, seen = chain.wire.send, 0, list[int]()
+
+        async def counted(packet: Packet) -> Packet:
+            nonlocal under_way
+            under_way += 1
+            seen.append(under_way)
+            answer = await send(packet)
+            under_way -= 1
+            return answer
+
+        chain.wire.send = counted  # type: ignore[method-assign]
+        await plain_text(chain.target, prompt(40), params("greedy", 40), 1)
+        assert (len(seen), max(seen)) == (3, most)

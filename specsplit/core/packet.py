@@ -1,0 +1,238 @@
+"""What travels between the stages of a chain: hidden states of several sessions, with all that a stage must know.
+
+A record that exists is well-formed; `packet_codec` writes and reads it. Knows no tensors, no models and no links.
+Legend: T rows of the packet, all sessions together; H hidden size; R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+from specsplit.core.errors import InvalidPacket
+from specsplit.core.types import SessionParams
+
+COORDINATOR = -1
+"""The stage number of the target process, in front of the first stage and behind the last."""
+MAX_ROWS = 1 << 16
+"""Rows of one session in one packet: indices of rows fit two bytes."""
+Buffer = bytes | bytearray | memoryview
+
+
+class StepKind(IntEnum):
+    """What a step is for; a hint for scheduling, never needed to compute it."""
+
+    PREFILL = 0
+    DECODE = 1
+    VERIFY = 2
+
+
+class PayloadType(IntEnum):
+    """How hidden states are written: plain little-endian floats, row after row."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+    INT8_BLOCK = 3
+    """Blockwise compressed; reserved, and refused until a link speaks it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one value.
+
+        Raises:
+            InvalidPacket: values are not written one by one.
+        """
+        if self is PayloadType.INT8_BLOCK:
+            raise InvalidPacket("Hidden states in blockwise int8 are not understood here; use fp32, bf16 or fp16.")
+        return 4 if self is PayloadType.FP32 else 2
+
+
+class Layout(IntEnum):
+    """How the payload's rows lie."""
+
+    CONTIGUOUS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which rows of the last step became committed tokens.
+
+    Holds only for the rows that the packet numbered `request_id` wrote: the one whose answer the coordinator used.
+    `rows` count from the first row of that packet, ascending; they move together behind the rows before it.
+    """
+
+    request_id: int
+    rows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        before = -1
+        for row in self.rows:
+            _require(before < row < MAX_ROWS, "a keep-list whose rows do not ascend")
+            before = row
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the stage with the head shall make of its logits: picks, or log-probabilities of `scored`.
+
+    The i-th token of `scored` belongs to the i-th of the last len(scored) wanted rows; biases are those of `params`.
+    """
+
+    params: SessionParams
+    scored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PacketSession:
+    """One session's share of a packet: where its rows go, what they hang on, what is wanted of them.
+
+    The rows are written at `start`, behind a row whose prefix hash is `base_hash` (0 where `start` is). `hashes` holds
+    one prefix hash per row, opaque to stages. `parents` are rows of this share, -1 for the row before `start`; None is
+    a chain. `token_ids` travel with ends = stages only. An answer carries `num_logits` and what was asked for, no rows.
+    """
+
+    slot: int
+    epoch: int
+    start: int
+    base_hash: int = 0
+    hashes: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    keep: Keep | None = None
+    token_ids: tuple[int, ...] = ()
+    num_logits: int = 0
+    """Of the last rows."""
+    ask: Ask | None = None
+    picks: tuple[int, ...] = ()
+    """Of an answer; -1 where the logits are not numbers."""
+    log_probs: tuple[float, ...] = ()
+    """Of an answer."""
+
+    def __post_init__(self) -> None:
+        count = len(self.hashes)
+        _require(count <= MAX_ROWS, f"{count} rows of one session; the limit is {MAX_ROWS}")
+        _require(min(self.slot, self.epoch, self.start, self.num_logits) >= 0, "a negative number")
+        _require(len(self.token_ids) in (0, count), "another number of token ids than rows")
+        if self.parents is not None:
+            _require(len(self.parents) == count, "another number of parents than rows")
+            for row, parent in enumerate(self.parents):
+                _require(-1 <= parent < row, "a row whose parent does not precede it")
+        if self.ask is not None:
+            _require(len(self.ask.scored) <= self.num_logits, "more tokens to score than wanted rows")
+        _require(len(self.picks) in (0, self.num_logits), "another number of picks than wanted rows")
+        _require(len(self.log_probs) <= self.num_logits, "more log-probabilities than wanted rows")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hashes)
+
+    @property
+    def depth(self) -> int:
+        """Return by how many positions the deepest row lies behind `start` - 1."""
+        if self.parents is None:
+            return len(self.hashes)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """One step of several sessions on its way from a stage to the next.
+
+    `payload` is the hidden states, little-endian [rows, H]: of every row between stages, of the wanted rows on the way
+    back to the coordinator, nothing where token ids or picks take their place.
+
+    Raises:
+        InvalidPacket: the parts do not fit each other.
+    """
+
+    request_id: int
+    """Of this attempt; never used twice by one coordinator."""
+    step_kind: StepKind
+    hidden_size: int
+    dtype: PayloadType
+    stage_from: int
+    stage_to: int
+    sessions: tuple[PacketSession, ...]
+    payload: Buffer = field(default=b"", repr=False)
+    layout: Layout = Layout.CONTIGUOUS
+
+    def __post_init__(self) -> None:
+        _require(self.request_id >= 0 and self.hidden_size > 0, "a negative number")
+        _require(min(self.stage_from, self.stage_to) >= COORDINATOR, "a stage that cannot be")
+        slots = {session.slot for session in self.sessions}
+        _require(0 < len(slots) == len(self.sessions), "no session, or one twice")
+        for session in self.sessions:
+            if self.is_answer:
+                _require(session.num_tokens == 0, "rows in an answer")
+            else:
+                _require(0 < session.num_tokens >= session.num_logits, "fewer rows than are wanted")
+                _require(not (session.picks or session.log_probs), "picks on their way down the chain")
+        num_bytes = len(self.payload) if isinstance(self.payload, bytes | bytearray) else self.payload.nbytes
+        expected = self.num_rows * self.hidden_size * self.dtype.itemsize
+        _require(num_bytes in (0, expected), f"{num_bytes} bytes of hidden states instead of {expected}")
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether this is what the last stage sends back."""
+        return self.stage_to == COORDINATOR
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Return the rows that a payload has: all of them, or those wanted in an answer."""
+        if self.is_answer:
+            return sum(session.num_logits for session in self.sessions)
+        return self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(session.num_tokens for session in self.sessions)
+
+    @property
+    def has_hidden(self) -> bool:
+        return len(self.payload) > 0
+
+    @property
+    def batch(self) -> int:
+        """Return the number of sessions."""
+        return len(self.sessions)
+
+    @property
+    def seq(self) -> int:
+        """Return the rows of the payload."""
+        return self.num_rows if self.has_hidden else 0
+
+
+def check_answer(answer: Packet, packet: Packet) -> None:
+    """Check that `answer` is one to `packet`, and that what was wanted is in it.
+
+    Raises:
+        InvalidPacket: it answers another request, other sessions or other rows, or lacks something.
+    """
+
+    def shares(of: Packet) -> Sequence[tuple[int, int, int, int]]:
+        return [(session.slot, session.epoch, session.start, session.num_logits) for session in of.sessions]
+
+    fits = (answer.request_id, answer.hidden_size, answer.dtype) == (
+        packet.request_id,
+        packet.hidden_size,
+        packet.dtype,
+    )
+    _require(answer.is_answer and fits and shares(answer) == shares(packet), "an answer to something else")
+    for asked, session in zip(packet.sessions, answer.sessions, strict=True):
+        scored = asked.ask.scored if asked.ask else ()
+        num_picks = asked.num_logits if asked.ask and not scored else 0
+        _require(
+            (len(session.picks), len(session.log_probs)) == (num_picks, len(scored)), "an answer without its picks"
+        )
+    wants_hidden = any(session.num_logits and session.ask is None for session in packet.sessions)
+    _require(answer.has_hidden == wants_hidden, "an answer without its hidden states")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise InvalidPacket(f"A stage packet holds {what}.")

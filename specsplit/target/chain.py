@@ -1,0 +1,283 @@
+"""The coordinator of a chain: a Runner whose forward goes through stages. It holds no layers itself.
+
+A target engine drives it like any runner (`TargetEngine` with ends = coordinator, `ChainTarget` with ends = stages), so
+sessions, rounds, sampling, the walk, scores and batching are those of one process. What differs is here: `HeldRows`
+stands in the place of the KV cache and remembers, instead of the rows, which tokens they hold and what was moved; a
+step becomes packets, chunks of a long one following each other down the chain; and whatever goes wrong on the way (a
+damaged packet, a stage that lost its rows) ends in the same operation, sending again what the stages do not have.
+
+See docs/adr/0005. Legend: R wanted rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import (
+    CorruptPacket,
+    DeadlineExceeded,
+    InvalidPacket,
+    InvalidRequest,
+    StageBehind,
+    WorkerUnreachable,
+)
+from specsplit.core.packet import COORDINATOR, Buffer, Packet, PacketSession, PayloadType, StepKind, check_answer
+from specsplit.core.ports import StageLink
+from specsplit.model.plan import Entry
+from specsplit.model.runner import ForwardStatistics
+from specsplit.model.shard import LoadedShard, hidden_entry
+from specsplit.model.shard_payload import from_payload, payload_type, to_payload
+from specsplit.target.asked import NOT_A_NUMBER
+from specsplit.target.held import HeldRows, LastRows
+from specsplit.target.step import Part, Share
+
+ResyncReason = Literal["behind", "corrupt", "lost"]
+CHUNK_TOKENS = 128
+"""Rows of one session in a packet: a prefill's chunks follow each other down the chain."""
+WINDOW = 8
+"""Packets under way at once."""
+MAX_ATTEMPTS = 8
+"""Times that a step is sent before its error is given to its sessions."""
+_AGAIN = (StageBehind, CorruptPacket, WorkerUnreachable, DeadlineExceeded)
+"""What sending again may mend; anything else would only happen again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Rows of a slot that were sent a second time, and why."""
+
+    reason: ResyncReason
+    slot: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class ChainStatistics:
+    """Counted since the start; `resyncs` are the latest."""
+
+    num_packets: int = 0
+    num_tokens: int = 0
+    """Sent, those sent again included."""
+    recomputed_tokens: int = 0
+    num_resyncs: Counter[ResyncReason] = field(default_factory=Counter["ResyncReason"])
+    resyncs: deque[Resync] = field(default_factory=lambda: deque[Resync](maxlen=256))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Ends = coordinator: the embedding in front of the chain and the head behind it, both of this process.
+
+    No stage then holds or receives a token id, an embedding table or a head.
+    """
+
+    embedding: LoadedShard
+    head: LoadedShard
+
+    def enter(self, entries: Sequence[Entry]) -> Buffer:
+        return to_payload(self.embedding.runner.rows(entries))
+
+    def logits(self, answer: Packet, entries: Sequence[Entry]) -> list[Tensor]:
+        """Return per entry (of wanted rows) its logits [R, V]."""
+        hidden = from_payload(answer.payload, self.head.runner.dtype, answer.num_rows, answer.hidden_size)
+        wanted = [
+            hidden_entry(entry.slot, entry.base_length, entry.num_logits, entry.parents, entry.num_logits)
+            for entry in entries
+        ]
+        try:
+            return self.head.runner.forward(wanted, hidden)
+        except InvalidRequest as error:  # hidden states that are not finite
+            raise InvalidPacket(f"The last stage sent what cannot be computed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A packet under way, and which part of which share its sessions are."""
+
+    packet: Packet
+    shares: tuple[tuple[Share, Part], ...]
+
+
+class ChainRunner:
+    """Runs packed entries through a chain of stages; like every runner it is driven by one thread.
+
+    The links live on `loop`, which must be running, and not be that of the thread that calls `forward`.
+    """
+
+    def __init__(
+        self,
+        link: StageLink,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        num_slots: int,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        ends: Ends | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+        window: int = WINDOW,
+        max_attempts: int = MAX_ATTEMPTS,
+    ) -> None:
+        self.cache = HeldRows(num_slots)
+        self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
+        self.device = ends.head.runner.device if ends else torch.device("cpu")
+        self.is_recorded = False
+        self.statistics = ForwardStatistics()
+        self.chain_statistics = ChainStatistics()
+        self._link, self._loop, self._ends = link, loop, ends
+        self._payload_type: PayloadType = payload_type(dtype)
+        self._chunk_tokens, self._max_attempts = chunk_tokens, max_attempts
+        self._window = asyncio.Semaphore(window)
+        self._request_ids = itertools.count(1)
+
+    @torch.inference_mode()
+    def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """Run all entries through the chain; per entry what it wants.
+
+        That is fp32 logits [R, V] with ends = coordinator; else picks int64 [R] or log-probabilities float64 of a
+        `ChainEntry`, nothing of a plain one.
+
+        Raises:
+            LinkError: a stage is lost or does not behave.
+            ModelDamaged, OutOfMemory: a stage said so.
+        """
+        with contextlib.suppress(RuntimeError):  # of a thread without a loop
+            assert asyncio.get_running_loop() is not self._loop, "a forward would wait for its own event loop"
+        shares = [Share(entry, self.cache.slots[entry.slot]) for entry in entries]
+        results: dict[Share, Tensor] = {}
+        for attempt in range(1, self._max_attempts + 1):
+            left = [share for share in shares if not share.is_done]
+            errors = self._attempt(left, results)
+            if not errors:
+                break
+            fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
+            if fatal or attempt == self._max_attempts:
+                raise [*fatal, *errors.values()][0]
+            self._note_resyncs(errors)
+        for share in shares:
+            share.commit()
+        self.statistics.num_forwards += 1
+        self.statistics.num_tokens += sum(len(entry.token_ids) for entry in entries)
+        return [results[share] for share in shares]
+
+    def _attempt(self, shares: Sequence[Share], results: dict[Share, Tensor]) -> dict[Share, Exception]:
+        """Send what is left of the shares, take in the answers, and return what first went wrong with each share."""
+        sent = self._packets(shares)
+        sending = self._send_all([one.packet for one in sent])
+        outcomes = asyncio.run_coroutine_threadsafe(sending, self._loop).result()
+        failed: list[tuple[_Sent, Exception]] = []
+        for one, outcome in zip(sent, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                failed.append((one, outcome))
+            else:
+                self._take(one, outcome, results)
+        errors: dict[Share, Exception] = {}
+        for one, error in failed:
+            for share, _ in one.shares:
+                if share.is_done or share in errors:
+                    continue  # what followed a failed packet failed because of it
+                errors[share] = error
+                if isinstance(error, StageBehind):
+                    share.fall_back(error.have.get(share.entry.slot))
+        return errors
+
+    def _packets(self, shares: Sequence[Share]) -> list[_Sent]:
+        """Return the i-th packet with the i-th part of every share that has one."""
+        parts = {share: share.parts(self._chunk_tokens) for share in shares}
+        before: dict[Share, LastRows] = {}
+        sent: list[_Sent] = []
+        for index in range(max(map(len, parts.values()))):
+            together = tuple((share, parts[share][index]) for share in shares if index < len(parts[share]))
+            packet = self._packet(together, before)
+            for share, part in together:
+                before[share] = LastRows(packet.request_id, part.start, tuple(range(part.end - part.start)))
+            sent.append(_Sent(packet, together))
+        self.chain_statistics.num_packets += len(sent)
+        self.chain_statistics.num_tokens += sum(one.packet.num_tokens for one in sent)
+        return sent
+
+    def _packet(self, together: Sequence[tuple[Share, Part]], before: dict[Share, LastRows]) -> Packet:
+        has_ids = self._ends is None
+        sessions = tuple(share.packet_session(part, before.get(share), has_ids=has_ids) for share, part in together)
+        payload = self._ends.enter([share.entry_of(part) for share, part in together]) if self._ends else b""
+        return Packet(
+            request_id=next(self._request_ids),
+            step_kind=_step_kind(sessions),
+            hidden_size=self.hidden_size,
+            dtype=self._payload_type,
+            stage_from=COORDINATOR,
+            stage_to=0,
+            sessions=sessions,
+            payload=payload,
+        )
+
+    async def _send_all(self, packets: Sequence[Packet]) -> list[Packet | Exception]:
+        """Send packets in order, at most a window of them under way, and return their answers or errors."""
+
+        async def send(packet: Packet) -> Packet | Exception:
+            try:
+                answer = await self._link.send(packet)
+                check_answer(answer, packet)
+                self._check_picks(answer)
+            except Exception as error:  # noqa: BLE001 - whatever a link raises belongs to the step's sessions
+                return error
+            finally:
+                self._window.release()
+            return answer
+
+        tasks: list[asyncio.Task[Packet | Exception]] = []
+        for packet in packets:
+            await self._window.acquire()
+            tasks.append(asyncio.create_task(send(packet)))
+        return list(await asyncio.gather(*tasks))
+
+    def _check_picks(self, answer: Packet) -> None:
+        picks = [pick for session in answer.sessions for pick in session.picks]
+        if picks and not (min(picks) >= NOT_A_NUMBER and max(picks) < self.vocab_size):
+            raise InvalidPacket(f"The last stage picked a token outside the vocabulary of {self.vocab_size}.")
+
+    def _take(self, sent: _Sent, answer: Packet, results: dict[Share, Tensor]) -> None:
+        wanting = [share for share, part in sent.shares if part.is_last]
+        if self._ends is None:
+            for (share, part), session in zip(sent.shares, answer.sessions, strict=True):
+                if part.is_last:
+                    results[share] = _asked(session)
+        elif wanting:
+            entries = [share.head_entry() for share in wanting]
+            results.update(zip(wanting, self._ends.logits(answer, entries), strict=True))
+        for share, part in sent.shares:
+            share.succeed(part, answer.request_id)
+
+    def _note_resyncs(self, errors: dict[Share, Exception]) -> None:
+        for share, error in errors.items():
+            resync = Resync(_reason(error), share.entry.slot, share.num_left)
+            self.chain_statistics.resyncs.append(resync)
+            self.chain_statistics.num_resyncs[resync.reason] += 1
+            self.chain_statistics.recomputed_tokens += resync.num_tokens
+
+
+def _reason(error: Exception) -> ResyncReason:
+    if isinstance(error, StageBehind):
+        return "behind"
+    return "corrupt" if isinstance(error, CorruptPacket) else "lost"
+
+
+def _step_kind(sessions: Sequence[PacketSession]) -> StepKind:
+    if any(session.num_logits > 1 for session in sessions):
+        return StepKind.VERIFY
+    return StepKind.DECODE if all(session.num_tokens == 1 for session in sessions) else StepKind.PREFILL
+
+
+def _asked(session: PacketSession) -> Tensor:
+    """Return picks or log-probabilities as a tensor; which of them was asked for, the asker knows."""
+    if session.log_probs:
+        return torch.tensor(session.log_probs, dtype=torch.float64)
+    return torch.tensor(session.picks, dtype=torch.long)

@@ -1,0 +1,108 @@
+"""A target over a chain of stages with ends = stages: picks are made behind the last layer, logits never travel.
+
+With ends = coordinator the logits are this process's own, and a plain TargetEngine over a ChainRunner is all it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Generator, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from specsplit.core.errors import ModelDamaged
+from specsplit.core.packet import Ask
+from specsplit.core.ports import StageLink
+from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
+from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession
+from specsplit.model.plan import Entry
+from specsplit.model.runner import Runner
+from specsplit.model.shard_coordinator import ChainModel
+from specsplit.target.asked import NOT_A_NUMBER
+from specsplit.target.chain import CHUNK_TOKENS, MAX_ATTEMPTS, WINDOW, ChainRunner, Ends
+from specsplit.target.engine import TargetEngine
+from specsplit.target.score import check_score
+from specsplit.target.step import ChainEntry
+
+
+class ChainTarget(TargetEngine):
+    """The target engine, but for who applies the sampler: the stage with the head, by what every entry asks."""
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> Scores:
+        """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
+        biases = check_score(self._model, prompt, scored, logit_bias)
+        log_probs, timings = await self._worker.run(None, lambda: self._scored(prompt, scored, biases))
+        return Scores(log_probs, timings)
+
+    def _scored(
+        self, prompt: Sequence[int], scored: Sequence[int], biases: SamplingParams
+    ) -> Generator[Entry, Tensor, tuple[float, ...]]:
+        token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
+        values: list[float] = []
+        with self._sessions.borrowed_slot() as slot:
+            for start in range(0, len(token_ids), MAX_STEP_TOKENS):
+                chunk = token_ids[start : start + MAX_STEP_TOKENS]
+                num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
+                wanted = tuple(scored[len(values) : len(values) + num_scored])
+                ask = Ask(SessionParams(biases), wanted) if wanted else None
+                values += (yield ChainEntry(slot.index, start, chunk, num_logits=num_scored, ask=ask)).tolist()
+        if not all(map(math.isfinite, values)):
+            raise self._damaged()
+        return tuple(values)
+
+    @staticmethod
+    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
+        entry, sampler = TargetEngine._entry(session, tail, proposal, tree), session.sampler
+        assert sampler is not None
+        return ChainEntry(
+            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, Ask(sampler.params)
+        )
+
+    def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
+        """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
+        picks: list[int] = logits.tolist()
+        if NOT_A_NUMBER in picks:
+            raise self._damaged()
+        return picks
+
+    def _damaged(self) -> ModelDamaged:
+        return ModelDamaged(
+            f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+            f"{self._model.dtype}: try --dtype fp32."
+        )
+
+
+def chain_target(
+    model: ChainModel,
+    link: StageLink,
+    loop: asyncio.AbstractEventLoop,
+    ends: Ends | None = None,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    window: int = WINDOW,
+    max_attempts: int = MAX_ATTEMPTS,
+) -> tuple[TargetEngine, ChainRunner]:
+    """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
+
+    `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
+    computes on a thread of its own, since a forward waits for them.
+    """
+    runner = ChainRunner(
+        link,
+        loop,
+        num_slots=model.max_sessions,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
+        ends=ends,
+        chunk_tokens=chunk_tokens,
+        window=window,
+        max_attempts=max_attempts,
+    )
+    # A ChainRunner has of a Runner what engines use: forward, cache.move_rows, device, dtype, vocab_size, statistics.
+    loaded = model.loaded(cast(Runner, runner))
+    return (TargetEngine(loaded) if ends else ChainTarget(loaded)), runner

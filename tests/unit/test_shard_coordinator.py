@@ -1,0 +1,36 @@
+"""What a coordinator says of a model is what a target in one process says of it, and what its stages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest, ModelNotFound
+from specsplit.model.loader import load_model
+from specsplit.model.shard_coordinator import load_chain_model
+from tests.chains import Shards, opened
+from tests.model_zoo import FAMILIES, save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("coordinator") / "llama", FAMILIES["llama"](), 1)
+
+
+async def test_the_identity_is_that_of_the_whole_model(folder: Path) -> None:
+    whole = load_model(str(folder), role="target", context=160, max_sessions=4, record=False)
+    shards = Shards.load(folder, 3, [1], "stages")
+    async with opened(shards) as chain:
+        assert await chain.target.ping() == whole.identity
+        assert await chain.target.tokenizer_files() == whole.tokenizer_files
+    assert {stage.config_hash for stage in shards.stages} == {shards.model.config_hash}
+    assert shards.model.num_layers == 3
+
+
+def test_what_cannot_be_loaded_is_refused(folder: Path) -> None:
+    for changes in ({"dtype": "int4"}, {"max_sessions": 0}, {"context": 1 << 20}):
+        with pytest.raises(InvalidRequest):
+            load_chain_model(str(folder), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound):
+        load_chain_model(str(folder / "nowhere"))
