@@ -7,6 +7,7 @@ The real orchestrator and engines over models of hashes, in virtual time. One se
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import sys
 from collections import Counter
@@ -59,6 +60,23 @@ class LetterTokenizer:
         return "".join(chr(ord("A") + token_id) for token_id in token_ids)
 
 
+class _Errors(logging.Handler):
+    """What our code logs as an error: a mistake in the background, which no request shows."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}")
+
+    def __enter__(self) -> None:
+        logging.getLogger("specsplit").addHandler(self)
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger("specsplit").removeHandler(self)
+
+
 class Schedule:
     """Everything that one seed draws, run once."""
 
@@ -95,7 +113,8 @@ class Schedule:
         Raises:
             Violation: a property does not hold; its first word says which.
         """
-        with pytest.MonkeyPatch.context() as patch:
+        errors = _Errors()
+        with errors, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_session, "MAX_STEP_TOKENS", self._rng.choice((5, 512)))
             try:
                 run_virtual(self._main)
@@ -107,6 +126,7 @@ class Schedule:
                 raise Violation(f"live: a request failed with {type(error).__name__}: {error}") from error
             except Exception as error:
                 raise Violation(f"error: {error!r}") from error
+        _require(not errors.messages, f"error: logged: {errors.messages}")
 
     async def _main(self) -> None:
         self.net = net = Net(self._rng, rate=self._rate)

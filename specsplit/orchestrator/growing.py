@@ -8,6 +8,8 @@ tokens. Knows neither text nor end.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from dataclasses import replace
 
 from specsplit.core.types import ROOT, Budget, Proposal, Timings, quantised_log_prob
@@ -20,12 +22,19 @@ from specsplit.orchestrator.records import Reason
 from specsplit.orchestrator.round import Move, Offer, Outcome, empty_offer
 from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
+_log = logging.getLogger(__name__)
 AHEAD_FACTOR = 4
 """The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow."""
 MAX_CAUGHT_UP = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
 _LOOKED_UP = Budget(8, 8, 2)
 """What lookup is asked for in rounds that verify nothing, to learn what it would be worth."""
+
+
+def _report(growing: asyncio.Task[None]) -> None:
+    """Say what went wrong in the background; a draft's failures are no errors, so this is a mistake of ours."""
+    if not growing.cancelled() and growing.exception() is not None:
+        _log.error("drafting ahead failed", exc_info=growing.exception())
 
 
 class Growing:
@@ -219,7 +228,7 @@ class Growing:
         """Ask the draft once without waiting, to learn what it would be worth."""
         if self._growing is None or self._growing.done():
             self._is_aside = True
-            self._growing = self._loop.create_task(self._ask_aside(budget))
+            self._start(self._ask_aside(budget))
 
     async def _ask_aside(self, budget: Budget) -> None:
         assert self._drafting is not None
@@ -230,7 +239,11 @@ class Growing:
     def _keep_growing(self, budget: Budget) -> None:
         if self._growing is None or self._growing.done():
             self._is_aside = False
-            self._growing = self._loop.create_task(self._grow(budget))
+            self._start(self._grow(budget))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._growing = self._loop.create_task(work, name="specsplit-grow-ahead")
+        self._growing.add_done_callback(_report)
 
     async def _grow(self, budget: Budget) -> None:
         """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
