@@ -115,18 +115,30 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
     from specsplit.draft.engine import DraftEngine
     from specsplit.engine.device import DeviceThread
     from specsplit.rpc import server
+    from specsplit.rpc.transport import largest_request
     from specsplit.target.engine import TargetEngine
 
     async with AsyncExitStack() as stack:
         device = DeviceThread(model.role, model.threads)
         stack.push_async_callback(device.close)
         ttl_s, listen = settings.session_ttl, settings.listen
+        limit = largest_request(model.context, model.vocab_size)
         if model.role == "draft":
             drafter = engine = DraftEngine(model, device, ttl_s=ttl_s)
-            service = server.serving(listen=listen, drafter=drafter, num_sessions=lambda: drafter.num_sessions)
+            service = server.serving(
+                listen=listen,
+                drafter=drafter,
+                num_sessions=lambda: drafter.num_sessions,
+                max_message_bytes=limit,
+            )
         else:
             verifier = engine = TargetEngine(model, device, ttl_s=ttl_s)
-            service = server.serving(listen=listen, verifier=verifier, num_sessions=lambda: verifier.num_sessions)
+            service = server.serving(
+                listen=listen,
+                verifier=verifier,
+                num_sessions=lambda: verifier.num_sessions,
+                max_message_bytes=limit,
+            )
         stack.push_async_callback(engine.aclose)
         running = await stack.enter_async_context(service)
         for caring in (_sweep(engine, ttl_s / 4), _check(engine), _watch(engine, running)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import Clock
 from specsplit.core.types import ROOT, Budget, Identity, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
@@ -60,6 +60,21 @@ class DraftEngine:
             turn.session, lambda: self._propose(turn, known_nodes, budget), this_round
         )
         return replace(proposal, timings=timings)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device computes: False after several failed steps in a row, until one succeeds."""
+        return self._worker.is_well
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may ever be well again."""
+        return self._worker.is_alive
+
+    async def check_device(self) -> None:
+        """Where the last step failed, forward one token in a slot of no session; raises what that does."""
+        if self._worker.is_in_doubt:
+            await self._worker.run(None, self._sessions.trial)
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
@@ -196,6 +211,8 @@ class _Grower:
         with torch.inference_mode():
             scored = sampler.scores(logits, session.ids, row_depths, paths)
             token_ids, log_probs = candidate_estimates(scored, branching)
+        if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
+            raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")
         tree.is_root_expanded = True
         for node, children, estimates in zip(frontier, token_ids, log_probs, strict=True):
             for token_id, log_prob in zip(children, estimates, strict=True):

@@ -24,9 +24,18 @@ class Steppable(Protocol):
 
     def step(self) -> None: ...
 
+    def abandon(self) -> None:
+        """End what it has: there will be no step any more."""
+        ...
+
 
 class Device(Protocol):
     """Runs everything that touches a model, one piece at a time."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still takes work; one that has ended, by itself or at `close`, never does again."""
+        ...
 
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
         """Call `accept`, then step `worker` until it has no work left; from the event loop only."""
@@ -50,11 +59,19 @@ class DeviceThread:
         self._workers: dict[Steppable, None] = {}
         """Those that have work, in the order in which they came."""
         self._is_ending = False
+        self._has_ended = False
+        self._abandoning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return not self._has_ended
+
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
         self._inbox.put((worker, accept))
+        if self._has_ended:  # meanwhile, so that nobody takes it out
+            self._abandon()
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
@@ -65,6 +82,13 @@ class DeviceThread:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
+        try:
+            self._drive()
+        finally:  # nothing that a step raises on purpose leads here before the end
+            self._has_ended = True
+            self._abandon()
+
+    def _drive(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
         while self._workers or not self._is_ending:
             self._receive()
@@ -72,6 +96,19 @@ class DeviceThread:
                 worker.step()
                 if not worker.has_work:
                     del self._workers[worker]
+
+    def _abandon(self) -> None:
+        """Tell everybody that there will be no step any more."""
+        with self._abandoning:
+            workers, self._workers = self._workers, {}
+            while not self._inbox.empty():
+                message = self._inbox.get()
+                if message is not None:
+                    worker, accept = message
+                    accept()
+                    workers[worker] = None
+            for worker in workers:
+                worker.abandon()
 
     def _receive(self) -> None:
         """Take in what has arrived, waiting for it only when there is nothing to do."""
@@ -101,6 +138,10 @@ class LoopDevice:
         self._is_scheduled = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def is_alive(self) -> bool:
+        return True
 
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
         accept()

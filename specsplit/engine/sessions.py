@@ -10,12 +10,16 @@ from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from specsplit.core.errors import NoFreeSlot, SlotBehind
+from torch import Tensor
+
+from specsplit.core.errors import ModelDamaged, NoFreeSlot, SlotBehind
 from specsplit.core.ports import Clock
 from specsplit.core.types import Turn
 from specsplit.engine.session import WorkerSession
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+from specsplit.sampling.processors import CommittedIds
 
 TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
@@ -65,6 +69,7 @@ class SessionTable:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
             session = self._sessions[turn.session] = WorkerSession(turn.session, self._acquire())
+            session.ids = CommittedIds()
         try:
             if not session.admit(turn, body):
                 session.begin(turn, body, self._model.vocab_size, self._model.runner.device)
@@ -91,6 +96,18 @@ class SessionTable:
             yield slot
         finally:
             self._pool.release(slot)
+
+    def trial(self) -> Generator[Entry, Tensor, None]:
+        """Work that forwards one token in a slot of no session.
+
+        Raises:
+            ModelDamaged: its logits are not numbers.
+            NoFreeSlot: every slot is in use.
+        """
+        with self.borrowed_slot() as slot:
+            logits = yield Entry(slot.index, 0, [0])
+        if bool(logits.isnan().any()):
+            raise ModelDamaged(f"{self._model.name} computes logits that are not numbers.")
 
     def close(self, key: str) -> None:
         """Free a session's slot; unknown keys are ignored."""

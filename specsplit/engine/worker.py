@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import OutOfMemory, WorkerClosed
+from specsplit.core.errors import OutOfMemory, WorkerClosed, WorkerFailed
 from specsplit.core.types import Timings
 from specsplit.engine.admission import Line, Round, Task, Work
+from specsplit.engine.condition import Condition
 from specsplit.engine.device import Device, DeviceThread
 from specsplit.model.runner import Runner
 from specsplit.telemetry import spans
@@ -47,6 +48,7 @@ class Worker:
         self._waiting: list[Task] = []
         self._running: dict[Task, None] = {}
         self._is_closed = False
+        self._condition = Condition()
         self._owns_device = device is None
         self._device = device or DeviceThread(name, threads)
 
@@ -54,6 +56,21 @@ class Worker:
     def num_lines(self) -> int:
         """Sessions that have work here."""
         return len(self._lines)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device computes: False after several failed steps in a row, until one succeeds."""
+        return self.is_alive and self._condition.is_well
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the last step failed: another one would tell more."""
+        return self.is_alive and self._condition.is_in_doubt
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may ever be well again: False once the device has ended, or hangs in a step."""
+        return self._device.is_alive and not self._condition.is_hung
 
     async def run(
         self, session: str | None, start: Callable[[], Work], this_round: Round | None = None
@@ -68,11 +85,14 @@ class Worker:
 
         Raises:
             WorkerClosed: after `close`.
+            WorkerFailed: the device has ended by itself.
             StaleRound, StaleEpoch: a newer round of the session is running or waiting, or came while this one waited.
             InvalidRequest: the round that is running or waiting, with another body.
         """
         if self._is_closed:
             raise self._closed()
+        if not self._device.is_alive:
+            raise self._ended()
         loop = asyncio.get_running_loop()
         task = self._place(Task(session, this_round, start, loop, loop.create_future(), spans.current()))
         future = task.join()
@@ -123,6 +143,9 @@ class Worker:
     def _closed(self) -> WorkerClosed:
         return WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
 
+    def _ended(self) -> WorkerFailed:
+        return WorkerFailed(f"The device of the {self._name} worker has ended by itself; restart the worker.")
+
     async def close(self) -> None:
         """End what runs, send away what waits for it, take no more; closing again does nothing."""
         if not self._is_closed:
@@ -138,16 +161,25 @@ class Worker:
 
     def step(self) -> None:
         """Begin what can begin, then forward all that is ready; a mistake here ends the tasks, not the device."""
+        self._condition.begin_step()
         try:
             self._step()
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             _log.exception("the %s worker failed outside a forward", self._name)
-            tasks = [*self._running, *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
-            for task in tasks:
-                self._close(task)
-                self._finish(task, error=error)
+            self._end_all(error)
+        self._condition.end_step()
+
+    def abandon(self) -> None:
+        """End all tasks, since the device ends and nobody will step any more."""
+        self._end_all(self._ended())
+
+    def _end_all(self, error: Exception) -> None:
+        tasks = [*self._running, *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        for task in tasks:
+            self._close(task)
+            self._finish(task, error=error)
 
     def _step(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -222,6 +254,10 @@ class Worker:
 
     def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
         self._running.pop(task, None)
+        if error is not None:
+            self._condition.fail(error)
+        elif task.num_forwards and not task.cancelled:
+            self._condition.succeed()
         timings = task.timings()
 
         def settle() -> None:

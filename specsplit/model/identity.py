@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypedDict
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -40,9 +42,17 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 _TEMPLATE_PREFIX = "additional_chat_template."
 """Names have no folders: `additional_chat_templates/rag.jinja` travels as `additional_chat_template.rag.jinja`."""
 _HASH_DIGITS = 16
-_BLOCK_BYTES = 4096
-_NUM_BLOCKS = 16
-"""Samples per weight file, the first and the last block of its data among them."""
+_SAMPLE_BYTES = 32
+_NUM_SAMPLES = 4
+"""Of each weight tensor, its first and its last bytes among them."""
+_MAX_HEADER_BYTES = 100 << 20
+"""As the format itself has it."""
+
+
+class _TensorEntry(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 def model_folder(path: str) -> Path | None:
@@ -98,20 +108,17 @@ def files_hash(files: Mapping[str, bytes]) -> str:
 
 
 def weights_hash(folder: Path) -> str:
-    """Return a hash over names, sizes, headers and samples of the weight files, 16 hexadecimal digits.
+    """Return a hash over names, types, shapes and samples of all weight tensors, 16 hexadecimal digits.
 
-    It reads a few blocks of each file: models of hundreds of gigabytes take milliseconds.
+    However they are spread over files. It reads the files' headers and a few bytes at fixed places of each tensor:
+    models of hundreds of gigabytes take milliseconds.
 
     Raises:
         OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in sorted(_weight_paths(folder)):
-        size = path.stat().st_size
-        digest.update(f"{len(path.name.encode())} {size} {path.name}".encode())
-        with path.open("rb") as file:
-            for part in _samples(file, size):
-                digest.update(part)
+    for part in sorted(part for path in _weight_paths(folder) for part in _tensor_samples(path)):
+        digest.update(part)
     return digest.hexdigest()[:_HASH_DIGITS]
 
 
@@ -142,16 +149,28 @@ def _weight_paths(folder: Path) -> list[Path]:
     return list(folder.glob("*.safetensors"))
 
 
-def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Give a safetensors file's header and evenly spaced blocks of what follows; all of it where it is small."""
-    length = file.read(8)
-    header = file.read(min(int.from_bytes(length, "little"), size))
-    yield length + header
-    start = len(length) + len(header)
-    last = size - _BLOCK_BYTES
-    if last - start <= _BLOCK_BYTES * (_NUM_BLOCKS - 1):
-        yield file.read(size - start)
+def _tensor_samples(path: Path) -> Iterator[bytes]:
+    """Give each tensor of a safetensors file: what its header says of it, and samples of its bytes."""
+    with path.open("rb", buffering=0) as file:
+        prefix = os.pread(file.fileno(), 8, 0)
+        length = int.from_bytes(prefix, "little")
+        header = os.pread(file.fileno(), min(length, _MAX_HEADER_BYTES), 8)
+        try:
+            tensors: dict[str, _TensorEntry] = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for name, entry in tensors.items():
+                start, end = entry["data_offsets"]
+                described = json.dumps([name, entry["dtype"], entry["shape"], end - start])
+                yield described.encode() + b"".join(_samples(file, 8 + length + start, end - start))
+        except (ValueError, KeyError, TypeError, AttributeError):  # damaged, which loading says in better words
+            yield prefix + header
+
+
+def _samples(file: FileIO, start: int, size: int) -> Iterator[bytes]:
+    """Give evenly spaced samples of `size` bytes from `start` on, the first and the last ones among them."""
+    last = size - _SAMPLE_BYTES
+    if last <= _SAMPLE_BYTES * (_NUM_SAMPLES - 1):
+        yield os.pread(file.fileno(), size, start)
         return
-    for block in range(_NUM_BLOCKS):
-        file.seek(start + (last - start) * block // (_NUM_BLOCKS - 1))
-        yield file.read(_BLOCK_BYTES)
+    for number in range(_NUM_SAMPLES):
+        yield os.pread(file.fileno(), _SAMPLE_BYTES, start + last * number // (_NUM_SAMPLES - 1))

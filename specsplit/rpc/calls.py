@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import Budget, Proposal, Timings, Turn, Verdict
+from specsplit.core.types import Budget, Proposal, Scores, Timings, Turn, Verdict
 from specsplit.rpc.codec import (
     MAX_NODES,
     MAX_TAIL,
@@ -189,7 +189,12 @@ def decode_score_request(
     return tuple(message.prompt), tuple(message.scored), bias
 
 
-def decode_scores(message: target_pb2.ScoreResponse, count: int) -> tuple[float, ...]:
+def encode_scores(scores: Scores, span_id: bytes = b"") -> target_pb2.ScoreResponse:
+    """Return the answer to a score."""
+    return target_pb2.ScoreResponse(log_probs=scores.log_probs, telemetry=encode_telemetry(scores.timings, span_id))
+
+
+def decode_scores(message: target_pb2.ScoreResponse, count: int, timings: Timings) -> Scores:
     """Return the log-probabilities of the `count` tokens asked for.
 
     Raises:
@@ -197,4 +202,4 @@ def decode_scores(message: target_pb2.ScoreResponse, count: int) -> tuple[float,
     """
     require(len(message.log_probs) == count, "log_probs", f"{len(message.log_probs)} of {count} scores were answered.")
     require(all(map(math.isfinite, message.log_probs)), "log_probs", "A score is not a finite number.")
-    return tuple(message.log_probs)
+    return Scores(tuple(message.log_probs), timings)

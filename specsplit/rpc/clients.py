@@ -23,6 +23,7 @@ from specsplit.core.types import (
     Budget,
     Identity,
     Proposal,
+    Scores,
     TokenizerFiles,
     Turn,
     Verdict,
@@ -184,11 +185,16 @@ class RemoteVerifier(_RemoteWorker):
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         """Return the log-probability of each scored token; raises what the worker does, or LinkError."""
         request = calls.encode_score_request(prompt, scored, logit_bias)
-        answer, _, _ = await self._call("Score", request, target_pb2.ScoreResponse)
-        return self._read(lambda: calls.decode_scores(answer, len(scored)))
+        answer, sent, received = await self._call("Score", request, target_pb2.ScoreResponse)
+
+        def decode() -> Scores:
+            timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
+            return calls.decode_scores(answer, len(scored), timings)
+
+        return self._read(decode)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         """Return the target's tokenizer, whole; raises what the worker does, or LinkError."""

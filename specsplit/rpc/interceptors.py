@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
+from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.status import status_of
 from specsplit.telemetry import spans
 
@@ -39,8 +40,9 @@ def draining() -> WorkerUnreachable:
 class Boundary(grpc.aio.ServerInterceptor):
     """Runs each call of our services; health and reflection pass through untouched."""
 
-    def __init__(self, max_call_s: float) -> None:
+    def __init__(self, max_call_s: float, budget: ByteBudget | None = None) -> None:
         self._max_call_s = max_call_s
+        self._budget = budget or ByteBudget()
         self._is_draining = False
         self._num_running = 0
         self._idle = asyncio.Event()
@@ -87,39 +89,56 @@ class Boundary(grpc.aio.ServerInterceptor):
                         async for response in responses:
                             await context.write(response)
 
-                await self._run(write_all, method, metadata, context)
+                await self._run(write_all, len(request), method, metadata, context)
 
             return cast(Any, grpc.unary_stream_rpc_method_handler)(serve_stream)
         unary = cast(Callable[[bytes, Context], Awaitable[bytes]], handler.unary_unary)
 
         async def serve_unary(request: bytes, context: Context) -> bytes:
-            return await self._run(lambda: unary(request, context), method, metadata, context)
+            return await self._run(lambda: unary(request, context), len(request), method, metadata, context)
 
         return cast(Any, grpc.unary_unary_rpc_method_handler)(serve_unary)
 
     async def _run(
         self,
         serve: Callable[[], Awaitable[T]],
+        num_bytes: int,
         method: str,
         metadata: Metadata,
         context: Context,
     ) -> T:
-        """Run one call: counted, traced, in time; every error it raises becomes the call's status."""
+        """Run one call: counted, within the budget, traced, in time; every error it raises becomes its status."""
         self._num_running += 1
         self._idle.clear()
+        has_room = self._budget.take(num_bytes)
         try:
-            if self._is_draining and method.rpartition("/")[2] not in _OF_SESSIONS:
+            outcome = await self._outcome(serve, has_room, method, metadata)
+            if isinstance(outcome, grpc.Status):
+                return await context.abort_with_status(outcome)
+            return outcome
+        finally:
+            if has_room:
+                self._budget.give_back(num_bytes)
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    async def _outcome(
+        self, serve: Callable[[], Awaitable[T]], has_room: bool, method: str, metadata: Metadata
+    ) -> T | grpc.Status:
+        """Return the answer, or the status of the error, which is let go of with all that its frames have decoded."""
+        name = method.rpartition("/")[2]
+        try:
+            if self._is_draining and name not in _OF_SESSIONS:
                 raise draining()
-            with spans.span("rpc", parent=spans.extract(metadata), method=method.rpartition("/")[2]):
+            if not has_room:
+                raise NoFreeSlot("The worker has as many large requests in hand as it can take; try again in a moment.")
+            with spans.span("rpc", parent=spans.extract(metadata), method=name):
                 return await self._in_time(serve)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)
-            return await context.abort_with_status(status_of(error))
-        finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._idle.set()
+            return status_of(error)
 
     async def _in_time(self, serve: Callable[[], Awaitable[T]]) -> T:
         limit = asyncio.timeout(self._max_call_s)

@@ -16,9 +16,10 @@ from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.ports import Drafter, Verifier
+from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
 from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
-from specsplit.rpc.transport import SERVER_OPTIONS, format_address, parse_address
+from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
 
 LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5
@@ -44,6 +45,7 @@ class Server:
         self._server, self._boundary, self._health = server, boundary, health_servicer
         self._num_sessions = num_sessions
         self._ready_names = ["", READINESS, *services]
+        self._told: dict[str, Any] = {}
         self.address = address
         """HOST:PORT, with the port that was really bound."""
 
@@ -52,11 +54,23 @@ class Server:
         """Calls under way."""
         return self._boundary.num_running
 
+    async def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
+        """Answer health checks so from now on; a server that drains stays not ready."""
+        is_ready = is_ready and is_live and not self._boundary.is_draining
+        for name in self._ready_names:
+            await self._tell(name, _SERVING if is_ready else _NOT_SERVING)
+        await self._tell(LIVENESS, _SERVING if is_live else _NOT_SERVING)
+
+    async def _tell(self, name: str, status: Any) -> None:
+        if self._told.get(name) != status:  # whoever watches hears of changes only
+            self._told[name] = status
+            await self._health.set(name, status)
+
     async def drain(self, grace_s: float = 10.0) -> None:
         """Open no session any more, give those open `grace_s` seconds to end, then stop; again does no harm."""
         self._boundary.refuse()
         for name in self._ready_names:
-            await self._health.set(name, _NOT_SERVING)
+            await self._tell(name, _NOT_SERVING)
         is_idle = await self._sessions_end(grace_s)
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
@@ -82,20 +96,23 @@ async def serving(
     verifier: Verifier | None = None,
     num_sessions: Callable[[], int] = lambda: 0,
     max_call_s: float = MAX_CALL_S,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> AsyncGenerator[Server]:
     """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
 
     Port 0 picks a free one; `num_sessions` tells how many sessions a drain has to wait for; no call runs longer than
-    `max_call_s`, whatever deadline its client set. At the end of the block running calls are cancelled; `drain` first
-    to let them end.
+    `max_call_s`, whatever deadline its client set. A request of more than `max_message_bytes` is refused before it is
+    received; those under way hold at most `max_request_bytes` together, and one too many is refused before it is
+    parsed. At the end of the block running calls are cancelled; `drain` first to let them end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
         InvalidSettings: nothing can listen there, and why.
     """
     host, port = parse_address(listen, listening=True)
-    boundary = Boundary(max_call_s)
-    server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
+    boundary = Boundary(max_call_s, ByteBudget(max_request_bytes))
+    server = grpc.aio.server(interceptors=[boundary], options=server_options(max_message_bytes))
     services: list[str] = []
     if drafter is not None:
         server.add_generic_rpc_handlers([draft_handlers(drafter, lambda: boundary.is_draining)])
@@ -106,10 +123,9 @@ async def serving(
     health_servicer = _health.aio.HealthServicer()
     _add_standard_services(server, health_servicer, services)
     bound_port = await _listen(server, host, port)
-    for name in (LIVENESS, READINESS, "", *services):
-        await health_servicer.set(name, _SERVING)
-    await server.start()
     running = Server(server, boundary, health_servicer, services, format_address(host, bound_port), num_sessions)
+    await running.tell_health(is_ready=True, is_live=True)
+    await server.start()
     try:
         yield running
     finally:

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity, Timings, Turn
+from specsplit.core.types import Identity, Turn
 from specsplit.rpc import calls, codec
 from specsplit.rpc.interceptors import Context, draining
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -53,12 +53,8 @@ def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.Generic
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
     async def score(request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
-        start_s = time.perf_counter()
-        log_probs = await verifier.score(*calls.decode_score_request(request))
-        timings = Timings(wall_ms=(time.perf_counter() - start_s) * 1e3)  # the port says no more
-        return target_pb2.ScoreResponse(
-            log_probs=log_probs, telemetry=codec.encode_telemetry(timings, spans.current_span_id())
-        )
+        scores = await verifier.score(*calls.decode_score_request(request))
+        return calls.encode_scores(scores, spans.current_span_id())
 
     async def get_tokenizer(data: bytes, context: Context) -> AsyncGenerator[bytes]:
         request = calls.parse(target_pb2.GetTokenizerRequest, data)

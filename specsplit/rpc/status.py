@@ -14,7 +14,14 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from specsplit.core import errors
-from specsplit.core.errors import InvalidRequest, SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.core.errors import (
+    CorruptPacket,
+    InvalidRequest,
+    SlotBehind,
+    SpecSplitError,
+    StageBehind,
+    WorkerFailed,
+)
 from specsplit.rpc.pb import common_pb2
 
 STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
@@ -39,8 +46,11 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.WorkerFailed: grpc.StatusCode.INTERNAL,
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CorruptPacket: grpc.StatusCode.DATA_LOSS,
+    errors.InvalidPacket: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SessionError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SlotBehind: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.StageBehind: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleRound: grpc.StatusCode.ABORTED,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
 }
@@ -78,6 +88,8 @@ def status_of(error: Exception) -> grpc.Status:
         kind=kind.__name__,
         param=(error.param or "") if isinstance(error, InvalidRequest) else "",
         have=error.have if isinstance(error, SlotBehind) else 0,
+        rows=error.have if isinstance(error, StageBehind) else {},
+        link=error.link if isinstance(error, CorruptPacket) else "",
     )
     packed = any_pb2.Any()
     packed.Pack(detail)
@@ -111,6 +123,10 @@ def _detail_of(failure: grpc.aio.AioRpcError) -> common_pb2.ErrorDetail | None:
 def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str) -> SpecSplitError:
     if issubclass(kind, SlotBehind):
         return kind(detail.have)
+    if issubclass(kind, StageBehind):
+        return kind(dict(sorted(detail.rows.items())))
+    if issubclass(kind, CorruptPacket):
+        return kind(detail.link)
     if issubclass(kind, InvalidRequest):
         return kind(message, param=detail.param or None)
     return kind(message)

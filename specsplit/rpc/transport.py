@@ -8,6 +8,8 @@ import re
 from specsplit.core.errors import InvalidRequest
 
 MAX_MESSAGE_BYTES = 16 << 20
+_TOKEN_BYTES, _BIAS_BYTES = 5, 8
+"""A token id and a logit bias on the wire, at most."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
 
@@ -31,12 +33,27 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-SERVER_OPTIONS: list[tuple[str, int]] = [
+_SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.max_concurrent_streams", 128),  # per connection; a client's further calls wait at the client
     ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
 ]
+
+
+def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Return a server's options; a request that announces more bytes than that is refused before it is received."""
+    limit = ("grpc.max_receive_message_length", min(max_request_bytes, MAX_MESSAGE_BYTES))
+    return [option for option in _SERVER_OPTIONS if option[0] != limit[0]] + [limit]
+
+
+def largest_request(context: int, vocab_size: int) -> int:
+    """Return more bytes than any request has that a model of that context and vocabulary would take.
+
+    Prompts that are only somewhat too long still get through, to be refused in better words than gRPC's.
+    """
+    return (1 << 20) + 4 * _TOKEN_BYTES * context + (_TOKEN_BYTES + _BIAS_BYTES) * vocab_size
+
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<name>[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?)):(?P<port>[0-9]{1,5})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -77,6 +77,22 @@ def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
+class CommittedIds(list[int]):
+    """A session's committed tokens, deleted and extended at the end only; tells its one reader what has stayed."""
+
+    _num_stayed = 0
+
+    def __delitem__(self, key: SupportsIndex | slice) -> None:
+        first = key.indices(len(self))[0] if isinstance(key, slice) else range(len(self))[key]
+        self._num_stayed = min(self._num_stayed, first)
+        super().__delitem__(key)
+
+    def take_stayed(self) -> int:
+        """Return how many of the first tokens are still those of the last call."""
+        num_stayed, self._num_stayed = self._num_stayed, len(self)
+        return num_stayed
+
+
 class TokenCounts:
     """Token counts of one session's committed tokens, kept up to date by difference.
 
@@ -94,8 +110,13 @@ class TokenCounts:
         return len(self._token_ids)
 
     def sync(self, token_ids: Sequence[int]) -> None:
-        """Cover exactly `token_ids`, all committed tokens from the start of the prompt."""
-        keep = _common_length(self._token_ids, token_ids)
+        """Cover exactly `token_ids`, all committed tokens from the start of the prompt.
+
+        Of `CommittedIds`, always the same ones, only those are looked at that have changed since the last call.
+        """
+        ours = self._token_ids
+        keep = min(len(ours), token_ids.take_stayed()) if isinstance(token_ids, CommittedIds) else 0
+        keep += _common_length(ours[keep:], token_ids[keep:])
         self._add(self._token_ids[keep:], keep, -1.0)
         self._add(token_ids[keep:], keep, 1.0)
         self._token_ids[keep:] = token_ids[keep:]
@@ -126,8 +147,6 @@ class TokenCounts:
 
 
 def _common_length(ours: list[int], theirs: Sequence[int]) -> int:
-    if ours == list(theirs[: len(ours)]):
-        return len(ours)
     return next(
         (index for index, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
         min(len(ours), len(theirs)),

@@ -13,7 +13,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import Clock
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
-from specsplit.core.types import Identity, Proposal, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
 from specsplit.engine.admission import Round
 from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
@@ -63,11 +63,13 @@ class TargetEngine:
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> tuple[float, ...]:
+    ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         biases = check_score(self._model, prompt, scored, logit_bias)
-        values, _ = await self._worker.run(None, lambda: score(self._model, self._sessions, prompt, scored, biases))
-        return values
+        log_probs, timings = await self._worker.run(
+            None, lambda: score(self._model, self._sessions, prompt, scored, biases)
+        )
+        return Scores(log_probs, timings)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         """Return the model's tokenizer; without the files where their hash is `known_hash`."""
@@ -75,6 +77,21 @@ class TargetEngine:
         if held is None:
             raise ModelDamaged(f"{self._model.name} has no tokenizer files; add its tokenizer.json.")
         return replace(held, files={}) if held.hash == known_hash else held
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device computes: False after several failed steps in a row, until one succeeds."""
+        return self._worker.is_well
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may ever be well again."""
+        return self._worker.is_alive
+
+    async def check_device(self) -> None:
+        """Where the last step failed, forward one token in a slot of no session; raises what that does."""
+        if self._worker.is_in_doubt:
+            await self._worker.run(None, self._sessions.trial)
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
@@ -111,7 +128,9 @@ class TargetEngine:
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
         with self._sessions.using(turn, proposal) as session:
             if not isinstance(session.answer, Verdict):
+                _check_numbers(session, proposal)
                 session.answer = yield from self._verdict(session, turn, proposal)
+                session.kept = max(_last_number(session), proposal.first_node + len(proposal) - 1)
             return session.answer
 
     def _verdict(self, session: WorkerSession, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
@@ -160,3 +179,22 @@ class TargetEngine:
                     f"{self._model.identity.dtype}: try --dtype fp32."
                 )
             return picks.tolist()
+
+
+def _last_number(session: WorkerSession) -> int:
+    """Return the highest node number that was verified in this epoch."""
+    return session.kept if isinstance(session.kept, int) else 0
+
+
+def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:
+    """Refuse a tree that uses node numbers again: an answer about them could mean either node.
+
+    Raises:
+        InvalidRequest: it does.
+    """
+    last = _last_number(session)
+    if len(proposal) and proposal.first_node <= last:
+        raise InvalidRequest(
+            f"Node {proposal.first_node} was verified before in this epoch; the next number is {last + 1}.",
+            param="first_node",
+        )

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from specsplit.core.errors import NoFreeSlot
-from specsplit.core.types import Identity
+from specsplit.core.errors import InvalidRequest, NoFreeSlot
+from specsplit.core.types import Identity, Proposal, SamplingParams, SessionParams, Turn
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Speculation
+from specsplit.rpc import calls
 from specsplit.rpc.budget import SMALL_BYTES, ByteBudget
+from specsplit.rpc.interceptors import Boundary
 from specsplit.rpc.server import serving
+from specsplit.rpc.transport import largest_request
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.fakes import FakeTarget, FakeTokenizer, Faults
@@ -26,22 +31,72 @@ LARGE = (1 << 31,) * (2 * SMALL_BYTES // 5)
 
 def test_large_requests_leave_room_for_small_ones_and_nothing_goes_beyond_the_limit():
     budget = ByteBudget(8 * SMALL_BYTES)
-    with budget.held(6 * SMALL_BYTES):
-        with pytest.raises(NoFreeSlot, match="try again"), budget.held(SMALL_BYTES + 1):
-            pass
-        with budget.held(SMALL_BYTES), budget.held(SMALL_BYTES):
-            assert budget.num_used == 8 * SMALL_BYTES
-            with pytest.raises(NoFreeSlot), budget.held(1):
-                pass
+    assert budget.take(6 * SMALL_BYTES)
+    assert not budget.take(SMALL_BYTES + 1)
+    assert budget.take(SMALL_BYTES)
+    assert budget.take(SMALL_BYTES)
+    assert not budget.take(1)
+    assert budget.num_used == 8 * SMALL_BYTES
+    for size in (6, 1, 1):
+        budget.give_back(size * SMALL_BYTES)
     assert budget.num_used == 0
 
 
-def test_one_request_alone_has_room_whatever_its_size_and_gives_it_back_when_it_fails():
+def test_one_request_alone_has_room_whatever_its_size():
     budget = ByteBudget(10)
-    with pytest.raises(ValueError, match="the request's own"), budget.held(1000):
-        raise ValueError("the request's own")
-    with budget.held(5), budget.held(5):
-        pass
+    assert budget.take(1000)
+    assert not budget.take(1)
+
+
+@pytest.mark.parametrize(("context", "vocab_size"), [(128, 320), (4096, 32_000), (131_072, 152_064)])
+def test_the_largest_request_that_a_model_takes_fits_and_little_more(context: int, vocab_size: int):
+    biases = tuple((token_id, -0.1) for token_id in range(vocab_size))
+    scored = calls.encode_score_request((vocab_size - 1,) * (context - 1), (1,), biases).ByteSize()
+    params = SessionParams(SamplingParams(logit_bias=biases), eos_ids=(vocab_size - 1,) * 100)
+    turn = Turn("k" * 64, 1 << 31, 1 << 31, 0, 0, (vocab_size - 1,) * context, params, (1 << 31,) * 4096)
+    tree = Proposal(1 << 31, context, (vocab_size - 1,) * 4096, (1,) * 4096, (-1.0,) * 4096)
+    verified = calls.encode_verify_request(turn, tree).ByteSize()
+    assert max(scored, verified) < largest_request(context, vocab_size) < 3 * max(scored, verified) + (1 << 20)
+
+
+async def test_a_request_larger_than_any_that_fits_is_refused_before_it_is_received():
+    async with (
+        serving(listen=LOOPBACK, verifier=FakeTarget(), max_message_bytes=100_000) as server,
+        verifier_at(server) as verifier,
+    ):
+        turn = replace(Script().first(), tail=(1 << 31,) * 25_000)
+        with pytest.raises(InvalidRequest, match="too large"):
+            await verifier.verify(turn, without_tree(turn))
+        with pytest.raises(InvalidRequest, match="the tail"):
+            await verifier.verify(turn := replace(turn, tail=(1 << 31,) * 15_000), without_tree(turn))
+        assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
+
+
+class Decoded:
+    """What a request was decoded to."""
+
+
+async def test_what_a_refused_request_was_decoded_to_is_gone_before_its_status_is_sent():
+    alive: list[bool] = []
+    decoded: list[weakref.ref[Decoded]] = []
+
+    async def refuse(request: bytes, context: object) -> bytes:
+        held = Decoded()
+        decoded.append(weakref.ref(held))
+        raise InvalidRequest("no")
+
+    class Context:
+        async def abort_with_status(self, status: grpc.Status) -> None:
+            alive.append(decoded[0]() is not None)
+
+    async def continuation(details: object) -> object:
+        return grpc.unary_unary_rpc_method_handler(refuse)  # type: ignore[arg-type]
+
+    details = SimpleNamespace(method="/specsplit.v1.TargetService/Score", invocation_metadata=())
+    handler = await Boundary(10.0).intercept_service(continuation, details)  # type: ignore[arg-type]
+    assert handler is not None
+    await handler.unary_unary(b"request", Context())  # type: ignore[misc, arg-type]
+    assert alive == [False]
 
 
 async def test_a_request_too_many_is_refused_before_it_is_parsed_over_all_connections():

@@ -371,24 +371,54 @@ class ErrorDetail(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RowsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KIND_FIELD_NUMBER: _builtins.int
     PARAM_FIELD_NUMBER: _builtins.int
     HAVE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The name of the error in the error tree."""
     param: _builtins.str
     have: _builtins.int
     """SlotBehind: tokens of the session that the slot holds."""
+    link: _builtins.str
+    """CorruptPacket: where it was damaged."""
+    @_builtins.property
+    def rows(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """StageBehind: rows that the stage's slots hold, by slot."""
+
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         param: _builtins.str = ...,
         have: _builtins.int = ...,
+        rows: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        link: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "param", b"param"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "link", b"link", "param", b"param", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
