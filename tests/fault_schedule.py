@@ -81,11 +81,17 @@ class Schedule:
     """Everything that one seed draws, run once."""
 
     def __init__(
-        self, seed: int, *, rate: float | None = None, mute: tuple[str, ...] | None = None, mode: Mode | None = None
+        self,
+        seed: int,
+        *,
+        rate: float | None = None,
+        mute: tuple[str, ...] | None = None,
+        mode: Mode | None = None,
+        lookup: bool | None = None,
     ) -> None:
         rng = random.Random(seed)
         self._mode: Mode = mode or MODES[seed % len(MODES)]
-        self._has_lookup = self._mode == "lookup" or seed % 16 < 8
+        self._has_lookup = (self._mode == "lookup" or seed % 16 < 8) if lookup is None else lookup
         self._seed, self._rng = seed, rng
         self._rate = rng.choice(RATES) if rate is None else rate
         self._mute = (rng.choice(MUTES) if rng.random() < 0.2 else ()) if mute is None else mute

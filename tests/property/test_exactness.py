@@ -76,7 +76,8 @@ def pairwise() -> list[tuple[str, str, str, str]]:
     for index, family in enumerate(FAMILIES):
         for step in range(2):
             shift = index + step * 3
-            cases.add((family, trees[shift % len(trees)], samplings[(2 * index + step * 5) % 9], DRAFTS[(index + step) % 2]))
+            tree, sampling = trees[shift % len(trees)], samplings[(2 * index + step * 5) % 9]
+            cases.add((family, tree, sampling, DRAFTS[(index + step) % 2]))
     return sorted(cases)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from specsplit.core.defaults import Mode
 from specsplit.core.errors import StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.admission import Task
@@ -66,10 +67,12 @@ def test_the_schedules_do_what_they_say() -> None:
     assert counts["accepted"] > 0.1 * counts["tokens"]
 
 
+@pytest.mark.parametrize("mode", ["pingpong", "overlap", "auto"])
 @pytest.mark.parametrize("mute", MUTES)
-def test_a_draft_that_never_answers_costs_a_healthy_request_seconds_at_most(mute: tuple[str, ...]) -> None:
+def test_a_draft_that_never_answers_costs_a_healthy_request_seconds_at_most(mute: tuple[str, ...], mode: Mode) -> None:
     for seed in range(5):
-        healthy, alone = Schedule(seed, rate=0.0, mute=()), Schedule(seed, rate=0.0, mute=mute)
+        healthy = Schedule(seed, rate=0.0, mute=(), mode=mode, lookup=False)
+        alone = Schedule(seed, rate=0.0, mute=mute, mode=mode, lookup=False)
         healthy.run()
         alone.run()
         assert alone.counts["accepted"] == 0

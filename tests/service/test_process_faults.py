@@ -30,7 +30,11 @@ from tests.processes import WorkerProcess
 
 PROMPT = "def read_lines(path):\n"
 NUM_TOKENS = 64
-SAMPLINGS = {"greedy": OrchestratorSettings(max_new_tokens=NUM_TOKENS, ignore_eos=True, retry=60.0, seed=5)}
+SAMPLINGS = {
+    "greedy": OrchestratorSettings(
+        mode="pingpong", lookup=False, max_new_tokens=NUM_TOKENS, ignore_eos=True, retry=60.0, seed=5
+    )
+}
 SAMPLINGS["sampled"] = SAMPLINGS["greedy"].model_copy(update={"temperature": 1.0, "top_p": 0.9})
 Action = Callable[[], Awaitable[None]]
 
@@ -72,6 +76,8 @@ class Run:
 async def generate(workers: Workers, settings: OrchestratorSettings, faults: dict[int, Action] | None = None) -> Run:
     """Generate; after round r, `faults[r]` happens."""
     run = Run()
+    if workers.drafter is None:
+        settings = settings.model_copy(update={"mode": "plain"})
     request = make_request(workers.tokenizer, PROMPT, settings)
     length = len(request.prompt_ids)
     async with aclosing(workers.orchestrator(settings).stream(request)) as chunks:
@@ -131,6 +137,20 @@ async def test_a_killed_worker_is_sent_what_it_held_and_nothing_else(
     else:
         assert resyncs_of(result, "draft") == []
     assert result.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("mode", "who"), [("overlap", "both"), ("overlap", "draft"), ("auto", "target")])
+async def test_a_killed_worker_changes_no_token_in_any_mode(
+    pair: dict[str, WorkerProcess], mode: str, who: str
+) -> None:
+    expected = await truth(pair, "sampled")
+    settings = SAMPLINGS["sampled"].model_copy(update={"mode": mode, "lookup": True})
+    killed = [pair[role] for role in ("target", "draft") if who in (role, "both")]
+    async with links(pair["target"].address, pair["draft"].address) as workers:
+        run = await generate(workers, settings, {4: lambda: restart(*killed)})
+    assert run.done.token_ids == expected
+    held = [] if who == "draft" else [Resync("target", 5, "slot_lost", run.lengths[4] - 1)]
+    assert resyncs_of(run.done, "target") == held
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -139,11 +139,11 @@ def test_sampled_text_is_that_of_one_process(target: WorkerProcess, draft: Worke
     assert "wire" not in local
 
 
-def test_a_target_alone_decodes_plainly_and_says_so(
+def test_a_target_alone_speculates_on_the_text_and_says_so(
     target: WorkerProcess, expected: dict[int, list[int]], capfd: Capture
 ):
     answer, err = _orchestrate(capfd, "--target", target.address, *SHORT)
-    assert (answer["token_ids"], answer["mode"], answer["draft_forwards"]) == (expected[24], "plain", 0)
+    assert (answer["token_ids"], answer["mode"], answer["draft_forwards"]) == (expected[24], "auto", 0)
     assert err == "No draft for this target: guessing from the text alone; name one with --draft.\n"
     answer, err = _orchestrate(capfd, "--target", target.address, "--mode", "plain", *SHORT)
     assert (answer["token_ids"], err) == (expected[24], "")
@@ -188,7 +188,9 @@ def test_one_trace_goes_through_three_processes(
 ):
     path = tmp_path / "spans.jsonl"
     answer, _ = _orchestrate(
-        capfd, "--target", target.address, "--draft", draft.address, *SHORT, "--trace-file", str(path)
+        capfd,
+        *("--target", target.address, "--draft", draft.address, *SHORT),
+        *("--mode", "pingpong", "--trace-file", str(path)),
     )
     ours = _spans(path)
     (trace_id,) = {span["trace_id"] for span in ours if span["name"] == "request"}
@@ -333,7 +335,7 @@ def test_a_target_restarted_on_its_port_midway_gives_the_same_text(
 def test_a_worker_told_to_stop_under_load_drains_and_exits_0(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], tmp_path: Path, capfd: Capture
 ):
-    arguments = ["--target", target.address, "--draft", draft.address, *LONG]
+    arguments = ["--target", target.address, "--draft", draft.address, "--mode", "pingpong", *LONG]
     codes: list[int] = []
     with _when_rounds_have_begun(lambda: codes.append(draft.stop(signal.SIGINT)), tmp_path) as trace:
         answer, _ = _orchestrate(capfd, *arguments, "--trace-file", str(trace))

@@ -227,9 +227,10 @@ def test_patience_has_bounds(name: str, value: float) -> None:
 # ---------------------------------------------------------------- modes, seeds, room
 
 
-async def test_auto_is_pingpong_with_a_draft_and_plain_without() -> None:
+async def test_auto_is_plain_where_there_is_nothing_to_choose_from() -> None:
     draft = FakeDraft()
-    assert orchestrator(FakeTarget(), draft, Speculation(lookup=False)).mode == "pingpong"
+    assert orchestrator(FakeTarget(), draft, Speculation(lookup=False)).mode == "auto"
+    assert orchestrator(FakeTarget(), None, Speculation()).mode == "auto"
     assert orchestrator(FakeTarget(), None, Speculation(lookup=False)).mode == "plain"
     result = await orchestrator(FakeTarget(), draft, Speculation(mode="plain")).generate(REQUEST)
     assert (result.mode, result.draft_forwards, draft.num_calls) == ("plain", 0, 0)

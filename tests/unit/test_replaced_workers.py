@@ -36,7 +36,7 @@ class Replaceable(FakeTarget):
 
 
 def orchestrator(target: FakeTarget, draft: FakeDraft | None = None, **patience: Any) -> Orchestrator:
-    speculation = Speculation(lookup=False, nodes=4, depth=2, branching=2)
+    speculation = Speculation(mode="pingpong" if draft else "plain", lookup=False, nodes=4, depth=2, branching=2)
     return Orchestrator(target, draft, FakeTokenizer(), speculation, patience=Patience(**patience))
 
 
