@@ -43,15 +43,16 @@ def opened(settings: Settings, models: Models | None, note: Note | None = None) 
     if models is None:
         return connected(settings, note)
     mode = settings.orchestrator.mode
-    return running(models, side_by_side=mode == "overlap" or (mode == "auto" and _is_worth_threads(models)))
+    is_auto = mode == "auto"
+    return running(models, side_by_side=mode == "overlap" or (is_auto and _is_worth_threads(models)), measures=is_auto)
 
 
 @asynccontextmanager
-async def running(models: Models, *, side_by_side: bool = False) -> AsyncGenerator[Workers]:
+async def running(models: Models, *, side_by_side: bool = False, measures: bool = False) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block.
 
     `side_by_side` gives each its own thread, so that the draft can work while the target does; else they take turns on
-    the event loop, which is faster where they have to.
+    the event loop, which is faster where they have to. `measures` times their forwards first, for `auto` to go by.
     """
     from specsplit.draft.engine import DraftEngine
     from specsplit.target.engine import TargetEngine
@@ -62,6 +63,9 @@ async def running(models: Models, *, side_by_side: bool = False) -> AsyncGenerat
     draft_modes: list[Mode] = ["overlap", "pingpong"] if target_device is not draft_device else ["pingpong"]
     workers = Workers(target, draft, models.tokenizer, draft_modes=draft_modes)
     try:
+        for engine in (target, draft) if measures else ():
+            if engine is not None:
+                await engine.measure()
         yield workers
     finally:
         await workers.aclose()
@@ -140,6 +144,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
                 max_message_bytes=limit,
             )
         stack.push_async_callback(engine.aclose)
+        await engine.measure()
         running = await stack.enter_async_context(service)
         for caring in (_sweep(engine, ttl_s / 4), _check(engine), _watch(engine, running)):
             stack.callback(asyncio.create_task(caring).cancel)

@@ -206,6 +206,8 @@ class Identity:
     protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
+    step_times: tuple[tuple[int, float], ...] = ()
+    """Seconds of one forward by rows, ascending, as measured when the worker began; empty where nobody measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from specsplit.core.cost_model import (
     choose,
     worth_verifying,
 )
-from specsplit.core.types import Timings
+from specsplit.core.types import Identity, Timings
 from specsplit.orchestrator.calibration import Acceptance, DepthProfile
 from specsplit.orchestrator.lookup import LookupTree
 from specsplit.orchestrator.token_tree import TokenTree
@@ -42,6 +42,8 @@ class Experience:
         """By rows of a target's forward."""
         self.has_seen_plain = False
         """Whether a forward of one row was measured."""
+        self.has_drafted = False
+        """Whether a propose was answered."""
         self.choice: Choice | None = None
         self._draft: DraftTimes | None = None
         self._round_trip = RunningMedian()
@@ -49,10 +51,13 @@ class Experience:
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
         self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.2, counts_absent=True)
 
-    @property
-    def has_drafted(self) -> bool:
-        """Whether a propose was measured."""
-        return self._draft is not None
+    def meet(self, target: Identity, draft: Identity | None) -> None:
+        """Take over what workers measured themselves, unless more is known already."""
+        if self.verify is None and target.step_times:
+            self.verify = StepTimes(dict(target.step_times))
+            self.has_seen_plain = target.step_times[0][0] == 1
+        if self._draft is None and draft is not None and draft.step_times:
+            self._draft = DraftTimes(StepTimes(dict(draft.step_times)))
 
     def observe_verify(self, timings: Timings, wall_s: float) -> None:
         """Count a verify of a round after the prompt's."""
@@ -68,6 +73,7 @@ class Experience:
 
     def observe_propose(self, timings: Timings, wall_s: float) -> None:
         """Count a propose that was answered."""
+        self.has_drafted = True
         levels, device_s = timings.num_forwards, timings.device_ms / 1e3
         if levels <= 0 or device_s <= 0:
             return
@@ -108,7 +114,7 @@ class Experience:
         costs = Costs(self.verify, self._draft, self._round_trip.value, self._hit_rate)
         profiles: dict[Mode, Profile] = {}
         for mode in _PLANNED:
-            if mode in modes and (mode == "lookup" or self._draft is not None):
+            if mode in modes and (mode == "lookup" or (self._draft is not None and self.has_drafted)):
                 profiles[mode] = self._found.profile if mode == "lookup" else self._drafted.profile
         self.choice = choose(profiles, costs, limits, self.choice)
         return self.choice

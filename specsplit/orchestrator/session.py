@@ -98,6 +98,7 @@ class Session:
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
         self._mode: ChosenMode = resolved_mode(serving.speculation, serving.modes)
         self._experience = serving.experiences[request.sampling.is_greedy]
+        self._experience.meet(target, serving.draft.identity if serving.draft is not None else None)
         self._drafting: Drafting | None = None
         self._draft: DraftLink | None = None
         self._source: Source | None = None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, SessionParams, Timings, Turn
 from specsplit.rpc.pb import common_pb2
 
 MAX_NODES = 4096
+_MAX_STEP_TIMES = 64
 _MAX_HASH = 64
 MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
@@ -249,6 +251,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         dtype=identity.dtype,
         device=identity.device,
         version=version,
+        step_times=[common_pb2.StepTime(rows=rows, seconds=seconds) for rows, seconds in identity.step_times],
     )
 
 
@@ -266,7 +269,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
     """Return the identity of `message`.
 
     Raises:
-        InvalidRequest: its role is neither draft nor target, or a hash is none.
+        InvalidRequest: its role is neither draft nor target, a hash is none, or step times cannot be.
     """
     is_known = message.role in _ROLES.values()
     require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")
@@ -282,4 +285,20 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         protocol_version=message.protocol_version,
         dtype=message.dtype,
         device=message.device,
+        step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
     )
+
+
+def _checked_step_times(step_times: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the step times.
+
+    Raises:
+        InvalidRequest: rows do not ascend from 1, or a time is not positive.
+    """
+    is_sound = (
+        len(step_times) <= _MAX_STEP_TIMES
+        and all(earlier < later for earlier, later in pairwise((0, *(rows for rows, _ in step_times))))
+        and all(0 < seconds < math.inf for _, seconds in step_times)
+    )
+    require(is_sound, "step_times", "The worker's step times cannot be.")
+    return tuple(step_times)

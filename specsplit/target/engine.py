@@ -18,6 +18,7 @@ from specsplit.engine.admission import Round
 from specsplit.engine.device import Device
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.sessions import GRACE_S, TTL_S, SessionTable
+from specsplit.engine.step_times import measure
 from specsplit.engine.worker import Worker, at_once
 from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
@@ -43,12 +44,17 @@ class TargetEngine:
         grace_s: float = GRACE_S,
         clock: Clock | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._identity = model, model.identity
         self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
         self._worker = Worker(model.runner, name="target", threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
-        return self._model.identity
+        return self._identity
+
+    async def measure(self) -> None:
+        """Measure forwards by their rows; the identity tells them from then on."""
+        step_times, _ = await self._worker.run(None, lambda: measure(self._model, self._sessions))
+        self._identity = replace(self._identity, step_times=step_times)
 
     @property
     def num_sessions(self) -> int:

@@ -87,6 +87,9 @@ identities = st.builds(
     protocol_version=uint32,
     dtype=words,
     device=words,
+    step_times=st.dictionaries(
+        st.integers(1, 4096), st.floats(width=32, min_value=2**-20, max_value=2**10), max_size=8
+    ).map(lambda times: tuple(sorted(times.items()))),
 )
 
 

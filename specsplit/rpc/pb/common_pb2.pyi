@@ -256,6 +256,7 @@ class Identity(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
     model: _builtins.str
@@ -268,6 +269,10 @@ class Identity(_message.Message):
     dtype: _builtins.str
     device: _builtins.str
     version: _builtins.str
+    @_builtins.property
+    def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
+        """As measured when the worker began, rows ascending; none where nobody measured."""
+
     def __init__(
         self,
         *,
@@ -283,14 +288,39 @@ class Identity(_message.Message):
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
         version: _builtins.str = ...,
+        step_times: _abc.Iterable[Global___StepTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "max_nodes", b"max_nodes", "model", b"model", "protocol_version", b"protocol_version", "role", b"role", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "max_nodes", b"max_nodes", "model", b"model", "protocol_version", b"protocol_version", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Identity: _TypeAlias = Identity  # noqa: Y015
+
+@_typing.final
+class StepTime(_message.Message):
+    """How long one forward of so many rows takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTime: _TypeAlias = StepTime  # noqa: Y015
 
 @_typing.final
 class PingRequest(_message.Message):

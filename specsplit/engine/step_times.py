@@ -1,0 +1,44 @@
+"""Measures forwards by their rows when a worker begins, so that nobody has to guess what a larger tree costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+
+from torch import Tensor
+
+from specsplit.engine.sessions import SessionTable
+from specsplit.model.loader import LoadedModel
+from specsplit.model.plan import Entry
+
+_ROWS = (1, 5, 17, 33, 2, 9, 3)
+"""The most telling first: a slow model measures no more than it has time for."""
+_REPEATS = 2
+BUDGET_S = 0.3
+
+StepTimes = tuple[tuple[int, float], ...]
+
+
+def measure(
+    model: LoadedModel, sessions: SessionTable, budget_s: float = BUDGET_S
+) -> Generator[Entry, Tensor, StepTimes]:
+    """Return the seconds of a forward by its rows, ascending, for as many sizes as `budget_s` allows, at least one.
+
+    Raises:
+        NoFreeSlot: every slot is in use.
+    """
+    limit = min(model.context, model.node_limit + 1)
+    times: dict[int, float] = {}
+    end_s = time.perf_counter() + budget_s
+    with sessions.borrowed_slot() as slot:
+        for rows in (rows for rows in _ROWS if rows <= limit):
+            best_s = math.inf
+            for _ in range(_REPEATS):
+                start_s = time.perf_counter()
+                yield Entry(slot.index, 0, [0] * rows, num_logits=rows)
+                best_s = min(best_s, time.perf_counter() - start_s)
+            times[rows] = best_s
+            if time.perf_counter() > end_s:
+                break
+    return tuple(sorted(times.items()))

@@ -1,0 +1,89 @@
+"""Workers measure their forwards when they begin, tell them with their identity, and `auto` begins with that."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import Identity
+from specsplit.draft.engine import DraftEngine
+from specsplit.engine import step_times
+from specsplit.model.loader import Role
+from specsplit.orchestrator.experience import Experience
+from specsplit.rpc import codec
+from specsplit.target.engine import TargetEngine
+from tests.hash_model import hash_model
+
+IDENTITY = Identity(role="target", model="m", vocab_size=8, vocab_hash="v", context=64, max_nodes=16)
+TIMES = ((1, 0.010), (5, 0.015), (17, 0.030))
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+async def test_an_engine_tells_its_step_times_once_it_has_measured(role: Role):
+    model, runner = hash_model(role, max_sessions=2, context=64)
+    engine = TargetEngine(model) if role == "target" else DraftEngine(model)
+    assert (await engine.ping()).step_times == ()
+    await engine.measure()
+    told = (await engine.ping()).step_times
+    rows = [count for count, _ in told]
+    assert rows == sorted(set(rows))
+    assert rows[0] == 1
+    assert rows[-1] <= min(model.context, model.node_limit + 1)
+    assert all(0 < seconds < math.inf for _, seconds in told)
+    assert engine.num_sessions == 0
+    assert not runner.violations
+    await engine.aclose()
+
+
+async def test_a_slow_model_is_measured_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch):
+    model, _ = hash_model("target", max_sessions=1, context=64)
+    engine = TargetEngine(model)
+    monkeypatch.setattr(step_times, "BUDGET_S", 0.0)
+    measured, _ = await engine._worker.run(None, lambda: step_times.measure(model, engine._sessions, budget_s=0.0))
+    assert [rows for rows, _ in measured] == [1]
+    await engine.aclose()
+
+
+def test_step_times_travel_with_the_identity():
+    told = codec.decode_identity(codec.encode_identity(IDENTITY, "1"))
+    assert told.step_times == ()
+    message = codec.encode_identity(Identity(**{**_fields(), "step_times": TIMES}), "1")
+    came = codec.decode_identity(message).step_times
+    assert [rows for rows, _ in came] == [rows for rows, _ in TIMES]
+    assert [seconds for _, seconds in came] == pytest.approx([seconds for _, seconds in TIMES])
+
+
+def _fields() -> dict[str, object]:
+    return {name: getattr(IDENTITY, name) for name in IDENTITY.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("times", [[(0, 0.1)], [(2, 0.1), (1, 0.1)], [(1, 0.1), (1, 0.1)], [(1, math.nan)], [(1, 0.0)]])
+def test_step_times_that_cannot_be_are_refused(times: list[tuple[int, float]]):
+    message = codec.encode_identity(Identity(**{**_fields(), "step_times": tuple(times)}), "1")
+    with pytest.raises(InvalidRequest, match="step times"):
+        codec.decode_identity(message)
+
+
+def test_what_workers_measured_is_where_an_experience_begins():
+    experience = Experience()
+    assert experience.decide(["lookup"], _limits()) is None
+    experience.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
+    assert experience.has_seen_plain
+    assert experience.verify is not None
+    assert experience.verify.grid == dict(TIMES)
+    choice = experience.decide(["lookup"], _limits())
+    assert choice is not None
+    assert {plan.mode for plan in choice.alternatives} == {"plain", "lookup"}
+    # What was learned since is not thrown away for what was measured at the start.
+    for _ in range(9):
+        experience.verify.observe(1, 0.020)
+    experience.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
+    assert experience.verify.seconds(1) > 0.015
+
+
+def _limits():
+    from specsplit.core.cost_model import Limits
+
+    return Limits()
