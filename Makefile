@@ -15,7 +15,7 @@ RUNS   := $(VENV)/.runs
 TOOLS  := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks lint imports format format-check type proto bench-smoke clean
+.PHONY: help demo test test-all check checks lint imports format format-check type proto bench-smoke bench clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -54,6 +54,9 @@ proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
 
 bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
+
+bench: $(RUNS)  ## Measure all figures and write their report (25 minutes on two free cores; goes on where it was stopped)
+	$(BIN)/python -m benchmarks figures
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,7 @@ NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the 
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine and of transformers.")]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
+Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
 Nodes = Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")]
 Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
 Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
@@ -90,9 +91,7 @@ def run(
     branching: Branching = defaults.DEFAULT_BRANCHING,
     target_address: Address = None,
     draft_address: Address = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)
-    ] = None,
+    output: Resumed = None,
 ) -> None:
     """Measure any systems alternately; an interrupted run goes on when it is given the same command."""
     require_worker_extra()
@@ -101,7 +100,7 @@ def run(
     from benchmarks.peers.factories import Shape
 
     settings = bench.RunSettings(
-        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        systems=_names(systems),
         workload=workload,
         sha256=sha256,
         num_prompts=prompts or None,
@@ -161,10 +160,10 @@ def sweep_tree(
     """Compare tree shapes with plain decoding at several temperatures."""
     report.check_output(output)
     require_worker_extra()
-    from benchmarks import sweep
+    from benchmarks import sweep as tree
 
     console = report.new_console()
-    settings = sweep.SweepSettings(
+    settings = tree.SweepSettings(
         nodes=_ints(nodes),
         depths=_ints(depths),
         branchings=_ints(branchings),
@@ -174,13 +173,177 @@ def sweep_tree(
         num_rounds=rounds,
         threads=threads,
     )
-    found = sweep.run(settings, report.Progress(console))
+    found = tree.run(settings, report.Progress(console))
     if found is None:
         console.print(NOTHING_WHOLE)
         raise typer.Exit(INTERRUPTED)
-    sweep.show(console, found)
+    tree.show(console, found)
     report.emit(found.to_dict(), output)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
+
+
+@app.command()
+def sweep(
+    modes: Annotated[str, typer.Option(help="Of the orchestrator, separated by commas.")] = "plain,pingpong,overlap",
+    rtt_ms: Annotated[str, typer.Option(help="Round trips to add, in ms, separated by commas.")] = "0",
+    link: Annotated[Literal["target", "draft", "both"], typer.Option(help="Which links they are added to.")] = "target",
+    concurrency: Annotated[str, typer.Option(help="Sessions at once, separated by commas.")] = "1",
+    temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
+    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
+    sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many; a multiple of each of --concurrency.")] = 4,
+    new_tokens: NewTokens = 64,
+    rounds: Rounds = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
+    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+    inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
+    device: Annotated[Device, typer.Option(help="Of both models.")] = "cpu",
+    nodes: Nodes = defaults.DEFAULT_NODES,
+    depth: Depth = defaults.DEFAULT_DEPTH,
+    branching: Branching = defaults.DEFAULT_BRANCHING,
+    target_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
+    draft_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
+    output: Resumed = None,
+) -> None:
+    """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""
+    require_worker_extra()
+    from benchmarks import sweep_run
+    from benchmarks.peers.factories import Shape
+    from benchmarks.sweep_grid import GridSettings
+
+    settings = GridSettings(
+        modes=_names(modes),
+        rtts_ms=_floats(rtt_ms),
+        concurrencies=_ints(concurrency),
+        temperatures=_floats(temperature),
+        link=link,
+        workload=workload,
+        sha256=sha256,
+        num_prompts=prompts,
+        num_new_tokens=new_tokens,
+        num_rounds=rounds,
+        threads=threads,
+        seed=seed,
+        is_inflated=inflated,
+        pair=chosen_pair(pair, target, draft, dtype, device),
+        shape=Shape(nodes, depth, branching),
+        target_address=target_address,
+        draft_address=draft_address,
+    )
+    console = report.new_console()
+    found = sweep_run.run(settings, output, report.Progress(console), lambda line: console.print(line, markup=False))
+    if found is None:
+        console.print(NOTHING_WHOLE)
+        raise typer.Exit(INTERRUPTED)
+    sweep_run.show(console, found)
+    report.emit({**found.file.header, **found.summary}, None)
+    raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
+
+
+@app.command("report")
+def make_report(
+    files: Annotated[list[Path], typer.Argument(help="Results files and trace files.", dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
+    plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG, light and dark.", file_okay=False)] = None,
+) -> None:
+    """Write one self-contained HTML page of results; with --plots its plots as files too."""
+    from benchmarks import plots as drawing
+    from benchmarks.report_html import page
+
+    drawing.require_matplotlib()
+    console = report.new_console()
+    progress = report.Progress(console)
+    with progress.running("reading", len(files)) as tick:
+        sections = page.build(files, tick)
+    drawn = page.all_plots(sections)
+    with progress.running("drawing", len(drawn) * (2 if plots else 1)) as tick:
+        page.write(page.render(sections, tick), output)
+        written = drawing.write(drawn, plots, tick) if plots is not None else []
+    told = {"benchmark": "report", "output": str(output), "files": [str(path) for path in files]}
+    report.emit({**told, "plots": [str(path) for path in written]}, None)
+
+
+@app.command()
+def profile(
+    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "pingpong",
+    new_tokens: NewTokens = 128,
+    threads: Threads = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    functions: Annotated[int, typer.Option(min=1, help="How many to list.")] = 25,
+    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
+    device: Annotated[Device, typer.Option(help="Of both models.")] = "cpu",
+    nodes: Nodes = defaults.DEFAULT_NODES,
+    depth: Depth = defaults.DEFAULT_DEPTH,
+    branching: Branching = defaults.DEFAULT_BRANCHING,
+    output: Output = None,
+) -> None:
+    """Show where a round's time goes in one generation in process."""
+    report.check_output(output)
+    require_worker_extra()
+    from benchmarks import profile as profiling
+    from benchmarks.peers.factories import Shape
+
+    chosen, shape = chosen_pair(pair, target, draft, dtype, device), Shape(nodes, depth, branching)
+    settings = profiling.ProfileSettings(mode, new_tokens, threads, temperature, seed, functions, chosen, shape)
+    console = report.new_console()
+    with report.Progress(console).running("profile", profiling.NUM_STEPS) as tick:
+        found = profiling.run(settings, tick)
+    profiling.show(console, found)
+    report.emit(found, output)
+
+
+@app.command("trace")
+def make_trace(
+    output: Annotated[Path, typer.Option(help="The file of spans to write, for `report`.", dir_okay=False)],
+    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "overlap",
+    rtt_ms: Annotated[float, typer.Option(min=0, help="Round trip to add on the target's link.")] = 0.0,
+    new_tokens: NewTokens = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+) -> None:
+    """Record the spans of one generation over two local workers."""
+    require_worker_extra()
+    from benchmarks import traced
+
+    pair = chosen_pair(None, target, draft, "fp32", "cpu")
+    settings = traced.TraceSettings(mode, rtt_ms, new_tokens, threads, pair)
+    with report.Progress(report.new_console()).running("trace", traced.NUM_STEPS) as tick:
+        result = traced.run(settings, output, tick)
+    report.emit({"benchmark": "trace", "output": str(output), "num_rounds": result.num_rounds}, None)
+
+
+@app.command()
+def figures(
+    output: Annotated[Path, typer.Option(help="Folder of the results.", file_okay=False)] = Path("benchmarks/results"),
+    models: Annotated[Path, typer.Option(help="Folder of inflated targets.", file_okay=False)] = Path("build/bench"),
+    tiny: Annotated[bool, typer.Option("--tiny", help="See that every part works; the figures mean nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
+) -> None:
+    """Measure the whole set of figures and write their report; what is whole is not measured again."""
+    require_worker_extra()
+    from benchmarks import figures as figure_set
+    from benchmarks import plots
+
+    plots.require_matplotlib()
+    console = report.new_console()
+    sizes = figure_set.TINY if tiny else figure_set.FULL
+    code = figure_set.run(
+        output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
+    )
+    raise typer.Exit(code)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _floats(text: str) -> tuple[float, ...]:

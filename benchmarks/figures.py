@@ -1,0 +1,169 @@
+"""`figures`: the whole set of results files and their report, each part a command that can be given by hand.
+
+Knows commands only; what has been measured already is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import commit
+from benchmarks.results_file import SCHEMA
+from specsplit.core.errors import InvalidSettings, ResourceError
+
+INTERRUPTED = 130
+Tell = Callable[[str], None]
+MODES = "plain,lookup,pingpong,overlap,auto"
+PEERS = "generate,assisted,assisted-constant,lookup-4,lookup-10,bare"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command after `python -m`; what it writes is `output`."""
+
+    what: str
+    arguments: tuple[str, ...]
+    output: Path
+    resumes: bool = False
+    """Whether the command goes on with what `output` holds."""
+    minutes: float = 0.0
+    """About: counted at 200 tokens per second of the embedded pair and 40 to 60 of the inflated one, on two cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    rounds: int = 9
+    sweep_rounds: int = 5
+    prompts: int = 5
+    tokens: int = 96
+    inflated_prompts: int = 4
+    inflated_tokens: int = 64
+    link_tokens: int = 48
+    at_once: tuple[int, ...] = (1, 2, 4, 8)
+    rtts_ms: tuple[int, ...] = (0, 2, 10, 40)
+    verify_ms: int = 25
+    threads: int = 2
+
+
+FULL = Sizes()
+TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), 6, 1)
+"""Shows that every part works; its figures mean nothing."""
+
+
+def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
+    """Return the commands in order; those that need the inflated target come after it."""
+    target = models / f"inflated-{sizes.verify_ms}ms"
+    on_inflated = ("--target", str(target), "--draft", "embedded")
+    at_once, rtts = (",".join(map(str, values)) for values in (sizes.at_once, sizes.rtts_ms))
+
+    def measured(what: str, name: str, minutes: float, command: str, *options: str) -> Part:
+        output = folder / f"{name}.jsonl"
+        arguments = ("benchmarks", command, *options, "--output", str(output))
+        return Part(what, arguments, output, resumes=True, minutes=minutes)
+
+    def sized(prompts: int, tokens: int, rounds: int) -> tuple[str, ...]:
+        return ("--prompts", str(prompts), "--new-tokens", str(tokens), "--rounds", str(rounds))
+
+    run = ("--threads", str(sizes.threads))
+    small = sized(sizes.inflated_prompts, sizes.inflated_tokens, sizes.sweep_rounds)
+    trace, profile = folder / "inflated-overlap.trace.jsonl", folder / "profile.jsonl"
+    traced = ("--mode", "overlap", "--rtt-ms", "10", "--new-tokens", str(sizes.inflated_tokens), "--output", str(trace))
+    inflate = ("benchmarks.inflate", "--to", str(target), "--target-ms", str(sizes.verify_ms), "--threads", "1")
+    return [
+        measured("systems, embedded pair", "embedded", 5, "run", "--systems", f"{MODES},{PEERS}", *run,
+                 *sized(sizes.prompts, sizes.tokens, sizes.rounds)),
+        Part("inflated target", inflate, target, minutes=1),
+        measured("systems, inflated target", "inflated", 4, "run", "--systems",
+                 f"{MODES},generate,lookup-10,bare", *run, *on_inflated, *small),
+        measured("round trip, inflated target", "round-trip", 6, "sweep", "--modes", "plain,pingpong,overlap,auto",
+                 "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.sweep_rounds)),
+        measured("sessions at once, embedded pair", "concurrency", 3, "sweep", "--modes", "plain,pingpong,overlap",
+                 "--concurrency", at_once, *sized(sizes.at_once[-1], sizes.inflated_tokens, sizes.sweep_rounds)),
+        measured("temperature, embedded pair", "temperature", 2, "sweep", "--modes", "plain,pingpong,overlap",
+                 "--temperature", "0,0.6,1", *sized(sizes.inflated_prompts, sizes.tokens, sizes.sweep_rounds)),
+        Part("a trace", ("benchmarks", "trace", *traced, *on_inflated), trace, minutes=0.2),
+        Part("a profile", ("benchmarks", "profile", "--output", str(profile)), profile, minutes=0.2),
+    ]  # fmt: skip
+
+
+def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell) -> int:
+    """Run every part and write the report; return 0, or 130 where Ctrl-C ended it between whole rounds.
+
+    Raises:
+        InvalidSettings: the folders cannot be made.
+        ResourceError: a part failed; it has said why.
+    """
+    listed = parts(folder, models, sizes)
+    try:
+        for each in (folder, models):
+            each.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSettings(f"The folder {error.filename} cannot be made ({error.strerror}).") from error
+    start_s = time.monotonic()
+    tell(f"{len(listed) + 1} parts, about {sum(part.minutes for part in listed):.0f} minutes on two free cores.")
+    for number, part in enumerate(listed, 1):
+        _clear(part, is_fresh=is_fresh, tell=tell)
+        if part.output.exists() and not part.resumes:
+            tell(f"[{number}/{len(listed) + 1}] {part.what}: {part.output} is there already.")
+            continue
+        tell(f"[{number}/{len(listed) + 1}] {part.what}: {command_line(part.arguments)}")
+        code = _run(part.arguments)
+        if code == INTERRUPTED:
+            tell("Interrupted; what is whole is kept, and the same command goes on.")
+            return INTERRUPTED
+        if code:
+            raise ResourceError(
+                f"The part {part.what} failed, see above; the same command tries again, --fresh from scratch."
+            )
+    files = [str(part.output) for part in listed if part.output.suffix == ".jsonl"]
+    page = ("--output", str(folder / "report.html"), "--plots", str(folder / "plots"))
+    code = _run(("benchmarks", "report", *files, *page))
+    if code not in (0, INTERRUPTED):
+        raise ResourceError("The report failed, see above.")
+    tell(f"{folder / 'report.html'} after {(time.monotonic() - start_s) / 60:.1f} minutes.")
+    return code
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command as people give it."""
+    return " ".join(("python", "-m", *arguments))
+
+
+def _clear(part: Part, *, is_fresh: bool, tell: Tell) -> None:
+    """Remove what the part shall write anew: everything where `is_fresh`, else results of another commit."""
+    if not part.output.exists() or not (is_fresh or (part.output.is_file() and _commit_of(part) not in ("", commit()))):
+        return
+    tell(f"Replacing {part.output}.")
+    if part.output.is_dir():
+        shutil.rmtree(part.output)
+    else:
+        part.output.unlink()
+
+
+def _commit_of(part: Part) -> str:
+    """Return the commit in a results file's first line; nothing for what names none, such as a trace."""
+    try:
+        with part.output.open("rb") as file:
+            header = json.loads(file.readline())
+        return str(header["provenance"]["commit"]) if header.get("schema", SCHEMA) == SCHEMA else "older"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "" if not part.resumes else "unknown"
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a part; Ctrl-C reaches it as well, and it ends when its run is whole."""
+    process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        code = process.wait()
+        return INTERRUPTED if code in (0, INTERRUPTED, -2) else code

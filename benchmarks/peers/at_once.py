@@ -1,0 +1,208 @@
+"""One pair of workers under the conditions of many points: all modes over the same two processes, sessions at once.
+
+Each point has its own connections and orchestrators, so that what one learns of its links tells another nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from benchmarks.limits import Costs
+from benchmarks.pair import Pair
+from benchmarks.peers import costs
+from benchmarks.peers.factories import Shape
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.ours_remote import Worker
+from benchmarks.proxy import Conditions, Proxy
+from benchmarks.statistics import median
+from benchmarks.systems import Sample, Task
+from specsplit.assembly.links import connected
+from specsplit.assembly.orchestrators import Workers
+from specsplit.core import defaults
+from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
+from specsplit.core.settings import Settings, override
+from specsplit.orchestrator.records import Request
+
+_RETRY_S = 3.0
+_NUM_PINGS = 7
+_SPARE_SESSIONS = 2
+"""Beside those that generate: the one that measures costs, and one whose close is still on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sessions that ran at once."""
+
+    wall_s: float
+    samples: list[Sample]
+
+
+class AtOnce(Ours):
+    """One orchestrator that does several tasks at once."""
+
+    async def batch(self, tasks: Sequence[Task]) -> Batch:
+        """Do the tasks at once; the time runs until the last one has ended."""
+        requests = [
+            Request(
+                prompt_ids=task.prompt_ids,
+                max_new_tokens=task.num_tokens,
+                sampling=task.sampling,
+                seed=task.seed,
+                ignore_eos=True,
+            )
+            for task in tasks
+        ]
+        start_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._timed(request)) for request in requests]
+        return Batch(time.perf_counter() - start_s, [each.result() for each in running])
+
+
+@dataclass(frozen=True, slots=True)
+class ServePoints:
+    """Makes the child: workers that it starts, or `addresses` by role where there are some."""
+
+    modes: tuple[str, ...]
+    threads: int
+    sessions: int
+    pair: Pair
+    shape: Shape
+    needs_draft: bool
+    addresses: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self) -> Points:
+        """Start the workers."""
+        return Points(self)
+
+
+class Points:
+    """The workers, and the connections of each point, for the length of a `with` block."""
+
+    systems: Sequence[Ours] = ()
+
+    def __init__(self, setup: ServePoints) -> None:
+        self._setup = setup
+        self._loop = asyncio.Runner()
+        self._links = AsyncExitStack()
+        self._workers: dict[int, Workers] = {}
+        self._systems: dict[tuple[int, str], AtOnce] = {}
+        self._processes: dict[str, Worker] = {}
+        self._addresses = dict(setup.addresses)
+
+    def __enter__(self) -> Points:
+        roles = () if self._addresses else ("target", "draft") if self._setup.needs_draft else ("target",)
+        sessions = max(defaults.SERVED_SESSIONS, self._setup.sessions + _SPARE_SESSIONS)
+        for role in roles:  # this process is the workers' only parent, and has no settings of its own
+            os.environ[f"{defaults.ENV_PREFIX}{role.upper()}_SESSIONS"] = str(sessions)
+        try:
+            self._processes = {role: Worker(role, self._setup.threads, self._setup.pair) for role in roles}
+            self._addresses |= {role: process.wait_ready() for role, process in self._processes.items()}
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._loop.run(self._links.aclose())
+            self._loop.close()
+        finally:
+            for process in self._processes.values():
+                process.end()
+
+    def pids(self) -> list[int]:
+        """Return the workers' processes."""
+        return [process.pid for process in self._processes.values()]
+
+    def addresses(self) -> dict[str, str]:
+        """Return where the workers listen, by role."""
+        return self._addresses
+
+    def connect(self, point: int, addresses: Mapping[str, str]) -> None:
+        """Make the connections and orchestrators of a point.
+
+        Raises:
+            LinkError: a worker cannot be reached there.
+        """
+        self._loop.run(self._connect(point, addresses))
+
+    async def _connect(self, point: int, addresses: Mapping[str, str]) -> None:
+        settings = Settings(
+            target=TargetSettings(address=addresses["target"]),
+            draft=DraftSettings(address=addresses.get("draft")),
+            orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
+        )
+        workers = await self._links.enter_async_context(connected(settings))
+        shape = self._setup.shape
+        for mode in self._setup.modes:
+            chosen = override(
+                OrchestratorSettings(), mode=mode, nodes=shape.nodes, depth=shape.depth, branching=shape.branching
+            )
+            self._systems[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(chosen))
+        self._workers[point] = workers
+
+    def batch(self, point: int, mode: str, tasks: Sequence[Task]) -> Batch:
+        """Do the tasks at once, under the conditions of the point."""
+        return self._loop.run(self._systems[point, mode].batch(tasks))
+
+    def costs(self, point: int, context_tokens: int) -> dict[bool, Costs]:
+        """Return what a verify, a draft level and the round trips cost at the point, by whether the draft is asked."""
+        return self._loop.run(self._costs(self._workers[point], context_tokens))
+
+    async def _costs(self, workers: Workers, context_tokens: int) -> dict[bool, Costs]:
+        found = await costs.measure(workers, context_tokens, travels=True)
+        if workers.drafter is None:
+            return {False: found}
+        times: list[float] = []
+        for _ in range(_NUM_PINGS):
+            start_s = time.perf_counter()
+            await workers.verifier.ping()
+            times.append(time.perf_counter() - start_s)
+        return {True: found, False: replace(found, level_s=None, round_trip_s=median(times))}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeNetwork:
+    """Makes the child that is the network."""
+
+    seed: int = field(default=0)
+
+    def __call__(self) -> Network:
+        """Start its thread."""
+        return Network(self.seed)
+
+
+class Network:
+    """Proxies in a process of their own: what they compute is no work of the orchestrator's."""
+
+    systems: Sequence[Ours] = ()
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
+        self._proxies = AsyncExitStack()
+
+    def __enter__(self) -> Network:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._proxies.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def open(self, address: str, latency_s: float) -> str:
+        """Return an address from which everything takes `latency_s` more to `address`, and as long back."""
+        return asyncio.run_coroutine_threadsafe(self._open(address, latency_s), self._loop).result()
+
+    async def _open(self, address: str, latency_s: float) -> str:
+        proxy = Proxy(address, Conditions(latency_s=latency_s), seed=self._seed)
+        return (await self._proxies.enter_async_context(proxy)).address

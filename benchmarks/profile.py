@@ -1,0 +1,199 @@
+"""`profile`: where a round's time goes in one generation in process, from its spans and from exclusive times.
+
+Three generations: a warm-up, one with spans, one under cProfile, whose own cost is in its figures and nowhere else.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks import trace, workloads
+from benchmarks.environment import provenance
+from benchmarks.pair import Pair, is_inflated
+from benchmarks.peers.factories import ServedMode, Shape
+from benchmarks.report import table
+from benchmarks.systems import Task
+from benchmarks.trace import Timeline
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import SamplingParams
+from specsplit.orchestrator.records import Result
+from specsplit.telemetry.setup import trace_to_file
+
+Record = dict[str, Any]
+NUM_STEPS = 4
+_PACKAGES = ("specsplit", "torch", "transformers", "asyncio", "benchmarks")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What is profiled."""
+
+    mode: str
+    num_new_tokens: int = 128
+    threads: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    num_functions: int = 25
+    pair: Pair = field(default=Pair())
+    shape: Shape = field(default=Shape())
+
+    def to_dict(self) -> Record:
+        """Return the settings in JSON types."""
+        return {
+            "mode": self.mode,
+            "num_new_tokens": self.num_new_tokens,
+            "threads": self.threads,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "target": self.pair.target,
+            "draft": self.pair.draft,
+            "is_inflated": is_inflated(self.pair.target),
+            "dtype": self.pair.dtype,
+            "device": self.pair.device,
+            "nodes": self.shape.nodes,
+            "depth": self.shape.depth,
+            "branching": self.shape.branching,
+        }
+
+
+def run(settings: ProfileSettings, tick: Callable[[str], None]) -> Record:
+    """Generate and return where the time went.
+
+    Raises:
+        SpecSplitError: there is no such mode, a model cannot be loaded, or the prompt does not fit.
+    """
+    from benchmarks.peers.ours import InProcess
+
+    prompt = workloads.load(workloads.CODE, 1)[0]
+    with ExitStack() as scope:
+        served = scope.enter_context(
+            InProcess(settings.threads, (ServedMode(settings.mode, settings.mode, settings.shape),), settings.pair)
+        )
+        tick("loading")
+        prompt_ids = served.encode(prompt.text)
+        if len(prompt_ids) + settings.num_new_tokens > served.context():
+            raise InvalidRequest(
+                f"The context has {served.context()} tokens; take fewer --new-tokens.", param="new_tokens"
+            )
+        sampling = SamplingParams(temperature=settings.temperature)
+        task = Task(prompt.id, prompt_ids, settings.num_new_tokens, sampling, settings.seed)
+        system = served.systems[0]
+        system.generate(task)
+        tick("warming up")
+        timeline, result = _traced(lambda: system.generate(task).result, scope)
+        tick("tracing")
+        profiler = cProfile.Profile()
+        profiler.enable()
+        try:
+            profiled = system.generate(task).result
+        finally:
+            profiler.disable()
+        tick("profiling")
+        assert profiled is not None, "our own systems tell all"
+        functions = exclusive(pstats.Stats(profiler), profiled.num_rounds)
+    return {
+        "benchmark": "profile",
+        "settings": settings.to_dict(),
+        "provenance": provenance(),
+        "num_rounds": result.num_rounds,
+        "round_ms": timeline.to_dict()["round_ms"],
+        "tokens_per_s": result.timings.tokens_per_s,
+        "parts": parts(timeline),
+        "packages": by_package(functions),
+        "functions": functions[: settings.num_functions],
+    }
+
+
+def _traced(generate: Callable[[], Result | None], scope: ExitStack) -> tuple[Timeline, Result]:
+    path = Path(scope.enter_context(tempfile.TemporaryDirectory())) / "trace.jsonl"
+    with trace_to_file(path):
+        result = generate()
+    assert result is not None, "our own systems tell all"
+    timeline = trace.timeline(trace.read([path]))
+    if timeline is None:
+        raise InvalidRequest("There was no round after the prompt; take more --new-tokens.", param="new_tokens")
+    return timeline, result
+
+
+def parts(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """Return milliseconds per round and share of the time by part; draft and verify may run at once."""
+    per_round = timeline.span_ms / len(timeline.rounds)
+    return {part: {"ms": share * per_round, "share": share} for part, share in timeline.shares().items()}
+
+
+def exclusive(stats: pstats.Stats, num_rounds: int) -> list[Record]:
+    """Return functions by the time spent in themselves, most first, per round."""
+    found: list[Record] = []
+    table_of: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = stats.stats  # type: ignore[attr-defined]
+    for (file, line, name), (_, calls, own_s, _, _) in table_of.items():
+        place = _place(file)
+        found.append(
+            {
+                "function": f"{place}:{line} {name}" if line else name,
+                "package": _package(place, name),
+                "calls": calls / num_rounds,
+                "ms": own_s * 1e3 / num_rounds,
+            }
+        )
+    return sorted(found, key=lambda each: -each["ms"])
+
+
+def _place(file: str) -> str:
+    """Return a path from its package on, so that it names no machine."""
+    parts_of = Path(file).parts
+    for index, part in enumerate(parts_of):
+        if part in _PACKAGES and Path(*parts_of[: index + 1]).suffix == "" and index + 1 < len(parts_of):
+            return "/".join(parts_of[index:])
+    return parts_of[-1] if parts_of else file
+
+
+def _package(place: str, name: str) -> str:
+    """Return whose time it is; waiting for a descriptor or a lock is nobody's."""
+    if "poll" in name or "'acquire' of '_thread" in name:
+        return "waiting"
+    head = place.partition("/")[0]
+    if head in _PACKAGES:
+        return "/".join(place.split("/")[:2]) if head == "specsplit" else head
+    return "torch" if "torch" in name else "other"
+
+
+def by_package(functions: list[Record]) -> dict[str, float]:
+    """Return exclusive milliseconds per round by package, most first."""
+    found: dict[str, float] = {}
+    for each in functions:
+        found[each["package"]] = found.get(each["package"], 0.0) + each["ms"]
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def show(console: Console, record: Record) -> None:
+    """Print the parts of a round, whose time it is, and the functions that take most of it."""
+    settings = record["settings"]
+    inflated = " (inflated)" if settings["is_inflated"] else ""
+    console.print(
+        f"target {settings['target']}{inflated}, mode {settings['mode']}: {record['num_rounds']} rounds, median "
+        f"{record['round_ms']:.2f} ms, {record['tokens_per_s']:.0f} tokens/s with spans on",
+        markup=False,
+    )
+    listed = table("A round", "part", "ms", "share")
+    for part, each in record["parts"].items():
+        listed.add_row(part, f"{each['ms']:.3f}", f"{each['share']:.0%}")
+    console.print(listed)
+    listed = table("Exclusive time of the event loop's thread, profiler's cost included", "package", "ms per round")
+    for package, time_ms in record["packages"].items():
+        if time_ms >= 0.001:
+            listed.add_row(escape(package), f"{time_ms:.3f}")
+    console.print(listed)
+    listed = table("Functions", "function", "calls per round", "ms per round")
+    for each in record["functions"]:
+        listed.add_row(escape(each["function"]), f"{each['calls']:.1f}", f"{each['ms']:.3f}")
+    console.print(listed)

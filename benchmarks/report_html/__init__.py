@@ -1,0 +1,1 @@
+"""One self-contained page of results files: plots, tables, where each number comes from. Measures nothing."""

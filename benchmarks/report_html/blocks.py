@@ -1,0 +1,194 @@
+"""Tables and plots of systems that were measured beside each other: a run, or one point of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import plots
+from benchmarks.plots import Plot
+from benchmarks.registry import GENERATE, PLAIN
+from benchmarks.report_html.html import NONE, Section, number, spread
+
+Record = Mapping[str, Any]
+_LIMITS = ("AR", "L0", "L1", "L1_streamed", "L2")
+_PHIS = ("phi0", "phi1", "phi2")
+
+
+def rows(section: Section, title: str, blocks: Mapping[str, Record], *, is_folded: bool = False) -> None:
+    """Add the tables of one task or of all tasks together; `blocks` are by system."""
+    section.table(
+        f"{title}: speed",
+        (
+            "system",
+            "tokens/s",
+            "decoding",
+            "over plain",
+            "over generate",
+            "decoding over plain",
+            "same texts",
+            "same tokens",
+        ),
+        [_speed(name, block) for name, block in blocks.items()],
+        is_folded=is_folded,
+    )
+    section.table(
+        f"{title}: acceptance",
+        ("system", "mean length", "tokens/round", "of path", "of nodes", "by depth", "histogram", "hit rate"),
+        [_acceptance(name, block) for name, block in blocks.items() if "acceptance" in block],
+        is_folded=is_folded,
+    )
+    waits = ("TTFT p50", "p95", "token p50", "p95", "p99", "arrival p50", "p95", "p99")
+    section.table(
+        f"{title}: waiting in ms, and what a round costs",
+        ("system", *waits, "target busy", "bytes/token", "rest of a round, ms"),
+        [_waits(name, block) for name, block in blocks.items()],
+        is_folded=is_folded,
+    )
+    section.table(
+        f"{title}: as Spec-Bench defines it",
+        ("system", "mean accepted tokens", "mean tokens/s", "speed-up over plain"),
+        [
+            (
+                name,
+                number(block["spec_bench"]["mean_accepted_tokens"]),
+                spread(block["spec_bench"]["mean_tokens_per_s"], 0),
+                spread(block["spec_bench"].get("speedup")),
+            )
+            for name, block in blocks.items()
+            if "spec_bench" in block
+        ],
+        is_folded=True,
+    )
+
+
+def own_plain(name: str, speedups: Record) -> Record | None:
+    """Return the speed-up over plain decoding at the system's own place, else over plain in process."""
+    place = name.partition("@")[2]
+    return speedups.get(f"{PLAIN}@{place}" if place else PLAIN) or speedups.get(PLAIN)
+
+
+def _speed(name: str, block: Record) -> Sequence[str]:
+    agreement = block["agreement"] or {}
+    return (
+        name,
+        spread(block["tokens_per_s"], 0),
+        spread(block["decode_tokens_per_s"], 0),
+        spread(own_plain(name, block["speedup"])),
+        spread(block["speedup"].get(GENERATE)),
+        spread(own_plain(name, block["decode_speedup"])),
+        number(agreement.get("texts"), 3),
+        number(agreement.get("tokens_before_the_first_difference"), 3),
+    )
+
+
+def _acceptance(name: str, block: Record) -> Sequence[str]:
+    found = block["acceptance"]
+    known = bool(found["num_rounds"])
+    return (
+        name,
+        number(found["mean_acceptance_length"] if known else None),
+        number(block["tokens_per_round"]),
+        number(found["path_acceptance_rate"] if known else None),
+        number(found["node_acceptance_rate"] if known else None),
+        " ".join(map(number, found["by_depth"])) or NONE,
+        " ".join(map(str, found["histogram"])) or NONE,
+        number(block.get("hit_rate")),
+    )
+
+
+def _waits(name: str, block: Record) -> Sequence[str]:
+    ttft = block["ttft_s"] or {}
+    cells = [number(ttft.get("p50"), 1, 1e3), number(ttft.get("p95"), 1, 1e3)]
+    for key in ("inter_token_s", "inter_arrival_s"):
+        cells += [number((block[key] or {}).get(part), 2, 1e3) for part in ("p50", "p95", "p99")]
+    overhead = block.get("overhead_ms")
+    return (
+        name,
+        *cells,
+        number(block.get("target_busy_fraction")),
+        number(block.get("bytes_per_token"), 0),
+        number(overhead["median"] if overhead else None),
+    )
+
+
+def limits(section: Section, systems: Mapping[str, Record]) -> None:
+    """Add the limits of each system and how much of them it reached."""
+    known = {name: system["limits"] for name, system in systems.items() if system["limits"] is not None}
+    section.table(
+        "The limit: decoded tokens/s that nothing can beat, and the fractions that were reached",
+        ("system", "AR", "L0", "L1", "L1'", "L2", *_PHIS, "A", "D", "h", "t_d ms", "t_v(n) ms", "t_v(1) ms", "r ms"),
+        [
+            (
+                name,
+                *(number(found[limit]["median"], 0) for limit in _LIMITS),
+                *(spread(found[phi]) for phi in _PHIS),
+                *(number(found["inputs"][letter]) for letter in ("A", "D", "h")),
+                *(number(found["inputs"][letter], 2, 1e3) for letter in ("t_d", "t_v_n", "t_v_1", "r")),
+            )
+            for name, found in known.items()
+        ],
+    )
+
+
+def differences(section: Section, listed: Sequence[Record], num_ties: int, points: Sequence[str] = ()) -> None:
+    """Add where a text differs from the reference's, with the margin of the target's best two scores there."""
+    if not listed:
+        section.text("Every system that can be compared wrote the same tokens in every round.")
+        return
+    section.text(f"{len(listed)} differences from the reference's text, {num_ties} of them ties.")
+    section.table(
+        "Differences",
+        ("system", "prompt", "point", "after", "expected", "got", "margin"),
+        [
+            (
+                item["system"],
+                item["task"],
+                points[item["point"]] if points else NONE,
+                *(str(item[key]) for key in ("position", "expected", "got")),
+                f"{item['margin']:.2e}",
+            )
+            for item in listed
+        ],
+        is_folded=True,
+    )
+
+
+def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]:
+    """Return the plots of systems measured beside each other; `name` begins their files' names."""
+    pooled = {system: found["pooled"] for system, found in systems.items()}
+    over_plain = {system: own_plain(system, block["speedup"]) for system, block in pooled.items()}
+    over_generate = {system: block["speedup"].get(GENERATE) for system, block in pooled.items()}
+    groups = {
+        label: {system: value for system, value in values.items() if value is not None}
+        for label, values in (("over plain, same engine", over_plain), ("over transformers generate", over_generate))
+    }
+    groups = {label: values for label, values in groups.items() if values}
+    order = [system for system in pooled if any(system in values for values in groups.values())]
+    accepting = {
+        system: block["acceptance"]
+        for system, block in pooled.items()
+        if "acceptance" in block and block["acceptance"]["num_rounds"]
+    }
+    known = {system: found["limits"] for system, found in systems.items() if found["limits"] is not None}
+    made: list[Plot] = []
+
+    def add(kind: str, title: str, draw: Any) -> None:
+        made.append(Plot(f"{name}-{kind}", title, draw))
+
+    if groups:
+        title = f"Speed-up, prompt included, with 95 % intervals{suffix}"
+        add("speedup", title, plots.bars(title, groups, "times as fast", order=order, line=1.0))
+    if accepting:
+        title = f"Acceptance by depth, given that the depth before was accepted{suffix}"
+        add("depth", title, plots.by_depth(title, {system: each["by_depth"] for system, each in accepting.items()}))
+        title = f"Accepted length{suffix}"
+        shares = {
+            system: [count / each["num_rounds"] for count in each["histogram"]] for system, each in accepting.items()
+        }
+        add("lengths", title, plots.columns(title, shares, "drafted tokens accepted in a round", "share of rounds"))
+    if known:
+        title = f"Fraction of the limit that was reached{suffix}"
+        reached = {phi: {system: found[phi] for system, found in known.items()} for phi in _PHIS}
+        add("limit", title, plots.bars(title, reached, "of the limit", line=1.0))
+    return made

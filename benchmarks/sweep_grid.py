@@ -1,0 +1,145 @@
+"""The grid of `sweep`: its points, the settings they share, and what is refused before anything is loaded.
+
+Knows no process and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+from benchmarks import registry, workloads
+from benchmarks.pair import Pair, is_inflated
+from benchmarks.peers.factories import Shape
+from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
+from benchmarks.systems import Task
+from specsplit.core.defaults import DRAFTLESS
+from specsplit.core.errors import InvalidRequest
+
+Link = Literal["target", "draft", "both"]
+"""Which links a round trip is added to."""
+AXES = ("rtt_ms", "concurrency", "temperature")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One set of conditions under which every mode is measured."""
+
+    rtt_ms: float = 0.0
+    """Added to what the links take by themselves; at 0 no proxy is between."""
+    concurrency: int = 1
+    """Sessions at once."""
+    temperature: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the point in JSON types."""
+        return {"rtt_ms": self.rtt_ms, "concurrency": self.concurrency, "temperature": self.temperature}
+
+    @property
+    def name(self) -> str:
+        return f"{self.rtt_ms:g} ms, {self.concurrency} at once, T {self.temperature:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class GridSettings:
+    """What is measured; two sweeps of the same settings are the same measurement."""
+
+    modes: tuple[str, ...]
+    rtts_ms: tuple[float, ...] = (0.0,)
+    concurrencies: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    link: Link = "target"
+    workload: str = workloads.CODE
+    sha256: str | None = None
+    num_prompts: int = 4
+    num_new_tokens: int = 64
+    num_rounds: int = 5
+    threads: int = 1
+    """Of each worker."""
+    seed: int = 0
+    is_inflated: bool = False
+    pair: Pair = field(default=Pair())
+    shape: Shape = field(default=Shape())
+    target_address: str | None = None
+    draft_address: str | None = None
+
+    @property
+    def points(self) -> list[Point]:
+        """Return the grid, in the order in which a round goes through it."""
+        return [Point(*values) for values in product(self.rtts_ms, self.concurrencies, self.temperatures)]
+
+    @property
+    def needs_draft(self) -> bool:
+        return any(mode not in DRAFTLESS for mode in self.modes)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.target_address is not None
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            InvalidRequest: naming what does not fit and what would.
+        """
+        unknown = [mode for mode in self.modes if mode not in registry.MODES]
+        if unknown or not self.modes:
+            asked = f"no mode {unknown[0]!r}" if unknown else "no mode named"
+            raise InvalidRequest(f"There is {asked}; there are {', '.join(registry.MODES)}.", param="modes")
+        for what, values in (
+            ("modes", self.modes),
+            ("rtt-ms", self.rtts_ms),
+            ("concurrency", self.concurrencies),
+            ("temperature", self.temperatures),
+        ):
+            if len(set(values)) < len(values):
+                raise InvalidRequest(f"--{what} names a value twice; name each once.", param=what)
+        if min(*self.rtts_ms, *self.temperatures, 0) < 0:
+            raise InvalidRequest("--rtt-ms and --temperature must not be negative.", param="rtt-ms")
+        uneven = [each for each in self.concurrencies if self.num_prompts % each]
+        if uneven:
+            raise InvalidRequest(
+                f"--prompts ({self.num_prompts}) must be a multiple of each of --concurrency, and {uneven[0]} does not "
+                "divide it: else the last sessions would have fewer neighbours than the others.",
+                param="prompts",
+            )
+        if not self.is_remote and self.needs_draft and self.pair.draft is None:
+            raise InvalidRequest("These modes need a draft; name one with --draft.", param="draft")
+        if self.is_remote and self.needs_draft and self.draft_address is None:
+            raise InvalidRequest("These modes need --draft-address beside --target-address.", param="draft_address")
+        if self.draft_address is not None and not self.is_remote:
+            raise InvalidRequest("--draft-address needs --target-address beside it.", param="target_address")
+
+    def batches(self, tasks: Sequence[Task], point: Point) -> list[list[Task]]:
+        """Return the tasks that run at once at `point`, batch after batch."""
+        return [list(tasks[first : first + point.concurrency]) for first in range(0, len(tasks), point.concurrency)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings in JSON types."""
+        return {
+            "modes": list(self.modes),
+            "rtt_ms": list(self.rtts_ms),
+            "concurrency": list(self.concurrencies),
+            "temperatures": list(self.temperatures),
+            "link": self.link,
+            "workload": self.workload,
+            "num_prompts": self.num_prompts,
+            "num_new_tokens": self.num_new_tokens,
+            "num_rounds": self.num_rounds,
+            "threads": self.threads,
+            "seed": self.seed,
+            "target": self.pair.target,
+            "draft": self.pair.draft,
+            "is_inflated": self.is_inflated or is_inflated(self.pair.target),
+            "dtype": self.pair.dtype,
+            "device": self.pair.device,
+            "nodes": self.shape.nodes,
+            "depth": self.shape.depth,
+            "branching": self.shape.branching,
+            "target_address": self.target_address,
+            "draft_address": self.draft_address,
+            "bootstrap_seed": BOOTSTRAP_SEED,
+            "confidence": CONFIDENCE,
+        }

@@ -1,0 +1,273 @@
+"""`report`, `trace` and `profile`: a self-contained page, honest about what is missing, and intervals that add up."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from benchmarks import plots, profile, summary, trace
+from benchmarks.__main__ import app
+from benchmarks.plots import Plot
+from benchmarks.report_html import page
+from benchmarks.report_html.html import Section
+from benchmarks.results_file import assembled
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+from tests.bench_runs import made_header, round_records, write_lines
+
+ORIGIN = {
+    "time": "now",
+    "commit": "c0ffee",
+    "has_uncommitted_changes": False,
+    "versions": {"python": "3"},
+    "machine": {"cpu": "one", "cores": 2},
+}
+
+
+def _header(**settings: Any) -> dict[str, Any]:
+    header = made_header(2, plain="plain", pingpong="pingpong", generate=None)
+    chosen = {
+        "target": "big",
+        "draft": "small",
+        "dtype": "fp32",
+        "threads": 1,
+        "workload": "code",
+        "num_new_tokens": 11,
+        "is_inflated": False,
+    }
+    return {**header, "settings": {**header["settings"], **chosen, **settings}, "provenance": ORIGIN, "left_out": []}
+
+
+def _run_file(path: Path, *, is_whole: bool = True, **settings: Any) -> Path:
+    header = _header(**settings)
+    records = [record for number in range(2 if is_whole else 1) for record in round_records(number, header)]
+    ending = {
+        "kind": "summary",
+        "id": "made up",
+        "is_complete": True,
+        "num_rounds": 2,
+        "neighbours_share": 0.2,
+        "systems": summary.summarise(assembled(None, header, records)),
+        "skipped": {},
+        "num_differences": 1,
+        "num_ties": 1,
+        "differences": [{"system": "pingpong", "task": "a<b", "position": 3, "expected": 1, "got": 2, "margin": 1e-7}],
+    }
+    return write_lines(path, [header, *records, *([ending] if is_whole else [])])
+
+
+def _silent(name: str) -> None:
+    """Count nothing."""
+
+
+def _page(*files: Path) -> str:
+    return page.render(page.build(files, _silent), _silent)
+
+
+# --- the page
+
+
+def test_the_page_asks_nothing_of_the_network_and_follows_the_readers_palette(tmp_path: Path):
+    html = _page(_run_file(tmp_path / "a.jsonl"))
+    assert not re.search(r'(src|href)="(?!#)', html)
+    assert "@import" not in html
+    assert "url(http" not in html
+    assert "prefers-color-scheme: dark" in html
+    assert "#fefe" not in html, "every colour is one of the page's variables"
+    assert '="var(' not in html, "variables work in styles, not in attributes"
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_ids_of_several_plots_do_not_meet(tmp_path: Path):
+    html = _page(_run_file(tmp_path / "a.jsonl"), _run_file(tmp_path / "A.jsonl"))
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids)) > 20
+    assert set(re.findall(r'(?:url\(|href=")#([^")]+)', html)) <= set(ids)
+
+
+def test_the_page_shows_differences_with_margins_and_escapes_names(tmp_path: Path):
+    html = _page(_run_file(tmp_path / "a.jsonl"))
+    assert "1.00e-07" in html
+    assert "a&lt;b" in html
+    assert "Others used 20% of the processors" in html
+    assert "c0ffee" in html
+
+
+def test_an_inflated_target_is_called_so_in_the_heading_and_in_every_plot(tmp_path: Path):
+    (section,) = page.build([_run_file(tmp_path / "a.jsonl", is_inflated=True)], _silent)
+    assert "(inflated)" in section.title
+    assert [plot.title for plot in section.plots if not plot.title.endswith("(inflated)")] == []
+    assert "inflated)" not in "".join(s.title for s in page.build([_run_file(tmp_path / "b.jsonl")], _silent))
+
+
+def test_a_run_that_is_not_whole_shows_its_whole_rounds_and_says_so(tmp_path: Path):
+    html = _page(_run_file(tmp_path / "a.jsonl", is_whole=False))
+    assert "it has 1 of 2 rounds and no summary" in html
+    assert "Differences are listed once the run is whole" in html
+    assert "Speed-up" in html
+    empty = write_lines(tmp_path / "empty.jsonl", [_header()])
+    assert "No round is whole" in _page(empty)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a poem\n", "is not a results file"),
+        ('{"benchmark":"unheard of"}\n', "is not a results file"),
+        ("[]\n", "is not a results file"),
+        ('{"benchmark":"smoke"}\n', "The last line of .* is damaged"),
+        ("", "is not a results file"),
+    ],
+)
+def test_files_that_are_no_results_are_refused_by_name(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=message):
+        page.build([path], _silent)
+
+
+def test_a_missing_file_and_an_output_that_cannot_be_written_are_told(tmp_path: Path):
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        page.build([tmp_path / "none.jsonl"], _silent)
+    with pytest.raises(InvalidSettings, match="check --output"):
+        page.write("x", tmp_path / "no folder" / "r.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidSettings, match="check --plots"):
+        plots.write([Plot("a", "a", plots.columns("a", {"s": [1.0]}, "", ""))], tmp_path / "file", _silent)
+
+
+def test_the_command_writes_the_page_and_each_plot_light_and_dark(tmp_path: Path):
+    run = _run_file(tmp_path / "a.jsonl")
+    found = CliRunner().invoke(
+        app, ["report", str(run), "--output", str(tmp_path / "r.html"), "--plots", str(tmp_path / "plots")]
+    )
+    assert found.exit_code == 0
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    names = {Path(path).name for path in told["plots"]}
+    assert {"a-speedup.png", "a-speedup-dark.svg", "a-depth.svg", "a-lengths.png", "a-limit-dark.png"} <= names
+    assert all(Path(path).stat().st_size > 1000 for path in told["plots"])
+
+
+def test_every_results_file_of_this_repository_has_its_section():
+    files = sorted((Path(page.__file__).parents[1] / "results").glob("*.jsonl"))
+    assert len(page.build(files, _silent)) >= len(files) > 0
+
+
+def test_an_empty_table_leaves_no_trace():
+    section = Section("s")
+    section.table("t", ("a", "b"), [])
+    assert section.parts == []
+
+
+# --- traces
+
+
+def _span(name: str, start_ms: float, end_ms: float, parent: str | None = None, **attributes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "trace_id": "t",
+        "span_id": f"{name}{start_ms}",
+        "parent_id": parent,
+        "start_ns": int(start_ms * 1e6),
+        "end_ns": int(end_ms * 1e6),
+        "attributes": attributes,
+    }
+
+
+SPANS = [
+    _span("request", 0, 32),
+    _span("round", 0, 10),
+    _span("round", 10, 20),
+    _span("round", 20, 30),
+    _span("propose", 10, 13),
+    _span("forward", 11, 12, worker="draft"),
+    _span("verify", 14, 19),
+    _span("forward", 15, 18, worker="target"),
+    _span("forward", 2, 8, worker="target"),
+    _span("verify", 20, 30),
+    _span("forward", 22, 28, worker="target"),
+    _span("propose", 21, 27),
+    _span("forward", 21, 27, worker="draft"),
+    {**_span("forward", 11, 29, worker="target"), "trace_id": "another request"},
+]
+
+
+def test_a_timeline_has_the_lanes_of_one_request_after_its_prompt():
+    found = trace.timeline(SPANS)
+    assert found is not None
+    assert found.rounds == [(0, 10), (10, 20)]
+    assert found.verify == [(5, 8), (12, 18)]
+    assert found.draft == [(1, 2), (11, 17)]
+    assert found.to_target == [(4, 5), (8, 9), (10, 12), (18, 20)]
+    assert found.to_draft == [(0, 1), (2, 3)]
+    assert found.idle(found.verify) == [(0, 5), (8, 12), (18, 20)]
+    shares = found.shares()
+    assert shares["verify"] == pytest.approx(9 / 20)
+    assert shares["both at once"] == pytest.approx(5 / 20)
+    parts = shares["verify"] + shares["draft"] - shares["both at once"]
+    assert parts + shares["engines and hand-over"] + shares["python between"] == pytest.approx(1)
+
+
+def _trace_file(path: Path, spans: list[dict[str, Any]]) -> Path:
+    return write_lines(path, spans)
+
+
+def test_the_files_of_workers_join_the_orchestrators(tmp_path: Path):
+    ours = _trace_file(tmp_path / "ours.jsonl", [span for span in SPANS if span["name"] != "forward"])
+    theirs = _trace_file(tmp_path / "theirs.jsonl", [span for span in SPANS if span["name"] == "forward"])
+    (section,) = page.build([theirs, ours], _silent)
+    assert section.title.startswith("ours.jsonl")
+    (plot,) = section.plots
+    assert "target" in plots.inline_svg(plot)
+    with pytest.raises(InvalidRequest, match="add the trace file of the orchestrator"):
+        page.build([theirs], _silent)
+
+
+def test_a_trace_without_rounds_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidRequest, match="generate more tokens"):
+        page.build([_trace_file(tmp_path / "t.jsonl", SPANS[:2])], _silent)
+
+
+_INTERVALS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 10)).map(lambda each: (float(each[0]), float(sum(each)))), max_size=6
+)
+
+
+def _cells(intervals: list[trace.Interval]) -> set[int]:
+    return {cell for start, end in intervals for cell in range(int(start), int(end))}
+
+
+@given(_INTERVALS, _INTERVALS)
+def test_intervals_are_sets_of_moments(first: list[trace.Interval], second: list[trace.Interval]):
+    assert _cells(trace.minus(first, second)) == _cells(first) - _cells(second)
+    assert _cells(trace.overlap(first, second)) == _cells(first) & _cells(second)
+    assert trace.total(first) == len(_cells(first))
+
+
+# --- the profile
+
+
+def test_a_profile_says_where_a_round_of_a_real_generation_goes():
+    found = profile.run(profile.ProfileSettings("pingpong", num_new_tokens=8), _silent)
+    shares = {part: each["share"] for part, each in found["parts"].items()}
+    assert shares["verify"] > 0
+    assert shares["draft"] > 0
+    whole = sum(shares.values()) - 2 * shares["both at once"]
+    assert whole == pytest.approx(1, abs=1e-6)
+    assert any(each["function"].startswith("specsplit/") for each in found["functions"])
+    assert not any(each["function"].startswith("/") for each in found["functions"]), "no path of this machine"
+    json.dumps(found)
+
+
+def test_a_profile_of_an_unknown_mode_is_refused():
+    with pytest.raises(InvalidSettings, match="mode must be"):
+        profile.run(profile.ProfileSettings("nope"), _silent)

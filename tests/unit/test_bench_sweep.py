@@ -1,0 +1,255 @@
+"""`sweep` and `figures`: the grid, blocks that are whole, what is derived at a point, one real sweep resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import figures, sweep_run
+from benchmarks.__main__ import app
+from benchmarks.report_html import page, sections
+from benchmarks.samples import to_record
+from benchmarks.sweep_file import SweepFile, read
+from benchmarks.sweep_grid import GridSettings, Point
+from benchmarks.systems import Task
+from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
+from tests.bench_runs import COSTS, made_sample, write_lines
+
+GRID = GridSettings(("plain", "pingpong"), rtts_ms=(0.0, 10.0), concurrencies=(1, 2), num_prompts=2, num_rounds=2)
+ORIGIN = {
+    "time": "now",
+    "commit": "c0ffee",
+    "has_uncommitted_changes": False,
+    "versions": {},
+    "machine": {"cpu": "one", "cores": 2},
+}
+
+
+def _header(settings: GridSettings = GRID) -> dict[str, Any]:
+    return {
+        "kind": "sweep",
+        "schema": 1,
+        "id": "made up",
+        "settings": settings.to_dict(),
+        "provenance": ORIGIN,
+        "points": [point.to_dict() for point in settings.points],
+        "prompts": {"sha256": "p", "tasks": [{"id": "a", "category": "code"}, {"id": "b", "category": "code"}]},
+        "systems": {mode: {"where": "", "mode": mode} for mode in settings.modes},
+        "skipped": {},
+    }
+
+
+def _block(number: int, place: int, settings: GridSettings = GRID, wall_s: float = 1.0) -> list[dict[str, Any]]:
+    """Return the lines of one round at one point, where pingpong takes half of plain's time."""
+    point = settings.points[place]
+    here = {"round": number, "point": place}
+    found: list[dict[str, Any]] = []
+    for first in range(0, 2, point.concurrency):
+        for mode in settings.modes:
+            tasks = "ab"[first : first + point.concurrency]
+            found += [{**to_record(number, mode, task, made_sample(mode=mode), 11), **here} for task in tasks]
+            seconds = wall_s if mode == "plain" else wall_s / 2
+            batch = {"kind": "batch", "system": mode, "batch": first, "wall_s": seconds, "num_tokens": 11 * len(tasks)}
+            found.append({**batch, **here})
+    if point.concurrency == 1:
+        found += [{"kind": "costs", "uses_draft": uses, **here, **COSTS.to_dict()} for uses in (False, True)]
+    return found
+
+
+def _blocks(count: int) -> list[list[dict[str, Any]]]:
+    return [_block(*divmod(index, len(GRID.points))) for index in range(count)]
+
+
+# --- the grid
+
+
+def test_the_grid_has_every_combination_once():
+    assert GRID.points == [Point(0, 1), Point(0, 2), Point(10, 1), Point(10, 2)]
+    tasks = [Task(name, (1,), 4) for name in "abcd"]
+    assert [[task.id for task in batch] for batch in GRID.batches(tasks, Point(concurrency=2))] == [
+        ["a", "b"],
+        ["c", "d"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modes": ("beam",)}, "There is no mode 'beam'"),
+        ({"modes": ()}, "no mode named"),
+        ({"modes": ("plain", "plain")}, "names a value twice"),
+        ({"rtts_ms": (-1.0,)}, "must not be negative"),
+        ({"concurrencies": (1, 3)}, "must be a multiple of each of --concurrency, and 3"),
+        ({"target_address": "127.0.0.1:1"}, "need --draft-address"),
+        ({"draft_address": "127.0.0.1:1"}, "needs --target-address"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(changes: dict[str, Any], message: str):
+    with pytest.raises(InvalidRequest, match=message):
+        replace(GRID, **changes).check()
+
+
+# --- the file
+
+
+def test_a_file_reads_back_as_runs_by_point(tmp_path: Path):
+    path = write_lines(tmp_path / "s.jsonl", [_header(), *(line for block in _blocks(8) for line in block)])
+    found = read(path)
+    assert (len(found.blocks), found.num_rounds, found.num_dropped, found.is_whole) == (8, 2, 0, False)
+    alone, together = found.run(0), found.run(1)
+    assert alone.num_rounds == together.num_rounds == 2
+    assert set(alone.costs) == {"plain", "pingpong"}
+    assert together.costs == {}, "the limit is one session's"
+    assert found.walls(1, "plain") == [[(1.0, 22)], [(1.0, 22)]]
+    assert found.walls(0, "pingpong") == [[(0.5, 11), (0.5, 11)]] * 2
+
+
+def test_only_whole_blocks_count_and_the_rest_is_dropped(tmp_path: Path):
+    lines = [_header(), *(line for block in _blocks(3) for line in block)]
+    path = write_lines(tmp_path / "s.jsonl", lines[:-1])
+    with path.open("ab") as file:
+        file.write(b'{"kind":"sam')
+    found = read(path)
+    assert len(found.blocks) == 2
+    assert found.num_dropped == len(_block(0, 2)) - 1
+    assert found.num_kept_bytes == sum(
+        len(json.dumps(line, separators=(",", ":"))) + 1 for line in lines[: -len(_block(0, 2))]
+    )
+    assert "it has 2 of 8 rounds" in found.status
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path):
+    foreign = write_lines(tmp_path / "f.jsonl", [{"kind": "run", "schema": 1}])
+    with pytest.raises(InvalidRequest, match="no results file of `sweep`"):
+        read(foreign)
+    skipping = write_lines(tmp_path / "d.jsonl", [_header(), *_block(0, 1)])
+    with pytest.raises(InvalidRequest, match="damaged in the middle"):
+        read(skipping)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read(tmp_path / "none.jsonl")
+
+
+def test_throughput_counts_all_sessions_of_a_batch_by_its_wall_time():
+    found = sweep_run.derive(SweepFile(Path(), _header(), _blocks(8)), 1)
+    assert found["throughput"]["plain"]["median"] == pytest.approx(22)
+    assert found["throughput"]["pingpong"]["median"] == pytest.approx(44)
+    assert found["speedup"]["pingpong"]["median"] == pytest.approx(2)
+    assert found["systems"]["pingpong"]["limits"] is None
+    assert sweep_run.derive(SweepFile(Path(), _header(), _blocks(8)), 0)["systems"]["pingpong"]["limits"] is not None
+
+
+def test_the_report_has_a_plot_for_each_axis_with_several_values(tmp_path: Path):
+    lines = [_header(replace(GRID, is_inflated=True)), *(line for block in _blocks(6) for line in block)]
+    path = write_lines(tmp_path / "s.jsonl", lines)
+    (section,) = page.build([path], lambda name: None)
+    names = [plot.name for plot in section.plots]
+    assert names == ["s-rtt-ms-1", "s-rtt-ms-2", "s-concurrency-1", "s-concurrency-2"]
+    assert all("(inflated)" in plot.title for plot in section.plots)
+    html = page.render([section], lambda name: None)
+    assert "it has 6 of 8 rounds" in html
+    assert "+10 ms, 2 at once, T 0" in html
+
+
+def test_points_without_a_whole_round_are_left_out_of_the_report(tmp_path: Path):
+    path = write_lines(tmp_path / "s.jsonl", [_header(), *_block(0, 0)])
+    section = sections.of_sweep(read(path), "s")
+    assert section.plots == []
+    assert "+10 ms" not in "".join(part for part in section.parts if isinstance(part, str))
+    nothing = sections.of_sweep(read(write_lines(tmp_path / "n.jsonl", [_header()])), "n")
+    assert any("there is nothing to show" in part for part in nothing.parts if isinstance(part, str))
+
+
+# --- running
+
+
+def _arguments(output: Path, *more: str) -> list[str]:
+    sizes = ["--modes", "plain,pingpong", "--prompts", "2", "--new-tokens", "6", "--rounds", "1"]
+    return ["sweep", *sizes, "--rtt-ms", "0,4", "--concurrency", "2,1", "--output", str(output), *more]
+
+
+def _told(text: str) -> str:
+    """Return what was printed, however it was broken into lines."""
+    return " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_where_it_was_and_writes_plain_decodings_text(tmp_path: Path):
+    output = tmp_path / "s.jsonl"
+    first = CliRunner().invoke(app, _arguments(output))
+    assert first.exit_code == 0, first.output
+    whole = read(output)
+    told = json.loads(first.stdout.splitlines()[-1])
+    assert told["num_differences"] == 0
+    assert [point["num_rounds"] for point in told["points"]] == [1] * 4
+    alone = {point["rtt_ms"]: point for point in told["points"] if point["concurrency"] == 1}
+    trips = {rtt: alone[rtt]["systems"]["plain"]["limits"]["inputs"]["r"] for rtt in alone}
+    assert trips[4.0] >= 0.004, "the proxy is on the way"
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[: 1 + len(whole.blocks[0]) + 2]))
+    again = CliRunner().invoke(app, _arguments(output))
+    assert again.exit_code == 0, again.output
+    assert "1 of 4 rounds at single points are whole" in _told(again.stderr)
+    resumed = read(output)
+    assert resumed.is_whole
+    assert resumed.blocks[0] == whole.blocks[0]
+    assert len(resumed.blocks) == 4
+    third = CliRunner().invoke(app, _arguments(output))
+    assert "is whole already" in _told(third.stderr)
+    other = CliRunner().invoke(app, _arguments(output, "--seed", "5"))
+    assert isinstance(other.exception, InvalidSettings)
+    assert "seed was 0, now 5" in str(other.exception)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_not_there_is_told():
+    found = CliRunner().invoke(
+        app, ["sweep", "--modes", "plain", "--prompts", "1", "--target-address", "127.0.0.1:1", "--new-tokens", "4"]
+    )
+    assert isinstance(found.exception, SpecSplitError)
+    assert "127.0.0.1:1" in str(found.exception)
+
+
+# --- the set of figures
+
+
+def test_every_part_of_the_figures_is_a_command_that_exists_and_writes_where_the_report_looks(tmp_path: Path):
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    listed = figures.parts(tmp_path / "r", tmp_path / "m", figures.FULL)
+    for part in listed:
+        assert str(part.output) in part.arguments
+        if part.arguments[0] == "benchmarks":
+            assert part.arguments[1] in commands
+            shown = CliRunner().invoke(app, [part.arguments[1], "--help"], env={"COLUMNS": "200"}).output
+            assert [option for option in part.arguments if option.startswith("--") and option not in shown] == []
+    assert sum(part.minutes for part in listed) < 25
+    inflated = [part for part in listed if str(tmp_path / "m") in " ".join(part.arguments)]
+    assert listed.index(inflated[0]) == min(listed.index(part) for part in inflated)
+    assert inflated[0].arguments[0] == "benchmarks.inflate"
+
+
+def test_figures_keep_what_is_whole_of_this_commit_and_replace_another_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    listed = [part for part in figures.parts(tmp_path, tmp_path / "m", figures.TINY) if part.resumes]
+    mine, other = listed[0].output, listed[1].output
+    for path, commit in ((mine, figures.commit()), (other, "another")):
+        write_lines(path, [{"kind": "run", "schema": 1, "provenance": {"commit": commit}}])
+    ran: list[tuple[str, ...]] = []
+
+    def note(arguments: tuple[str, ...]) -> int:
+        ran.append(arguments)
+        return 0 if len(ran) < 4 else figures.INTERRUPTED
+
+    monkeypatch.setattr(figures, "_run", note)
+    told: list[str] = []
+    assert figures.run(tmp_path, tmp_path / "m", figures.TINY, is_fresh=False, tell=told.append) == figures.INTERRUPTED
+    assert mine.exists()
+    assert not other.exists()
+    assert f"Replacing {other}." in told
+    assert told[-1].startswith("Interrupted; what is whole is kept")
+    assert len(ran) == 4, "nothing is begun after Ctrl-C"
