@@ -95,7 +95,10 @@ def _scramble(message: Any, rng: random.Random) -> None:
     elif field.is_repeated:
         values = getattr(message, field.name)
         for _ in range(rng.choice((1, 1, 2, 5, 70))):
-            values.insert(rng.randrange(len(values) + 1), _wild(field, rng))
+            if field.message_type is not None:
+                _scramble(values.add(), rng)
+            else:
+                values.insert(rng.randrange(len(values) + 1), _wild(field, rng))
         del values[: rng.choice((0, 0, 1, 5))]
     elif field.message_type is not None:
         _scramble(getattr(message, field.name), rng)

@@ -215,7 +215,7 @@ class Worker:
             task.num_forwards += 1
             task.num_tokens += len(entry.token_ids)
             task.batch_size = max(task.batch_size, len(entries))
-            if spans.is_enabled():
+            if task.context is not None:
                 spans.record(
                     "forward",
                     task.context,

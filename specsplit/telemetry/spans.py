@@ -25,13 +25,11 @@ def use_tracer(tracer: trace.Tracer | None) -> None:
     _tracer = tracer
 
 
-def is_enabled() -> bool:
-    return _tracer is not None
-
-
 def current() -> Context | None:
-    """Return the caller's span context, to be handed to another thread; None while spans are off."""
-    return otel_context.get_current() if _tracer is not None else None
+    """Return the caller's span context, to be handed to another thread; None while spans are off or outside of one."""
+    if _tracer is None or not trace.get_current_span().get_span_context().is_valid:
+        return None
+    return otel_context.get_current()
 
 
 def span(name: str, parent: Context | None = None, **attributes: Attribute) -> AbstractContextManager[object]:

@@ -292,7 +292,7 @@ async def test_a_draft_of_another_vocabulary_is_refused_naming_both(target: Work
 def test_a_draft_killed_midway_costs_speed_only(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], tmp_path: Path, capfd: Capture
 ):
-    arguments = ["--target", target.address, "--draft", draft.address, *LONG]
+    arguments = ["--target", target.address, "--draft", draft.address, "--mode", "pingpong", *LONG]
     with _when_rounds_have_begun(draft.kill, tmp_path) as trace:
         answer, _ = _orchestrate(capfd, *arguments, "--trace-file", str(trace))
     draft.start()
