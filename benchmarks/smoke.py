@@ -16,14 +16,21 @@ from benchmarks.bars import Bar
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance, decode_tokens_per_s, overhead_ms
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.factories import ServeBareForward, ServedMode, ServeLoopback, ServeOurs, ServeTransformers, Shape
+from benchmarks.peers.factories import (
+    ServeBareForward,
+    ServedMode,
+    ServeLoopback,
+    ServeModes,
+    ServeTransformers,
+    Shape,
+)
 from benchmarks.processes import Child
 from benchmarks.report import Progress
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, Estimate, estimate, median, quantile
 from benchmarks.systems import System, Task
 
 NUM_WARM_UPS = 2
-OURS = (bars.PLAIN, bars.PINGPONG, bars.PINGPONG_REMOTE)
+OURS = (bars.PLAIN, bars.PINGPONG, bars.AUTO, bars.PINGPONG_REMOTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,7 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
     origin, threads = provenance(), settings.threads
     trees = ServedMode(bars.PINGPONG_REMOTE, "pingpong", settings.shape)
     with ExitStack() as scope:
-        ours = scope.enter_context(Child("SpecSplit", ServeOurs(threads, ((bars.PINGPONG, settings.shape),))))
+        ours = scope.enter_context(Child("SpecSplit", ServeModes(threads, _modes(settings.shape))))
         loopback = scope.enter_context(Child("SpecSplit on loopback", ServeLoopback(threads, trees)))
         others = [("the bare forward", ServeBareForward(threads)), ("transformers", ServeTransformers(threads))]
         children = [ours, loopback, *(scope.enter_context(Child(name, serve)) for name, serve in others)]
@@ -126,6 +133,11 @@ def run(settings: SmokeSettings, progress: Progress) -> Smoke | None:
         found = differences(tasks, bars.PLAIN, measured.rounds, partial(ours.ask, "top2_margin"))
     told: dict[str, object] = {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)}
     return derive(settings, chunk_tokens, origin, told, measured, found, share, wire_bytes)
+
+
+def _modes(shape: Shape) -> tuple[ServedMode, ...]:
+    fixed = (ServedMode(bars.PLAIN, "plain"), ServedMode(bars.PINGPONG, "pingpong", shape))
+    return (*fixed, ServedMode(bars.AUTO, "auto", shape))
 
 
 def _loaded(child: Child, tick: Tick) -> list[System]:
