@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specsplit.rpc.server import Server
     from specsplit.target.engine import TargetEngine
 
-_MIN_CORES, _NUM_TIMED = 2, 3
+_MIN_CORES, _NUM_TIMED = 2, 8
 _WORTH_THREADS_S = 0.008
 """A forward of the target; four hand-overs a round cost about a millisecond."""
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _is_worth_threads(models: Models) -> bool:
     from specsplit.model.plan import Entry
 
     times: list[float] = []
-    for _ in range(_NUM_TIMED):
+    for _ in range(_NUM_TIMED):  # the first ones also compile what was recorded
         start_s = time.perf_counter()
         models.target.runner.forward([Entry(0, 0, [0])])
         times.append(time.perf_counter() - start_s)

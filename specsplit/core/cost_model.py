@@ -20,6 +20,7 @@ from typing import Literal
 Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """`lookup` is rounds whose trees come from lookup alone: no draft is waited for."""
 PLAIN: Mode = "plain"
+_BESIDE = ("overlap", "stream")
 _WINDOW = 5
 _MIN_OBSERVED = 3
 _STEP = 0.25
@@ -129,6 +130,12 @@ class Costs:
     """Share of rounds whose outcome was already drafted when the verdict came."""
     max_unacknowledged: int = 8
     """Commits that a streaming target may be ahead."""
+    verify_beside: StepTimes | None = None
+    """While the draft drafts, where that was measured: on one machine the two slow each other down."""
+
+    def verify_in(self, mode: Mode) -> StepTimes:
+        """Return the times of a verify in `mode`."""
+        return self.verify_beside if self.verify_beside is not None and mode in _BESIDE else self.verify
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
@@ -240,7 +247,7 @@ def round_s(mode: Mode, nodes: int, depth: int, costs: Costs) -> float:
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
-    return _round_s(mode, nodes, costs.verify.seconds(nodes + 1), costs.draft_s(nodes, depth), costs)
+    return _round_s(mode, nodes, costs.verify_in(mode).seconds(nodes + 1), costs.draft_s(nodes, depth), costs)
 
 
 def _round_s(mode: Mode, nodes: int, verify_s: float, draft_s: float, costs: Costs) -> float:
@@ -322,27 +329,35 @@ def _chosen(plan: Plan, plans: tuple[Plan, ...], num_beaten: int = 0) -> Choice:
 
 def _best_plans(profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> tuple[Plan, ...]:
     """Return the best plan of each mode, the best of all first; of equals plain decoding, then the smaller tree."""
-    verify_s = {nodes: costs.verify.seconds(nodes + 1) for nodes in (0, *limits.nodes)}
     shapes = [
-        (depth, [(nodes, verify_s[nodes], costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
+        (depth, [(nodes, costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
         for depth in range(1, limits.max_depth + 1)
     ]
-    plans = [Plan(PLAIN, 0, 0, 1 / _round_s(PLAIN, 0, verify_s[0], 0.0, costs))]
-    for mode, profile in profiles.items():
-        if mode == PLAIN:
-            continue
-        best_rate = 1 / _round_s(mode, 0, verify_s[0], 0.0, costs) if mode == "stream" else 0.0
-        best_nodes = best_depth = 0
-        for depth, sizes in shapes:
-            expected = expected_by_nodes(profile, depth, limits.branching, max(limits.nodes))
-            for nodes, nodes_s, draft_s in sizes:
-                if nodes >= len(expected):
-                    break
-                rate = expected[nodes] / _round_s(mode, nodes, nodes_s, draft_s, costs)
-                if rate > best_rate:
-                    best_rate, best_nodes, best_depth = rate, nodes, depth
-        plans.append(Plan(mode, best_nodes, best_depth, best_rate))
+    plans = [Plan(PLAIN, 0, 0, 1 / _round_s(PLAIN, 0, costs.verify.seconds(1), 0.0, costs))]
+    plans += [_best_plan(mode, profile, shapes, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
     return tuple(sorted(plans, key=lambda plan: -plan.tokens_per_s))
+
+
+def _best_plan(
+    mode: Mode,
+    profile: Profile,
+    shapes: Sequence[tuple[int, Sequence[tuple[int, float]]]],
+    costs: Costs,
+    limits: Limits,
+) -> Plan:
+    """Return the best plan of one mode among `shapes`: by depth, each number of nodes and its draft's seconds."""
+    times = costs.verify_in(mode)
+    verify_s = {nodes: times.seconds(nodes + 1) for nodes in (0, *limits.nodes)}
+    best = Plan(mode, 0, 0, 1 / _round_s(mode, 0, verify_s[0], 0.0, costs) if mode == "stream" else 0.0)
+    for depth, sizes in shapes:
+        expected = expected_by_nodes(profile, depth, limits.branching, max(limits.nodes))
+        for nodes, draft_s in sizes:
+            if nodes >= len(expected):
+                break
+            rate = expected[nodes] / _round_s(mode, nodes, verify_s[nodes], draft_s, costs)
+            if rate > best.tokens_per_s:
+                best = Plan(mode, nodes, depth, rate)
+    return best
 
 
 def _revised(last: Plan, profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> Plan | None:
@@ -360,9 +375,7 @@ def _revised(last: Plan, profiles: Mapping[Mode, Profile], costs: Costs, limits:
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], at: float) -> float:
-    if at <= rows[0]:
-        return seconds[0]
-    if len(rows) == 1:
+    if at <= rows[0] or len(rows) == 1:
         return seconds[0]
     high = min(bisect_left(rows, at), len(rows) - 1)
     slope = (seconds[high] - seconds[high - 1]) / (rows[high] - rows[high - 1])

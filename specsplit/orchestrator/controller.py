@@ -21,7 +21,7 @@ millisecond."""
 SHADOW_EVERY = 16
 """Rounds without the draft from one look at what it would have said to the next."""
 EXPLORED_ROUNDS = 3
-"""Rounds with the draft before the first choice."""
+"""Proposals before the first choice; a draft that gives none has twice as many rounds for it."""
 MAX_DEPTH = 12
 _PLAIN = Move("plain")
 
@@ -76,7 +76,8 @@ class Controller:
             return Move(self._mode, default)
         self._num_rounds += 1
         first = self._modes[0]
-        if self._num_rounds <= EXPLORED_ROUNDS and not self._experience.has_drafted and first != "lookup":
+        is_known = self._experience.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
+        if not is_known and has_draft and first != "lookup":
             return Move(first, self._first)
         if not self._experience.has_seen_plain:
             return _PLAIN

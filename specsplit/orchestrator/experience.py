@@ -42,11 +42,14 @@ class Experience:
         """By rows of a target's forward."""
         self.has_seen_plain = False
         """Whether a forward of one row was measured."""
-        self.has_drafted = False
-        """Whether a propose was answered."""
+        self.num_proposals = 0
+        """Proposes that were answered."""
         self.choice: Choice | None = None
+        self._verify_beside: StepTimes | None = None
+        """The same while the draft is at work: on one machine they slow each other down."""
         self._draft: DraftTimes | None = None
         self._round_trip = RunningMedian()
+        self._own = RunningMedian()
         self._hit_rate = 0.5
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
         self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.2, counts_absent=True)
@@ -59,21 +62,26 @@ class Experience:
         if self._draft is None and draft is not None and draft.step_times:
             self._draft = DraftTimes(StepTimes(dict(draft.step_times)))
 
-    def observe_verify(self, timings: Timings, wall_s: float) -> None:
-        """Count a verify of a round after the prompt's."""
+    def observe_verify(self, timings: Timings, wall_s: float, *, is_beside: bool = False) -> None:
+        """Count a verify of a round after the prompt's; `is_beside` tells that the draft was at work meanwhile."""
         rows, device_s = timings.num_tokens, timings.device_ms / 1e3
         if rows <= 0 or device_s <= 0:
             return
         if self.verify is None:
             per_row = device_s / (1 + _ROW_COST * (rows - 1))
             self.verify = StepTimes({point: per_row * (1 + _ROW_COST * (point - 1)) for point in _GRID})
-        self.verify.observe(rows, device_s)
-        self.has_seen_plain |= rows == 1
+        if is_beside:
+            if self._verify_beside is None:
+                self._verify_beside = StepTimes(self.verify.grid)
+            self._verify_beside.observe(rows, device_s)
+        else:
+            self.verify.observe(rows, device_s)
+            self.has_seen_plain |= rows == 1
         self._round_trip.observe(max(wall_s - device_s, 0.0))
 
     def observe_propose(self, timings: Timings, wall_s: float) -> None:
         """Count a propose that was answered."""
-        self.has_drafted = True
+        self.num_proposals += 1
         levels, device_s = timings.num_forwards, timings.device_ms / 1e3
         if levels <= 0 or device_s <= 0:
             return
@@ -81,6 +89,10 @@ class Experience:
         if self._draft is None:
             self._draft = DraftTimes(StepTimes(dict.fromkeys(_GRID, device_s / levels)))
         self._draft.observe(levels, rows, device_s, wall_s)
+
+    def observe_own(self, own_s: float) -> None:
+        """Count what a round took beside its verify and waiting for the draft."""
+        self._own.observe(max(own_s, 0.0))
 
     def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
@@ -111,10 +123,10 @@ class Experience:
         """Choose anew among plain decoding and `modes`; None while no verify was measured."""
         if self.verify is None:
             return None
-        costs = Costs(self.verify, self._draft, self._round_trip.value, self._hit_rate)
+        costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=self._verify_beside)
         profiles: dict[Mode, Profile] = {}
         for mode in _PLANNED:
-            if mode in modes and (mode == "lookup" or (self._draft is not None and self.has_drafted)):
+            if mode in modes and (mode == "lookup" or (self._draft is not None and self.num_proposals)):
                 profiles[mode] = self._found.profile if mode == "lookup" else self._drafted.profile
         self.choice = choose(profiles, costs, limits, self.choice)
         return self.choice
@@ -130,4 +142,8 @@ class Experience:
         if self.verify is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs))
-        return expected / (self.verify.seconds(len(path_log_probs) + 1) + self._round_trip.value)
+        return expected / (self.verify.seconds(len(path_log_probs) + 1) + self._other_s)
+
+    @property
+    def _other_s(self) -> float:
+        return self._round_trip.value + self._own.value

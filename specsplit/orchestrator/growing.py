@@ -71,8 +71,12 @@ class Growing:
         """Of the draft's numbers."""
         self._found: LookupTree | None = None
         """What lookup said of the round under way."""
-        self._has_begun = False
-        """The prompt's round is over."""
+        self._observed_s: float | None = None
+        """When the last round ended; the prompt's is the first."""
+        self._waited_s = 0.0
+        """For the draft, since then."""
+        self._is_beside = False
+        """The draft is at work while the target verifies."""
         self._is_aside = False
         """What grows is only to be compared with the text."""
 
@@ -96,7 +100,9 @@ class Growing:
             if self._found is not None:
                 self._tree.merge(self._found)
             if move.mode != "lookup" and not self._is_enough(move, budget):
+                began_s = self._loop.time()
                 await self._draft(move.mode == "overlap", budget)
+                self._waited_s += self._loop.time() - began_s
             nodes = self._best(move, budget)
         offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
         timings, self._drafted = self._drafted, Timings()
@@ -104,6 +110,7 @@ class Growing:
             self._keep_growing(budget)
         elif move.shadow is not None:
             self._look_aside(move.shadow)
+        self._is_beside = self._growing is not None and not self._growing.done()
         return replace(offer, proposal=replace(offer.proposal, timings=timings), is_kept=self._is_kept)
 
     def _is_enough(self, move: Move, budget: Budget) -> bool:
@@ -126,9 +133,11 @@ class Growing:
     def observe(self, outcome: Outcome) -> None:
         """Take note of a round's outcome; its tokens are committed."""
         token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
-        if self._has_begun:
-            experience.observe_verify(outcome.verdict.timings, outcome.verify_s)
-        self._has_begun = True
+        now_s = self._loop.time()
+        if self._observed_s is not None:
+            experience.observe_verify(outcome.verdict.timings, outcome.verify_s, is_beside=self._is_beside)
+            experience.observe_own(now_s - self._observed_s - outcome.verify_s - self._waited_s)
+        self._observed_s, self._waited_s = now_s, 0.0
         if self._drafting is not None:
             self._drafting.observe(token_ids, outcome.verify_s)
         if self._lookup is not None:
