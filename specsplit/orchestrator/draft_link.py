@@ -62,7 +62,12 @@ class DraftLink(Link):
     @property
     def is_well(self) -> bool:
         """Whether it would be asked now."""
-        return self._why_not() is None
+        return self.trouble is None
+
+    @property
+    def trouble(self) -> Reason | None:
+        """Why it would not be asked now."""
+        return self._why_not()
 
     def _why_not(self) -> Reason | None:
         if self._under_way is not None:

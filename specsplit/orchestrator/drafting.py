@@ -46,9 +46,9 @@ class Drafting:
         """Of the rounds after the prompt's; the prompt's own until there is one."""
 
     @property
-    def is_well(self) -> bool:
-        """Whether the draft would be asked now."""
-        return self._link.is_well
+    def trouble(self) -> Reason | None:
+        """Why the draft would not be asked now."""
+        return self._link.trouble
 
     def wait_s(self, max_depth: int) -> float:
         """Return how long a tree of `max_depth` levels is worth waiting for."""

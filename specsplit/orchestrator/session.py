@@ -133,11 +133,14 @@ class Session:
         """Run one round, the prompt's first, and return what it adds."""
         is_prompt, draft = not self._token_ids, self._serving.draft
         draft_context = draft.context if draft is not None else sys.maxsize
-        has_draft = self._drafting is not None and self._drafting.is_well
+        trouble = self._drafting.trouble if self._drafting is not None else None
+        has_draft = self._drafting is not None and trouble is None
         move = self._controller.next_move(len(self._committed), draft_context, has_draft=has_draft)
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(move)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
+        if trouble is not None and self._mode == "auto" and not is_prompt:
+            self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()
         if is_prompt:
             self._first_token_s = now_s
