@@ -19,11 +19,10 @@ from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
 
 if TYPE_CHECKING:
-    from specsplit.draft.engine import DraftEngine
     from specsplit.engine.device import Device
+    from specsplit.engine.engine import Engine
     from specsplit.model.loader import LoadedModel
     from specsplit.rpc.server import Server
-    from specsplit.target.engine import TargetEngine
 
 _MIN_CORES, _NUM_TIMED = 2, 8
 _WORTH_THREADS_S = 0.008
@@ -151,7 +150,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         yield running
 
 
-async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
+async def _sweep(engine: Engine, period_s: float) -> None:
     while True:
         await asyncio.sleep(period_s)
         try:
@@ -160,7 +159,7 @@ async def _sweep(engine: DraftEngine | TargetEngine, period_s: float) -> None:
             _log.exception("freeing idle sessions failed")
 
 
-async def _check(engine: DraftEngine | TargetEngine) -> None:
+async def _check(engine: Engine) -> None:
     """Give a device that has failed forwards of our own: nobody sends work to a server that is not ready."""
     while True:
         await asyncio.sleep(LOOK_S)
@@ -168,7 +167,7 @@ async def _check(engine: DraftEngine | TargetEngine) -> None:
             await engine.check_device()
 
 
-async def _watch(engine: DraftEngine | TargetEngine, server: Server) -> None:
+async def _watch(engine: Engine, server: Server) -> None:
     """Tell health checks whether the device is well; never waits for it, since it may hang."""
     loop = asyncio.get_running_loop()
     well_s, was_well = loop.time(), True

@@ -9,18 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidRequest, ModelDamaged
-from specsplit.core.ports import Clock
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
-from specsplit.core.types import Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Proposal, Scores, TokenizerFiles, Turn, Verdict
 from specsplit.engine.admission import Round
-from specsplit.engine.device import Device
+from specsplit.engine.engine import Engine
 from specsplit.engine.session import WorkerSession, prefill
-from specsplit.engine.sessions import GRACE_S, TTL_S, SessionTable
-from specsplit.engine.step_times import measure
-from specsplit.engine.worker import Worker, at_once
-from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
 from specsplit.sampling.verify import walk
@@ -29,36 +23,10 @@ from specsplit.target.score import check_score, score
 _MAX_DEPTH = 64
 
 
-class TargetEngine:
-    """Scores trees with the large model; what it picks is the truth.
+class TargetEngine(Engine):
+    """Scores trees with the large model; what it picks is the truth."""
 
-    Sessions are freed when they have not been used for `ttl_s`, by `sweep`, and for a new one after `grace_s`.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        device: Device | None = None,
-        *,
-        ttl_s: float = TTL_S,
-        grace_s: float = GRACE_S,
-        clock: Clock | None = None,
-    ) -> None:
-        self._model, self._identity = model, model.identity
-        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
-        self._worker = Worker(model.runner, name="target", threads=model.threads, device=device)
-
-    async def ping(self) -> Identity:
-        return self._identity
-
-    async def measure(self) -> None:
-        """Measure forwards by their rows; the identity tells them from then on."""
-        step_times, _ = await self._worker.run(None, lambda: measure(self._model, self._sessions))
-        self._identity = replace(self._identity, step_times=step_times)
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
+    _name = "target"
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
@@ -83,34 +51,6 @@ class TargetEngine:
         if held is None:
             raise ModelDamaged(f"{self._model.name} has no tokenizer files; add its tokenizer.json.")
         return replace(held, files={}) if held.hash == known_hash else held
-
-    @property
-    def is_well(self) -> bool:
-        """Whether the device computes: False after several failed steps in a row, until one succeeds."""
-        return self._worker.is_well
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it may ever be well again."""
-        return self._worker.is_alive
-
-    async def check_device(self) -> None:
-        """Where the last step failed, forward one token in a slot of no session; raises what that does."""
-        if self._worker.is_in_doubt:
-            await self._worker.run(None, self._sessions.trial)
-
-    async def sweep(self) -> int:
-        """Free the sessions that have expired and return how many they were."""
-        freed, _ = await self._worker.run(None, at_once(self._sessions.sweep))
-        return freed
-
-    async def close(self, session: str) -> None:
-        """Free the session's slot, also if the caller is cancelled; unknown sessions are ignored."""
-        await to_its_end(self._worker.run(session, at_once(lambda: self._sessions.close(session))))
-
-    async def aclose(self) -> None:
-        """Take no more work; a shared device is its owner's to close."""
-        await self._worker.close()
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:
         length = turn.base_length + len(turn.tail)
