@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket
 import threading
@@ -47,12 +48,22 @@ def _words(failure: OSError) -> str:
     return os.strerror(failure.errno).lower() if failure.errno else "no connection comes about"
 
 
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 async def _resolved(host: str, port: int) -> list[str]:
     """Return the IP addresses of `host`, in a thread that nobody has to wait for: a resolver takes its time.
 
     Raises:
         OSError: it has none.
     """
+    if _is_ip_address(host):
+        return [host]
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
