@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -59,3 +60,13 @@ async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tupl
         yield worker, runner
     finally:
         await worker.close()
+
+
+def alive_work() -> list[object]:
+    """Return everything alive that belongs to a session or to its work."""
+    return [
+        kept
+        for kept in gc.get_objects()
+        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "Line")
+        and type(kept).__module__.startswith("specsplit")
+    ]

@@ -27,6 +27,7 @@ from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.model_zoo import FAMILIES, save_model
 from tests.runners import SteeredRunner, steered
+from tests.works import alive_work
 
 MAX_SESSIONS = 3
 CONTEXT, NODE_LIMIT = 64, 16
@@ -307,21 +308,11 @@ async def test_newer_rounds_of_one_session_supersede_those_that_wait(role: Role)
         assert strip(outcomes[-1]) == strip(await served.ask("fresh", longer))
 
 
-def _kept() -> list[object]:
-    """Return everything alive that belongs to a session or to its work."""
-    return [
-        kept
-        for kept in gc.get_objects()
-        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "Line")
-        and type(kept).__module__.startswith("specsplit")
-    ]
-
-
 @pytest.mark.parametrize("on_loop", [False, True], ids=["thread", "loop"])
 @pytest.mark.parametrize("role", ROLES)
 async def test_sessions_closed_cancelled_or_abandoned_leave_nothing_behind(role: Role, on_loop: bool) -> None:
     rng = random.Random(7)
-    others = _kept()  # what tests before this one may still hold
+    others = alive_work()  # what tests before this one may still hold
     async with serving(role, on_loop=on_loop) as served:
         async with asyncio.timeout(600):
             for start in range(0, ABANDONED // 2, 3):
@@ -336,7 +327,7 @@ async def test_sessions_closed_cancelled_or_abandoned_leave_nothing_behind(role:
         gc.collect()
         alive = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         assert alive == []
-        assert not [kept for kept in _kept() if not any(kept is other for other in others)]
+        assert not [kept for kept in alive_work() if not any(kept is other for other in others)]
 
 
 async def live(served: Served, rng: random.Random, session: str) -> None:
