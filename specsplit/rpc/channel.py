@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any, cast
 
 import grpc
@@ -38,9 +39,9 @@ class WorkerChannel:
         try:
             return cast(bytes, await call)
         except grpc.aio.AioRpcError as failure:
-            raise self._error(failure) from failure
+            raise self.error(failure) from failure
         except asyncio.CancelledError:
-            self._raise_if_closed()
+            self.raise_if_closed()
             raise
 
     async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:
@@ -50,12 +51,16 @@ class WorkerChannel:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as failure:
-            raise self._error(failure) from failure
+            raise self.error(failure) from failure
         except asyncio.CancelledError:
-            self._raise_if_closed()
+            self.raise_if_closed()
             raise
         finally:
             call.cancel()
+
+    def duplex(self, method: str) -> Duplex:
+        """Begin a call that streams both ways; it has no deadline, the caller ends it with `cancel` or `end`."""
+        return Duplex(self._method(method, "stream_stream")(metadata=spans.inject()), self)
 
     async def aclose(self) -> None:
         """Cut the connection; calls under way fail, and closing again does nothing."""
@@ -73,11 +78,60 @@ class WorkerChannel:
             self._methods[name] = getattr(self._channel, arity)(name)
         return self._methods[name]
 
-    def _raise_if_closed(self) -> None:
+    def raise_if_closed(self) -> None:
         """Tell the end of the channel, which grpc.aio reports as a cancellation, from one of the caller."""
         task = asyncio.current_task()
         if self._is_closed and task is not None and not task.cancelling():
             raise WorkerUnreachable(f"{self._peer}: the connection was closed during the call.") from None
 
-    def _error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
+    def error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
+        """Return the error of the tree that a failed call means."""
         return error_of(failure, self._peer)
+
+    def cut(self) -> SpecSplitError:
+        """Return the error for a stream that is over before its time."""
+        return WorkerUnreachable(f"{self._peer} ended the stream.")
+
+
+class Duplex:
+    """One call that streams both ways: one writer and one reader at a time."""
+
+    def __init__(self, call: Any, channel: WorkerChannel) -> None:
+        self._call, self._channel = call, channel
+
+    async def write(self, data: bytes) -> None:
+        """Send a message, once the peer has room for it.
+
+        Raises:
+            LinkError, SpecSplitError: the call has failed, and with what.
+        """
+        try:
+            await self._call.write(data)
+        except grpc.aio.AioRpcError as failure:
+            raise self._channel.error(failure) from failure
+        except asyncio.InvalidStateError:
+            await self.read()  # raises what the call failed with
+            raise self._channel.cut() from None
+        except asyncio.CancelledError:
+            self._channel.raise_if_closed()
+            raise
+
+    async def read(self) -> bytes | None:
+        """Return the next message, None where the peer has ended the call well; raises as `write` does."""
+        try:
+            data = await self._call.read()
+        except grpc.aio.AioRpcError as failure:
+            raise self._channel.error(failure) from failure
+        except asyncio.CancelledError:
+            self._channel.raise_if_closed()
+            raise
+        return None if data is grpc.aio.EOF else cast(bytes, data)
+
+    async def end(self) -> None:
+        """Say that nothing more will be sent; a call that is over has nothing to be told."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    def cancel(self) -> None:
+        """Break the call off; again does nothing."""
+        self._call.cancel()

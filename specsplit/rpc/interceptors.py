@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -80,22 +81,27 @@ class Boundary(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(OUR_SERVICES):
             return handler
         metadata: Metadata = cast(Any, handler_call_details).invocation_metadata or ()
+        if handler.request_streaming:
+            duplex = cast(Callable[[AsyncIterator[bytes], Context], AsyncGenerator[bytes]], handler.stream_stream)
+
+            async def serve_duplex(requests: AsyncIterator[bytes], context: Context) -> None:
+                write_all = partial(_write_all, lambda: duplex(requests, context), context)
+                await self._run(write_all, 0, method, metadata, context, limit_s=None)
+
+            return cast(Any, grpc.stream_stream_rpc_method_handler)(serve_duplex)
         if handler.response_streaming:
             stream = cast(Callable[[bytes, Context], AsyncGenerator[bytes]], handler.unary_stream)
 
             async def serve_stream(request: bytes, context: Context) -> None:
-                async def write_all() -> None:
-                    async with aclosing(stream(request, context)) as responses:
-                        async for response in responses:
-                            await context.write(response)
-
-                await self._run(write_all, len(request), method, metadata, context)
+                write_all = partial(_write_all, lambda: stream(request, context), context)
+                await self._run(write_all, len(request), method, metadata, context, self._max_call_s)
 
             return cast(Any, grpc.unary_stream_rpc_method_handler)(serve_stream)
         unary = cast(Callable[[bytes, Context], Awaitable[bytes]], handler.unary_unary)
 
         async def serve_unary(request: bytes, context: Context) -> bytes:
-            return await self._run(lambda: unary(request, context), len(request), method, metadata, context)
+            serve = partial(unary, request, context)
+            return await self._run(serve, len(request), method, metadata, context, self._max_call_s)
 
         return cast(Any, grpc.unary_unary_rpc_method_handler)(serve_unary)
 
@@ -106,13 +112,17 @@ class Boundary(grpc.aio.ServerInterceptor):
         method: str,
         metadata: Metadata,
         context: Context,
+        limit_s: float | None,
     ) -> T:
-        """Run one call: counted, within the budget, traced, in time; every error it raises becomes its status."""
+        """Run one call: counted, within the budget, traced, in time; every error it raises becomes its status.
+
+        Streams both ways last as long as what they serve, so they have no limit.
+        """
         self._num_running += 1
         self._idle.clear()
         has_room = self._budget.take(num_bytes)
         try:
-            outcome = await self._outcome(serve, has_room, method, metadata)
+            outcome = await self._outcome(serve, has_room, method, metadata, limit_s)
             if isinstance(outcome, grpc.Status):
                 return await context.abort_with_status(outcome)
             return outcome
@@ -124,7 +134,12 @@ class Boundary(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
     async def _outcome(
-        self, serve: Callable[[], Awaitable[T]], has_room: bool, method: str, metadata: Metadata
+        self,
+        serve: Callable[[], Awaitable[T]],
+        has_room: bool,
+        method: str,
+        metadata: Metadata,
+        limit_s: float | None,
     ) -> T | grpc.Status:
         """Return the answer, or the status of the error, which is let go of with all that its frames have decoded."""
         name = method.rpartition("/")[2]
@@ -134,18 +149,25 @@ class Boundary(grpc.aio.ServerInterceptor):
             if not has_room:
                 raise NoFreeSlot("The worker has as many large requests in hand as it can take; try again in a moment.")
             with spans.span("rpc", parent=spans.extract(metadata), method=name):
-                return await self._in_time(serve)
+                return await _in_time(serve, limit_s)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)
             return status_of(error)
 
-    async def _in_time(self, serve: Callable[[], Awaitable[T]]) -> T:
-        limit = asyncio.timeout(self._max_call_s)
-        try:
-            async with limit:
-                return await serve()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the worker's own
-            raise DeadlineExceeded(f"The call took longer than the {self._max_call_s:g} s a worker allows.") from error
+
+async def _write_all(begin: Callable[[], AsyncGenerator[bytes]], context: Context) -> None:
+    async with aclosing(begin()) as responses:
+        async for response in responses:
+            await context.write(response)
+
+
+async def _in_time(serve: Callable[[], Awaitable[T]], limit_s: float | None) -> T:
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await serve()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # the worker's own
+        raise DeadlineExceeded(f"The call took longer than the {limit_s:g} s a worker allows.") from error
