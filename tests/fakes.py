@@ -20,6 +20,7 @@ from specsplit.core.types import (
     Proposal,
     Scores,
     SessionParams,
+    StreamLimits,
     Timings,
     TokenizerFiles,
     Turn,
@@ -27,6 +28,7 @@ from specsplit.core.types import (
     prefix_hash,
     prefix_hashes,
 )
+from specsplit.target.stream import TargetStream
 from tests.language import (
     EOS,
     VOCAB_SIZE,
@@ -228,6 +230,13 @@ class FakeTarget(_FakeWorker):
         self.num_tokens += length - keep + len(proposal.token_ids[: self.trim])
         slot.answer = verdict = self._walk(slot, proposal, parents)
         return verdict
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> TargetStream:
+        async def leave(keeps_slot: bool) -> None:
+            if not keeps_slot:
+                await self.close(turn.session)
+
+        return TargetStream(self.verify, leave, turn, limits, context=self.context, max_nodes=self.max_nodes)
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

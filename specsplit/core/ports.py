@@ -7,7 +7,8 @@ from typing import Protocol
 
 from specsplit.core.packet import Packet
 from specsplit.core.slot_state import SlotState
-from specsplit.core.types import Budget, Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
+from specsplit.core.stage_identity import StageIdentity
+from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 
 
 class Drafter(Protocol):
@@ -29,6 +30,32 @@ class Drafter(Protocol):
         ...
 
 
+class VerifyStream(Protocol):
+    """One session's streaming verification: proposals go in at any time, commits come out as they are made."""
+
+    def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
+        """Hand over nodes without waiting; `root_position` acknowledges the commits up to it.
+
+        Node numbers rise through the stream; a parent may be any node of it. Nodes that hang on tokens which the text
+        has left are dropped. `is_more_coming` says that it may pay to wait for further ones.
+
+        Raises:
+            InvalidRequest: the tree is malformed; the stream is over.
+        """
+        ...
+
+    async def next_commit(self) -> Verdict | None:
+        """Return what the target committed next, in the order of the text; None once the stream has ended well.
+
+        Raises what `verify` does, and LinkError where the stream was cut.
+        """
+        ...
+
+    async def close(self, *, keeps_slot: bool = False) -> None:
+        """End the stream; the session's slot is freed unless it `keeps_slot`, for unary rounds of a higher epoch."""
+        ...
+
+
 class Verifier(Protocol):
     """Owns the truth: its picks are the text."""
 
@@ -41,6 +68,14 @@ class Verifier(Protocol):
             InvalidRequest: the tree is malformed or reaches beyond the context.
             SlotBehind: the slot holds fewer or other tokens than `turn` claims.
             StaleEpoch, StaleRound: a later epoch or round was seen.
+        """
+        ...
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
+        """Begin to verify what is proposed, and to commit without being asked, from `turn` on: the first of its epoch.
+
+        Without nodes to verify the target goes on plainly, or waits for some where that is faster. It stops behind an
+        end-of-text token, at the session's `max_tokens`, or where the context ends. Errors show in the stream.
         """
         ...
 
@@ -105,6 +140,17 @@ class Clock(Protocol):
 
 class Stage(Protocol):
     """Runs a packet through its layers; its coordinator owns the slots and says what they hold."""
+
+    @property
+    def identity(self) -> StageIdentity: ...
+
+    async def place(self, index: int, num_stages: int) -> None:
+        """Stand at `index` in a chain of `num_stages` from the next packet on."""
+        ...
+
+    async def reset(self) -> None:
+        """Forget what all slots hold."""
+        ...
 
     async def forward(self, packet: Packet) -> Packet:
         """Keep what the packet says of the last step, write its rows and return the packet for the next stage.

@@ -179,6 +179,25 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """What one streaming verification may do; the largest tree verified at once, and how far it runs ahead.
+
+    Raises:
+        InvalidRequest: a limit of nothing.
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_unacknowledged: int = 8
+    """Commits that the target makes before it has heard that the first of them arrived."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "max_depth", "max_unacknowledged"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """The target's answer to a score."""
 

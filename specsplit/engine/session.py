@@ -72,6 +72,7 @@ class WorkerSession:
         self.kept: object = None
         """What the engine keeps beside the slot through an epoch; it goes with the session."""
         self.last_used_s = 0.0
+        self.is_in_use = False
 
     def admit(self, turn: Turn, body: object) -> bool:
         """Check epoch, round and length rule before anything changes; return whether this repeats the last round.

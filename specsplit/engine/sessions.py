@@ -45,6 +45,8 @@ class SessionTable:
         self._sessions: dict[str, WorkerSession] = {}
         self._idle: OrderedDict[str, WorkerSession] = OrderedDict()
         """Those not in use, the least recently used first."""
+        self._pinned: dict[str, int] = {}
+        """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -78,11 +80,34 @@ class SessionTable:
                 self._free(session)
             raise
         self._idle.pop(session.key, None)
+        session.is_in_use = True
         try:
             yield session
         finally:
-            session.last_used_s = self._clock.now()
+            session.is_in_use = False
+            self._set_aside(session)
+
+    def _set_aside(self, session: WorkerSession) -> None:
+        session.last_used_s = self._clock.now()
+        if session.key not in self._pinned:
             self._idle[session.key] = session
+
+    def pin(self, key: str, epoch: int) -> None:
+        """Keep a session's slot, if it has or gets one, until `unpin`; any thread."""
+        self._pinned[key] = epoch
+
+    def is_pinned_by(self, key: str, epoch: int) -> bool:
+        """Whether no stream of a later epoch has taken the session over; any thread."""
+        return self._pinned.get(key) == epoch
+
+    def unpin(self, key: str, epoch: int) -> None:
+        """Let go of a session, unless a stream of a later epoch has taken it over."""
+        if not self.is_pinned_by(key, epoch):
+            return
+        del self._pinned[key]
+        session = self._sessions.get(key)
+        if session is not None and not session.is_in_use:
+            self._set_aside(session)
 
     @contextmanager
     def borrowed_slot(self) -> Generator[Slot]:
@@ -113,7 +138,7 @@ class SessionTable:
         """Free a session's slot; unknown keys are ignored."""
         session = self._sessions.get(key)
         if session is not None:
-            assert key in self._idle, "a session was closed while its work ran"
+            assert not session.is_in_use, "a session was closed while its work ran"
             self._free(session)
         if not self._sessions:
             self._pool.check_integrity()

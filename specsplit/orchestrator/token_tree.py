@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from specsplit.core.tree import likeliest_first
 from specsplit.core.types import ROOT, Proposal
 from specsplit.orchestrator.calibration import Acceptance, agreed_cell, draft_cell, lookup_cell
 from specsplit.orchestrator.lookup import LookupTree
@@ -142,19 +143,7 @@ class TokenTree:
         if len(chosen) > count:
             ranks = self.path_log_probs
             chosen = sorted(chosen, key=lambda node: (-ranks[node], node))[:count]
-        return self._preorder(chosen)
-
-    def _preorder(self, nodes: Sequence[int]) -> list[int]:
-        children: dict[int, list[int]] = {}
-        for node in sorted(nodes, key=lambda node: (self.log_probs[node], -node)):
-            children.setdefault(self.parents[node], []).append(node)
-        stack = children.get(ROOT_INDEX, [])
-        order: list[int] = []
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            stack.extend(children.get(node, ()))
-        return order
+        return likeliest_first(chosen, self.parents, self.log_probs)
 
     def walk(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return how many of `token_ids` the tree spells from its root, and the node of the last of these."""

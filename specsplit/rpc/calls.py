@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import Budget, Proposal, Scores, Timings, Turn, Verdict
+from specsplit.core.types import Budget, Proposal, Scores, StreamLimits, Timings, Turn, Verdict
 from specsplit.rpc.codec import (
     MAX_NODES,
     MAX_TAIL,
@@ -152,6 +152,73 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
         verified=tuple(message.verified) if message.is_trimmed else numbers,
         timings=timings,
     )
+
+
+@_request
+def encode_open(turn: Turn, limits: StreamLimits) -> target_pb2.VerifyStreamRequest:
+    """Return the first message of a stream.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    opening = target_pb2.Open(
+        turn=encode_turn(turn),
+        max_nodes=limits.max_nodes,
+        max_depth=limits.max_depth,
+        max_unacknowledged=limits.max_unacknowledged,
+    )
+    return target_pb2.VerifyStreamRequest(open=opening)
+
+
+@_request
+def encode_propose(proposal: Proposal, *, is_more_coming: bool) -> target_pb2.VerifyStreamRequest:
+    """Return what hands nodes to a stream.
+
+    Raises:
+        InvalidRequest: a value that no message can carry.
+    """
+    propose = target_pb2.Propose(tree=encode_tree(proposal), is_more_coming=is_more_coming)
+    return target_pb2.VerifyStreamRequest(propose=propose)
+
+
+def decode_open(message: target_pb2.VerifyStreamRequest) -> tuple[Turn, StreamLimits]:
+    """Return turn and limits of a stream's first message.
+
+    Raises:
+        InvalidRequest: it is no Open; see `decode_turn`; or limits of nothing, or beyond what a tree may hold.
+    """
+    require(message.WhichOneof("body") == "open", "open", "A stream begins with Open.")
+    opening = message.open
+    for name in ("max_nodes", "max_depth", "max_unacknowledged"):
+        value: int = getattr(opening, name)
+        require(value <= MAX_NODES, name, f"{name} must be at most {MAX_NODES}, not {value}.")
+    limits = StreamLimits(opening.max_nodes, opening.max_depth, opening.max_unacknowledged)
+    return decode_turn(opening.turn), limits
+
+
+def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifyStreamResponse:
+    """Return what tells a commit."""
+    commit = target_pb2.Commit(
+        accepted=verdict.accepted,
+        token_ids=verdict.token_ids,
+        length=verdict.length,
+        verified=verdict.verified,
+        telemetry=encode_telemetry(verdict.timings, span_id),
+    )
+    return target_pb2.VerifyStreamResponse(commit=commit)
+
+
+def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
+    """Return a commit's verdict; whether the client knows its nodes is the client's to see.
+
+    Raises:
+        InvalidRequest: no bonus token, a path that does not rise, or a node accepted that was not verified.
+    """
+    accepted, verified = tuple(commit.accepted), tuple(commit.verified)
+    require_at_most(MAX_NODES, verified, "verified")
+    require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
+    require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
+    return Verdict(accepted, tuple(commit.token_ids), commit.length, verified, timings)
 
 
 def _numbers(proposal: Proposal) -> tuple[int, ...]:

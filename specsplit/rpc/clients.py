@@ -24,6 +24,7 @@ from specsplit.core.types import (
     Identity,
     Proposal,
     Scores,
+    StreamLimits,
     TokenizerFiles,
     Turn,
     Verdict,
@@ -32,6 +33,7 @@ from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import TokenizerReader
+from specsplit.rpc.verify_stream import RemoteStream
 
 CALL_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
@@ -182,6 +184,11 @@ class RemoteVerifier(_RemoteWorker):
             return calls.decode_verdict(answer, proposal, timings)
 
         return self._read(decode)
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> RemoteStream:
+        """Begin to stream; what fails, the target's refusal included, shows with the first commit."""
+        opening = calls.encode_open(turn, limits).SerializeToString()
+        return RemoteStream(self._channel, _SERVICES[self.role] + "VerifyStream", opening, self._peer)
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

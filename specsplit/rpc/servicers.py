@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from specsplit.rpc import calls, codec
 from specsplit.rpc.interceptors import Context, draining
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
+from specsplit.rpc.verify_stream import serve_stream
 from specsplit.telemetry import spans
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
@@ -61,7 +63,15 @@ def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.Generic
         for piece in encode_tokenizer(await verifier.tokenizer_files(request.known_hash)):
             yield piece.SerializeToString()
 
+    async def verify_stream(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
+        if is_draining():
+            raise draining()
+        async with aclosing(serve_stream(verifier, requests)) as responses:
+            async for response in responses:
+                yield response
+
     methods = {
+        "VerifyStream": _duplex(verify_stream),
         "VerifyDrafts": _unary(target_pb2.VerifyDraftsRequest, verify_drafts),
         "Score": _unary(target_pb2.ScoreRequest, score),
         "GetTokenizer": _server_stream(get_tokenizer),
@@ -105,3 +115,7 @@ def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcM
 
 def _server_stream(serve: Callable[[bytes, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
     return cast(Any, grpc.unary_stream_rpc_method_handler)(serve)
+
+
+def _duplex(serve: Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
+    return cast(Any, grpc.stream_stream_rpc_method_handler)(serve)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
+from specsplit.core.ports import VerifyStream
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
-from specsplit.core.types import Proposal, Scores, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 from specsplit.engine.admission import Round
 from specsplit.engine.engine import Engine
 from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.worker import at_once
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
+from specsplit.target.stream import TargetStream
 
 _MAX_DEPTH = 64
 
@@ -34,6 +38,28 @@ class TargetEngine(Engine):
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
         verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal), this_round)
         return replace(verdict, timings=timings)
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
+        """Begin to commit without being asked, from `turn` on; the slot stays as long as the stream is open."""
+        stream = TargetStream(
+            self.verify,
+            lambda keeps_slot: self._leave_stream(turn, keeps_slot=keeps_slot),
+            turn,
+            limits,
+            context=self._model.context,
+            max_nodes=self._model.node_limit,
+            step_times=self._identity.step_times,
+        )
+        self._sessions.pin(turn.session, turn.epoch)
+        return stream
+
+    async def _leave_stream(self, turn: Turn, *, keeps_slot: bool) -> None:
+        if not self._sessions.is_pinned_by(turn.session, turn.epoch):
+            return  # a later stream has taken the session over
+        with suppress(WorkerClosed):
+            await self._worker.run(None, at_once(lambda: self._sessions.unpin(turn.session, turn.epoch)))
+            if not keeps_slot:
+                await self.close(turn.session)
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

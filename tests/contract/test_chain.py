@@ -10,6 +10,7 @@ import pytest
 from specsplit.core.planner import Ends
 from specsplit.core.ports import Drafter, Verifier
 from tests.chains import Shards, opened
+from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.fakes import FakeDraft
 from tests.model_zoo import FAMILIES, save_model
@@ -39,3 +40,7 @@ class TestChainWithItsEndsOnStages(VerifierContract):
 
 class TestChainWithItsEndsAtTheCoordinator(VerifierContract):
     workers = staticmethod(over("coordinator"))
+
+
+class TestStreamOverAChain(VerifyStreamContract):
+    workers = staticmethod(over("stages"))

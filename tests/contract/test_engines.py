@@ -12,6 +12,7 @@ from specsplit.draft.engine import DraftEngine
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.drafter_contract import DrafterContract
+from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.model_zoo import FAMILIES, save_model
 
@@ -44,4 +45,8 @@ class TestTargetEngine(VerifierContract):
 
 
 class TestDraftEngine(DrafterContract):
+    workers = staticmethod(_engines)
+
+
+class TestTargetEngineStream(VerifyStreamContract):
     workers = staticmethod(_engines)

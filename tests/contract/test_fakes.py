@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from specsplit.core.ports import Drafter, Verifier
 from tests.contract.drafter_contract import DrafterContract
+from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.fakes import FakeDraft, FakeTarget
 
@@ -21,4 +22,8 @@ class TestFakeTarget(VerifierContract):
 
 
 class TestFakeDraft(DrafterContract):
+    workers = staticmethod(fake_workers)
+
+
+class TestFakeTargetStream(VerifyStreamContract):
     workers = staticmethod(fake_workers)

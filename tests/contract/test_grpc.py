@@ -12,6 +12,7 @@ from specsplit.draft.engine import DraftEngine
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.drafter_contract import DrafterContract
+from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.fakes import FakeDraft, FakeTarget
 from tests.model_zoo import FAMILIES, save_model
@@ -58,4 +59,12 @@ class TestRemoteTargetEngine(VerifierContract):
 
 
 class TestRemoteDraftEngine(DrafterContract):
+    workers = staticmethod(remote_engines)
+
+
+class TestRemoteFakeTargetStream(VerifyStreamContract):
+    workers = staticmethod(remote_fakes)
+
+
+class TestRemoteTargetEngineStream(VerifyStreamContract):
     workers = staticmethod(remote_engines)

@@ -87,6 +87,192 @@ class VerifyDraftsResponse(_message.Message):
 Global___VerifyDraftsResponse: _TypeAlias = VerifyDraftsResponse  # noqa: Y015
 
 @_typing.final
+class VerifyStreamRequest(_message.Message):
+    """First Open, then Propose at any time, one at least after every Commit; Cancel last, so that the slot stays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    PROPOSE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___Open: ...
+    @_builtins.property
+    def propose(self) -> Global___Propose: ...
+    @_builtins.property
+    def cancel(self) -> Global___Cancel: ...
+    def __init__(
+        self,
+        *,
+        open: Global___Open | None = ...,
+        propose: Global___Propose | None = ...,
+        cancel: Global___Cancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "open", b"open", "propose", b"propose"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "open", b"open", "propose", b"propose"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "propose", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___VerifyStreamRequest: _TypeAlias = VerifyStreamRequest  # noqa: Y015
+
+@_typing.final
+class Open(_message.Message):
+    """Always of a new epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_UNACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    max_nodes: _builtins.int
+    max_depth: _builtins.int
+    max_unacknowledged: _builtins.int
+    @_builtins.property
+    def turn(self) -> _common_pb2.Turn: ...
+    def __init__(
+        self,
+        *,
+        turn: _common_pb2.Turn | None = ...,
+        max_nodes: _builtins.int = ...,
+        max_depth: _builtins.int = ...,
+        max_unacknowledged: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_unacknowledged", b"max_unacknowledged", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class Propose(_message.Message):
+    """More nodes; the tree's root_position acknowledges all commits up to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TREE_FIELD_NUMBER: _builtins.int
+    IS_MORE_COMING_FIELD_NUMBER: _builtins.int
+    is_more_coming: _builtins.bool
+    """Whether it may pay to wait for further ones."""
+    @_builtins.property
+    def tree(self) -> _common_pb2.Tree: ...
+    def __init__(
+        self,
+        *,
+        tree: _common_pb2.Tree | None = ...,
+        is_more_coming: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_more_coming", b"is_more_coming", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Propose: _TypeAlias = Propose  # noqa: Y015
+
+@_typing.final
+class Cancel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class VerifyStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMIT_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commit(self) -> Global___Commit: ...
+    @_builtins.property
+    def finish(self) -> Global___Finish: ...
+    def __init__(
+        self,
+        *,
+        commit: Global___Commit | None = ...,
+        finish: Global___Finish | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["commit", "finish"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___VerifyStreamResponse: _TypeAlias = VerifyStreamResponse  # noqa: Y015
+
+@_typing.final
+class Commit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Node numbers, root side first."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of the accepted nodes, then the bonus token."""
+
+    @_builtins.property
+    def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def telemetry(self) -> _common_pb2.Telemetry: ...
+    def __init__(
+        self,
+        *,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        length: _builtins.int = ...,
+        verified: _abc.Iterable[_builtins.int] | None = ...,
+        telemetry: _common_pb2.Telemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class Finish(_message.Message):
+    """The text has ended, or the client has cancelled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finish: _TypeAlias = Finish  # noqa: Y015
+
+@_typing.final
 class ScoreRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

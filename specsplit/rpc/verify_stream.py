@@ -1,0 +1,143 @@
+"""Streaming verification on the wire, both ends: messages in and out of a VerifyStream. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import InvalidRequest, SpecSplitError, WorkerFailed
+from specsplit.core.ports import Verifier, VerifyStream
+from specsplit.core.types import Proposal, Verdict
+from specsplit.rpc import calls, codec
+from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.pb import target_pb2
+from specsplit.telemetry import spans
+
+_FLUSH_S = 1.0
+"""How long the end of a stream waits for its last message to leave."""
+_CANCEL = target_pb2.VerifyStreamRequest(cancel=target_pb2.Cancel()).SerializeToString()
+_FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
+
+
+async def serve_stream(verifier: Verifier, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the commits of one stream; where it is broken off, its session's slot is freed.
+
+    Raises:
+        InvalidRequest: a message that makes no sense; and what a verify raises.
+    """
+    opening = await anext(requests, None)
+    if opening is None:
+        raise InvalidRequest("A stream begins with Open.")
+    stream = verifier.open_stream(*calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening)))
+    failures: list[Exception] = []
+    reader = asyncio.create_task(_read_all(requests, stream, failures), name="specsplit-verify-stream-reader")
+    is_broken = True
+    try:
+        while (verdict := await stream.next_commit()) is not None:
+            yield calls.encode_commit(verdict, spans.current_span_id()).SerializeToString()
+        is_broken = False
+        if failures:
+            raise failures[0]
+        yield _FINISH
+    except SpecSplitError:  # said in order: the session may go on
+        is_broken = False
+        raise
+    finally:
+        reader.cancel()
+        await to_its_end(_closed(stream, reader, keeps_slot=not is_broken))
+
+
+async def _closed(stream: VerifyStream, reader: asyncio.Task[None], *, keeps_slot: bool) -> None:
+    await asyncio.wait({reader})
+    await stream.close(keeps_slot=keeps_slot)
+
+
+async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failures: list[Exception]) -> None:
+    """Hand over what is proposed until the client cancels or makes no sense: both end the stream in order.
+
+    Messages that end without a Cancel are a break, which may be seen here before anywhere else.
+    """
+    is_broken = True
+    try:
+        async for data in requests:
+            message = calls.parse(target_pb2.VerifyStreamRequest, data)
+            if message.WhichOneof("body") == "cancel":
+                is_broken = False
+                break
+            if message.WhichOneof("body") != "propose":
+                raise InvalidRequest("A stream goes on with Propose, and ends with Cancel.")
+            tree = codec.decode_tree(message.propose.tree)
+            stream.propose(tree, is_more_coming=message.propose.is_more_coming)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the call ends with it
+        is_broken = False
+        failures.append(error)
+    await stream.close(keeps_slot=not is_broken)
+
+
+class RemoteStream:
+    """One session's stream to a target in another process; implements VerifyStream."""
+
+    def __init__(self, channel: WorkerChannel, method: str, opening: bytes, peer: str) -> None:
+        self._duplex, self._peer = channel.duplex(method), peer
+        self._outgoing: deque[bytes] = deque([opening])
+        self._has_outgoing = asyncio.Event()
+        self._has_outgoing.set()
+        self._is_ending = False
+        self._sent_bytes = len(opening)
+        """Since the last commit."""
+        self._writer = asyncio.get_running_loop().create_task(self._write_all(), name="specsplit-verify-stream-writer")
+
+    def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
+        """Send nodes without waiting; raises InvalidRequest for what no message can carry."""
+        data = calls.encode_propose(proposal, is_more_coming=is_more_coming).SerializeToString()
+        self._sent_bytes += len(data)
+        self._send(data)
+
+    async def next_commit(self) -> Verdict | None:
+        """Return the next commit; raises what the target does, or LinkError."""
+        data = await self._duplex.read()
+        if data is None:
+            return None
+        sent, self._sent_bytes = self._sent_bytes, 0
+        try:
+            message = calls.parse(target_pb2.VerifyStreamResponse, data)
+            if message.WhichOneof("body") != "commit":
+                return None
+            commit = message.commit
+            timings = codec.decode_telemetry(commit.telemetry, sent_bytes=sent, received_bytes=len(data))
+            return calls.decode_commit(commit, timings)
+        except InvalidRequest as error:
+            raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
+
+    async def close(self, *, keeps_slot: bool = False) -> None:
+        """End the stream; where the slot is to stay, the target is told so first."""
+        if keeps_slot:
+            self._send(_CANCEL)
+            self._is_ending = True
+            await to_its_end(self._drained())
+        self._duplex.cancel()
+        self._writer.cancel()
+        await to_its_end(asyncio.wait({self._writer}))
+
+    async def _drained(self) -> None:
+        """Wait until the target has ended the stream: a call broken off before looks like a client that is lost."""
+        with suppress(TimeoutError, SpecSplitError):
+            async with asyncio.timeout(_FLUSH_S):
+                while await self._duplex.read() is not None:
+                    pass
+
+    def _send(self, data: bytes) -> None:
+        self._outgoing.append(data)
+        self._has_outgoing.set()
+
+    async def _write_all(self) -> None:
+        with suppress(SpecSplitError):  # whoever reads hears of it
+            while not (self._is_ending and not self._outgoing):
+                await self._has_outgoing.wait()
+                while self._outgoing:
+                    await self._duplex.write(self._outgoing.popleft())
+                self._has_outgoing.clear()
+            await self._duplex.end()

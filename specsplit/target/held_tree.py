@@ -1,0 +1,162 @@
+"""The tree that a target holds for one stream: nodes below the text's end, and where committed ones came to lie.
+
+Proposals may come late: they are walked along what was committed since their root. Knows no model and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.tree import likeliest_first
+from specsplit.core.types import ROOT, Proposal
+
+ROOT_INDEX = -1
+
+
+class _Nodes:
+    """Parallel arrays, a parent (an index, ROOT_INDEX for the root) before its children."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        """The client's."""
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        """1 for the root's children."""
+        self.log_probs: list[float] = []
+        self.path_log_probs: list[float] = []
+        self.index_of: dict[tuple[int, int], int] = {}
+        """By (parent, token id)."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def add(self, parent: int, token_id: int, log_prob: float, number: int) -> int:
+        index = self.index_of[parent, token_id] = len(self)
+        self.numbers.append(number)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(1 if parent == ROOT_INDEX else self.depths[parent] + 1)
+        self.log_probs.append(log_prob)
+        self.path_log_probs.append(log_prob + (0.0 if parent == ROOT_INDEX else self.path_log_probs[parent]))
+        return index
+
+    def path(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the nodes that spell `token_ids` from the root, as far as there are some."""
+        path: list[int] = []
+        for token_id in token_ids:
+            node = self.index_of.get((path[-1] if path else ROOT_INDEX, token_id))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def below(self, node: int) -> tuple[_Nodes, dict[int, int]]:
+        """Return the tree whose root is `node`, and where its nodes have come to lie."""
+        kept, index_of = _Nodes(), {node: ROOT_INDEX}
+        for index in range(node + 1, len(self)):
+            parent = index_of.get(self.parents[index])
+            if parent is not None:
+                index_of[index] = kept.add(parent, self.token_ids[index], self.log_probs[index], self.numbers[index])
+        return kept, index_of
+
+
+class HeldTree:
+    """Nodes below the token at `root_position`.
+
+    Every number that the client may still name has a place: the index of a node, or ~position of a committed token. At
+    most `max_held` nodes are held; what comes beyond is dropped, like what hangs on tokens that the text has left.
+    """
+
+    def __init__(self, root_position: int, max_held: int) -> None:
+        self.root_position = root_position
+        self._max_held = max_held
+        self._nodes = _Nodes()
+        self._places: dict[int, int] = {}
+        self._first_position = root_position
+        self._committed: list[int] = []
+        """The tokens behind `_first_position`."""
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def take(self, proposal: Proposal) -> int:
+        """Add a proposal's nodes and return how many of them hang below the text's end.
+
+        Raises:
+            InvalidRequest: its root is not on this stream's text, its numbers do not rise, or its arrays differ.
+        """
+        if not len(proposal) == len(proposal.parents) == len(proposal.log_probs):
+            raise InvalidRequest("The token tree's arrays differ in length.", param="proposal")
+        if not self._first_position <= proposal.root_position <= self.root_position:
+            raise InvalidRequest(
+                f"The proposal hangs at position {proposal.root_position}; the text of this stream goes from "
+                f"{self._first_position} to {self.root_position}.",
+                param="root_position",
+            )
+        if len(proposal) and proposal.first_node <= self._last_number:
+            raise InvalidRequest(f"Node {proposal.first_node} was proposed before in this stream.", param="first_node")
+        before = len(self)
+        nodes = zip(proposal.token_ids, proposal.parents, proposal.log_probs, strict=True)
+        for number, (token_id, parent, log_prob) in enumerate(nodes, proposal.first_node):
+            above = ~proposal.root_position if parent == ROOT else self._places.get(parent)
+            place = None if above is None else self._place(above, token_id, log_prob, number)
+            if place is not None:
+                self._places[number] = place
+            self._last_number = number
+        return len(self) - before
+
+    def _place(self, above: int, token_id: int, log_prob: float, number: int) -> int | None:
+        """Return where a child of the place `above` comes to lie, None if it is dropped."""
+        if above < 0 and ~above < self.root_position:
+            following = ~above + 1
+            return ~following if self._committed[following - self._first_position - 1] == token_id else None
+        parent = ROOT_INDEX if above < 0 else above
+        index = self._nodes.index_of.get((parent, token_id))
+        if index is None and len(self) < self._max_held:
+            index = self._nodes.add(parent, token_id, log_prob, number)
+        return index
+
+    def ranked(self, max_depth: int) -> tuple[list[int], list[float]]:
+        """Return the nodes within `max_depth`, the most probable path first, and its log-probabilities.
+
+        Every prefix of them is a tree.
+        """
+        paths = self._nodes.path_log_probs
+        nodes = [node for node, depth in enumerate(self._nodes.depths) if depth <= max_depth]
+        nodes.sort(key=lambda node: (-paths[node], node))
+        return nodes, [paths[node] for node in nodes]
+
+    def proposal(self, nodes: Sequence[int], first_node: int) -> tuple[Proposal, list[int]]:
+        """Return these nodes, which form a tree, as a proposal numbered from `first_node`, and the client's numbers."""
+        held = self._nodes
+        order = likeliest_first(nodes, held.parents, held.log_probs)
+        number_of = {ROOT_INDEX: ROOT} | {node: number for number, node in enumerate(order, first_node)}
+        proposal = Proposal(
+            first_node=first_node,
+            root_position=self.root_position,
+            token_ids=tuple([held.token_ids[node] for node in order]),
+            parents=tuple([number_of[held.parents[node]] for node in order]),
+            log_probs=tuple([held.log_probs[node] for node in order]),
+        )
+        return proposal, [held.numbers[node] for node in order]
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Go on behind `token_ids`: what hangs below the last of them stays, everything else is dropped."""
+        path = self._nodes.path(token_ids)
+        place_of = dict[int, int]()
+        if len(path) == len(token_ids):
+            self._nodes, place_of = self._nodes.below(path[-1])
+        else:
+            self._nodes = _Nodes()
+        place_of |= {node: ~(self.root_position + depth) for depth, node in enumerate(path, 1)}
+        moved = {number: place if place < 0 else place_of.get(place) for number, place in self._places.items()}
+        self._places = {number: place for number, place in moved.items() if place is not None}
+        self._committed.extend(token_ids)
+        self.root_position += len(token_ids)
+
+    def forget(self, position: int) -> None:
+        """Forget the numbers of what was committed up to `position`, which the client has acknowledged."""
+        self._places = {number: place for number, place in self._places.items() if place >= 0 or ~place > position}

@@ -1,0 +1,171 @@
+"""Streaming verification, the target's half: step after step on one session, with whatever nodes are there by then.
+
+Stands on any Verifier, whose contract it keeps like every client: one epoch, rounds that rise. What the client pushes
+is held; a step takes the nodes worth verifying below the text's end, and its commit is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
+from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.target.held_tree import HeldTree
+from specsplit.target.pace import Pace
+
+_HELD_FACTOR = 4
+"""Nodes held, as a multiple of those verified at once: what hangs below several possible ends of the next step."""
+Verify = Callable[[Turn, Proposal], Awaitable[Verdict]]
+
+
+class TargetStream:
+    """One session's stream over `verify`, from `turn` on; implements VerifyStream.
+
+    `context` and `max_nodes` are the target's limits; `step_times` its forwards by rows. `leave` is
+    called at the end, with whether the slot is to stay.
+    """
+
+    def __init__(
+        self,
+        verify: Verify,
+        leave: Callable[[bool], Awaitable[None]],
+        turn: Turn,
+        limits: StreamLimits,
+        *,
+        context: int,
+        max_nodes: int,
+        step_times: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        if turn.opening is None or not turn.tail:
+            raise InvalidRequest("A stream begins with the session's parameters and its last committed token.")
+        self._verify, self._leave, self._turn = verify, leave, turn
+        self._max_nodes = min(limits.max_nodes, max_nodes)
+        self._limits, self._opening = limits, turn.opening
+        opening = turn.opening
+        self._end = min(context, opening.prompt_length + opening.max_tokens if opening.max_tokens else context)
+        """Tokens at which the text must stop."""
+        self._loop = asyncio.get_running_loop()
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, _HELD_FACTOR * self._max_nodes)
+        self._pace = Pace(step_times)
+        self._next_node = 1
+        self._is_more_coming = False
+        self._missed: dict[int, float] = {}
+        """Positions of commits below which nothing was held, and when they were made."""
+        self._unacknowledged: deque[int] = deque()
+        """Positions of commits that the client has not heard of, as far as is known."""
+        self._news = asyncio.Event()
+        """Set by whatever a waiting stream may wait for."""
+        self._commits: deque[Verdict] = deque()
+        self._told = asyncio.Event()
+        self._is_closed = False
+        self._task = self._loop.create_task(self._run(), name="specsplit-verify-stream")
+        self._task.add_done_callback(lambda _: self._told.set())
+
+    def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
+        """Hold the nodes that hang below the text's end; raises InvalidRequest for what makes no sense."""
+        self._tree.take(proposal)
+        position, now_s = proposal.root_position, self._loop.time()
+        missed_s = self._missed.pop(position, None) if len(proposal) else None
+        if missed_s is not None:
+            self._pace.observe_response(now_s - missed_s)
+        while self._unacknowledged and self._unacknowledged[0] <= position:
+            self._unacknowledged.popleft()
+        self._missed = {at: when for at, when in self._missed.items() if at >= position}
+        self._tree.forget(position)
+        self._is_more_coming = is_more_coming
+        self._news.set()
+
+    async def next_commit(self) -> Verdict | None:
+        """Return what was committed next; None once the stream has ended well."""
+        while not self._commits:
+            if self._task.done():
+                return None if self._is_closed or self._task.cancelled() else self._task.result()
+            self._told.clear()
+            await self._told.wait()
+        return self._commits.popleft()
+
+    async def close(self, *, keeps_slot: bool = False) -> None:
+        """End the stream, and the step under way; the session's slot is freed unless it is to stay."""
+        self._is_closed = True
+        self._task.cancel()
+        await to_its_end(self._ended(keeps_slot=keeps_slot))
+
+    async def _ended(self, *, keeps_slot: bool) -> None:
+        await asyncio.wait({self._task})
+        error = None if self._task.cancelled() else self._task.exception()
+        is_taken_over = isinstance(error, StaleEpoch | StaleRound)
+        await self._leave(keeps_slot or is_taken_over)
+
+    @property
+    def _is_blocked(self) -> bool:
+        return len(self._unacknowledged) >= self._limits.max_unacknowledged
+
+    async def _run(self) -> None:
+        turn, told_s = self._turn, self._loop.time()
+        while True:
+            proposal, numbers = self._next_tree()
+            verdict = await self._verify(turn, proposal)
+            now_s = self._loop.time()
+            if turn is not self._turn:  # the first one may be a whole prompt
+                self._pace.observe(verdict.timings, len(proposal), len(verdict.accepted), now_s - told_s)
+            turn, told_s = _following(turn, verdict), now_s
+            self._commit(verdict, proposal, numbers)
+            if self._is_finished(verdict):
+                return
+            await self._wait_for_the_client(told_s)
+
+    def _next_tree(self) -> tuple[Proposal, list[int]]:
+        """Return the nodes worth verifying now, and the client's numbers for them."""
+        room = self._end - self._tree.root_position - 2  # the bonus token takes the last place
+        nodes, paths = self._tree.ranked(min(self._limits.max_depth, room)) if room > 0 else ([], [])
+        nodes, paths = nodes[: self._max_nodes], paths[: self._max_nodes]
+        proposal, numbers = self._tree.proposal(nodes[: self._pace.count(paths)], self._next_node)
+        self._next_node += len(proposal)
+        return proposal, numbers
+
+    def _commit(self, verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> None:
+        """Take over what was committed, and tell the client in its own numbers."""
+        first = proposal.first_node
+        self._tree.commit(verdict.token_ids)
+        self._unacknowledged.append(self._tree.root_position)
+        if not len(self._tree):
+            self._missed[self._tree.root_position] = self._loop.time()
+        accepted = tuple(numbers[number - first] for number in verdict.accepted)
+        verified = tuple(numbers[number - first] for number in verdict.verified)
+        self._commits.append(replace(verdict, accepted=accepted, verified=verified))
+        self._told.set()
+
+    def _is_finished(self, verdict: Verdict) -> bool:
+        eos_ids = self._opening.eos_ids
+        return self._tree.root_position + 1 >= self._end or any(token in eos_ids for token in verdict.token_ids)
+
+    async def _wait_for_the_client(self, told_s: float) -> None:
+        """Wait while commits are too far ahead, and for nodes as long as that promises more than a plain step."""
+        until_s = told_s + self._pace.wait_s()
+        await asyncio.sleep(0)  # what has arrived already is taken in first
+        while self._is_blocked or (not len(self._tree) and self._is_more_coming):
+            left_s = None if self._is_blocked else until_s - self._loop.time()
+            if left_s is not None and left_s <= 0:
+                return
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
+
+
+def _following(turn: Turn, verdict: Verdict) -> Turn:
+    """Return the turn of the next step: the slot holds everything but the bonus token."""
+    added = (*turn.tail, *verdict.token_ids[:-1])
+    return Turn(
+        session=turn.session,
+        epoch=turn.epoch,
+        round=turn.round + 1,
+        base_length=verdict.length,
+        base_hash=prefix_hash(added, turn.base_hash),
+        tail=(verdict.bonus_token,),
+    )
