@@ -13,8 +13,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from specsplit.core.errors import DeadlineExceeded, LinkError, NoFreeSlot, SlotBehind, SpecSplitError, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, Scores, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 from specsplit.engine.device import Steppable
+from tests.fault_stream import FaultyStream
 from tests.watched import Ledger, WatchedDraft, WatchedTarget
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class Host(Generic[E]):
         self.net, self.name, self._make, self._plant = net, name, make, plant
         self.engines = [make()]
         self.is_up = True
-        self._crash = net.loop.create_future()
+        self.crash = net.loop.create_future()
 
     @property
     def engine(self) -> E:
@@ -166,7 +167,7 @@ class Host(Generic[E]):
         """
         if not self.is_up:
             raise WorkerUnreachable(f"The {self.name} refuses connections.")
-        crash, work = self._crash, self.net.spawn(call(self.engine), f"call of the {self.name}")
+        crash, work = self.crash, self.net.spawn(call(self.engine), f"call of the {self.name}")
         try:
             await asyncio.wait((crash, work), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -199,9 +200,9 @@ class Host(Generic[E]):
         net = self.net
         net.count(f"{self.name} crashes")
         self.is_up = False
-        self._crash.set_result(None)
+        self.crash.set_result(None)
         await asyncio.sleep(net.rng.uniform(1, 40) * UNIT_S)
-        self._crash = net.loop.create_future()
+        self.crash = net.loop.create_future()
         self.engines.append(self._make())
         self.is_up = True
         net.note(f"{self.name} is back")
@@ -295,6 +296,9 @@ class FaultyVerifier(_FaultyLink[WatchedTarget]):
             raise
         self._ledger.answered(turn, verdict)
         return verdict
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> FaultyStream:
+        return FaultyStream(self._net, self._host, self._ledger, turn, limits)
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

@@ -14,9 +14,20 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from specsplit.core.errors import NoFreeSlot, WorkerFailed, WorkerUnreachable
-from specsplit.core.types import Budget, Identity, Proposal, Scores, SessionParams, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import (
+    Budget,
+    Identity,
+    Proposal,
+    Scores,
+    SessionParams,
+    StreamLimits,
+    TokenizerFiles,
+    Turn,
+    Verdict,
+)
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
+from specsplit.target.stream import TargetStream
 from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, perfect_guess, plain_tokens
 from tests.virtual_time import LoopClock
 
@@ -99,6 +110,17 @@ class Flaky:
         assert isinstance(self.inner, FakeTarget)
         inner = self.inner
         return await self._answer(turn, lambda: inner.verify(turn, proposal))
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> TargetStream:
+        """Stream with the faults of the plan, which end it."""
+        assert isinstance(self.inner, FakeTarget)
+        inner = self.inner
+
+        async def leave(keeps_slot: bool) -> None:
+            if not keeps_slot:
+                await inner.close(turn.session)
+
+        return TargetStream(self.verify, leave, turn, limits, context=inner.context, max_nodes=inner.max_nodes)
 
     def _fault_of(self, call: int) -> Fault | None:
         return self.plan.get(call, self.after)

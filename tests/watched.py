@@ -14,7 +14,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from specsplit.core.types import ROOT, Budget, Proposal, SessionParams, Turn, Verdict, prefix_hash, prefix_hashes
+from specsplit.core.ports import VerifyStream
+from specsplit.core.types import (
+    ROOT,
+    Budget,
+    Proposal,
+    SessionParams,
+    StreamLimits,
+    Turn,
+    Verdict,
+    prefix_hash,
+    prefix_hashes,
+)
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.session import Sampler
 from specsplit.model.plan import Entry
@@ -114,6 +125,20 @@ class Ledger:
         account.num_rounds += 1
         account.num_reported = len(account.resyncs)
 
+    def committed(self, turn: Turn, verdict: Verdict, *, is_first: bool) -> None:
+        """Take note of a commit of the stream that `turn` opened, as the orchestrator gets it."""
+        account = self.accounts[turn.session]
+        before = self._told[turn][0] if is_first else account.answered
+        account.answered = account.ids = [*before, *verdict.token_ids]
+        account.num_nodes = [*account.num_nodes[: account.num_rounds], len(verdict.verified)]
+        account.num_rounds += 1
+        account.num_reported = len(account.resyncs)
+
+    def go_on(self, turn: Turn, ids: Sequence[int]) -> None:
+        """Take note of a turn that a stream took by itself, over what it has committed by then."""
+        if turn not in self._told:
+            self._told[turn] = tuple(ids), row_values(ids)
+
     def ids_of(self, turn: Turn) -> tuple[int, ...]:
         return self._told[turn][0]
 
@@ -178,6 +203,17 @@ class WatchedTarget(TargetEngine):
     def __init__(self, ledger: Ledger, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.watch = _Watch(ledger)
+        self._streamed: dict[str, tuple[int, ...]] = {}
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
+        self._streamed[turn.session] = self.watch.ledger.ids_of(turn)
+        return super().open_stream(turn, limits)
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self.watch.ledger.go_on(turn, self._streamed.get(turn.session, ()))
+        verdict = await super().verify(turn, proposal)
+        self._streamed[turn.session] = (*self.watch.ledger.ids_of(turn), *verdict.token_ids)
+        return verdict
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Work:
         return self.watch.over(turn, super()._verify(turn, proposal))

@@ -26,7 +26,7 @@ class Workers:
         tokenizer: Tokenizer,
         *,
         are_remote: bool = False,
-        draft_modes: Sequence[Mode] = ("overlap", "pingpong"),
+        draft_modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter

@@ -43,7 +43,8 @@ def opened(settings: Settings, models: Models | None, note: Note | None = None) 
         return connected(settings, note)
     mode = settings.orchestrator.mode
     is_auto = mode == "auto"
-    return running(models, side_by_side=mode == "overlap" or (is_auto and _is_worth_threads(models)), measures=is_auto)
+    side_by_side = mode in ("overlap", "stream") or (is_auto and _is_worth_threads(models))
+    return running(models, side_by_side=side_by_side, measures=is_auto)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap"]
+Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
 DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 """Modes that ask no draft."""
 Dtype = Literal["fp32", "bf16", "fp16"]

@@ -44,6 +44,11 @@ class VerifyStream(Protocol):
         """
         ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a commit, or the end, has come already."""
+        ...
+
     async def next_commit(self) -> Verdict | None:
         """Return what the target committed next, in the order of the text; None once the stream has ended well.
 

@@ -195,7 +195,7 @@ def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose)
         name = merged["draft.address"][1].name
         raise InvalidSettings(f"{name} needs a remote target as well: name it with --target, or leave {name} out.")
     mode = settings.orchestrator.mode
-    if mode in ("pingpong", "overlap") and not settings.has_draft:
+    if mode in ("pingpong", "overlap", "stream") and not settings.has_draft:
         option = "--draft" if settings.is_remote else "--draft-model"
         raise InvalidSettings(f"Mode {mode} needs a draft: name one with {option}, or use --mode plain.")
     if mode == "lookup" and not settings.orchestrator.lookup:

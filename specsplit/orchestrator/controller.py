@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from specsplit.core.cost_model import Choice, Limits, Mode
 from specsplit.core.defaults import Mode as ChosenMode
-from specsplit.core.types import Budget
+from specsplit.core.types import Budget, StreamLimits
 from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.records import Speculation
 from specsplit.orchestrator.round import Move
@@ -23,7 +23,7 @@ SHADOW_EVERY = 16
 EXPLORED_ROUNDS = 3
 """Proposals before the first choice; a draft that gives none has twice as many rounds for it."""
 MAX_DEPTH = 12
-_PLAIN = Move("plain")
+_PLAIN, _STREAMED_PLAIN = Move("plain"), Move("stream")
 
 
 class Controller:
@@ -50,6 +50,7 @@ class Controller:
         self._first = _budget(speculation, max_nodes)
         self._num_rounds = 0
         self._num_without_draft = 0
+        self._is_streaming = mode == "stream"
 
     def next_move(self, num_committed: int, draft_context: int, *, has_draft: bool = True) -> Move:
         """Return the move of the round that follows `num_committed` tokens.
@@ -60,13 +61,14 @@ class Controller:
         room = self._end - num_committed - 1
         room_of_draft = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
-            return _PLAIN
+            return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         move = self._wanted(has_draft=has_draft and room_of_draft >= 1)
-        if move.mode in ("pingpong", "overlap"):
+        if move.mode in ("pingpong", "overlap", "stream"):
             if room_of_draft < 1:
                 move = Move("lookup", move.budget) if self._speculation.lookup else _PLAIN
             else:
                 room = min(room, room_of_draft)
+        self._is_streaming = move.mode == "stream"
         return _shallower(move, room)
 
     def _wanted(self, *, has_draft: bool) -> Move:
@@ -90,12 +92,12 @@ class Controller:
     def _followed(self, choice: Choice, *, has_draft: bool) -> Move:
         """Turn the choice into a move; while the draft is not asked, look now and then at what it would say."""
         shadow = None
-        if choice.mode in ("plain", "lookup"):
+        if choice.mode in ("plain", "lookup") or choice.nodes == 0:
             self._num_without_draft += 1
             if has_draft and self._num_without_draft % SHADOW_EVERY == 0:
                 shadow = self._first
-        if choice.nodes == 0 or choice.mode == "stream":
-            return Move("plain", None, choice, shadow)
+        if choice.nodes == 0:
+            return Move("stream" if choice.mode == "stream" else "plain", None, choice, shadow)
         return Move(choice.mode, Budget(choice.nodes, choice.depth, self._limits.branching), choice, shadow)
 
 
@@ -103,6 +105,13 @@ class Controller:
 def _limits(max_nodes: int, branching: int) -> Limits:
     nodes = tuple(count for count in Limits().nodes if count < max_nodes)
     return Limits((*nodes, max_nodes), min(MAX_DEPTH, max_nodes), branching)
+
+
+def stream_limits(speculation: Speculation, max_nodes: int) -> StreamLimits:
+    """Return the limits of a stream: the user's shape, or in `auto` all that the target may find worth it."""
+    if speculation.mode == "auto":
+        return StreamLimits(min(speculation.max_nodes, max_nodes), MAX_DEPTH)
+    return StreamLimits(min(speculation.nodes, max_nodes), speculation.depth)
 
 
 @lru_cache(maxsize=64)

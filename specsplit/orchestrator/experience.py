@@ -30,7 +30,7 @@ _GRID = (1, 2, 3, 5, 9, 17, 33)
 _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
 _HIT_MEMORY = 0.97
-_PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap")
+_PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
 
 
 class Experience:
@@ -62,8 +62,11 @@ class Experience:
         if self._draft is None and draft is not None and draft.step_times:
             self._draft = DraftTimes(StepTimes(dict(draft.step_times)))
 
-    def observe_verify(self, timings: Timings, wall_s: float, *, is_beside: bool = False) -> None:
-        """Count a verify of a round after the prompt's; `is_beside` tells that the draft was at work meanwhile."""
+    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_beside: bool = False) -> None:
+        """Count a verify of a round after the prompt's; `is_beside` tells that the draft was at work meanwhile.
+
+        `wall_s` is None for a step of a stream, which nobody waited for.
+        """
         rows, device_s = timings.num_tokens, timings.device_ms / 1e3
         if rows <= 0 or device_s <= 0:
             return
@@ -77,7 +80,8 @@ class Experience:
         else:
             self.verify.observe(rows, device_s)
             self.has_seen_plain |= rows == 1
-        self._round_trip.observe(max(wall_s - device_s, 0.0))
+        if wall_s is not None:
+            self._round_trip.observe(max(wall_s - device_s, 0.0))
 
     def observe_propose(self, timings: Timings, wall_s: float) -> None:
         """Count a propose that was answered."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
-from specsplit.core.types import ROOT, Budget, Proposal, Timings, quantised_log_prob
+from specsplit.core.types import ROOT, Budget, Proposal, Timings, Verdict, quantised_log_prob
 from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.incidents import Incidents
@@ -41,8 +41,8 @@ class Growing:
     """Grows one session's tree, and offers its likeliest nodes.
 
     In `pingpong` the draft is asked, and waited for, after every verdict. In `overlap` it goes on growing while the
-    target verifies, and is waited for only where the tree has none of its nodes. Lookup costs nothing and waits for
-    nobody.
+    target verifies, and is waited for only where the tree has none of its nodes. In `stream` it is never waited for:
+    the target is sent what there is, as it comes. Lookup costs nothing and waits for nobody.
     """
 
     def __init__(
@@ -79,6 +79,8 @@ class Growing:
         """The draft is at work while the target verifies."""
         self._is_aside = False
         """What grows is only to be compared with the text."""
+        self.on_news: Callable[[], None] | None = None
+        """Called when the draft's nodes have arrived."""
 
     @property
     def drafted(self) -> Timings:
@@ -87,14 +89,44 @@ class Growing:
 
     def begin(self, move: Move) -> None:
         """Let the draft take in the prompt, and guess its first token, while the target does."""
-        if move.mode == "overlap" and move.budget is not None:
+        if move.mode in ("overlap", "stream") and move.budget is not None:
             self._keep_growing(move.budget)
+
+    def go_on(self, move: Move) -> None:
+        """Grow what a streaming target is to get for its next steps."""
+        self._look_up(move)
+        if move.budget is not None:
+            if self._found is not None:
+                self._tree.merge(self._found)
+            self._keep_growing(move.budget)
+        elif move.shadow is not None:
+            self._look_aside(move.shadow)
+
+    def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
+        """Return the nodes that the streaming target does not know yet, and whether the draft is at work on more."""
+        is_more_coming = self._growing is not None and not self._growing.done() and not self._is_aside
+        return self._tree.take_unsent(first_node), is_more_coming
+
+    def forget_sent(self) -> None:
+        """Forget what the streaming target knows: its stream begins anew."""
+        self._tree.forget_sent()
+
+    def scored(self, verdict: Verdict) -> tuple[Offer, Verdict]:
+        """Return what a streaming target verified as an offer, and its verdict in the numbers of that offer."""
+        tree = self._tree
+        node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
+        nodes = [node_of[number] for number in verdict.verified if number in node_of]
+        offer = self._offer(nodes, 1)
+        number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
+        accepted = tuple(number_of[number] for number in verdict.accepted if number in number_of)
+        told = replace(verdict, accepted=accepted, verified=tuple(range(1, len(nodes) + 1)))
+        timings, self._drafted = self._drafted, Timings()
+        proposal = replace(offer.proposal, timings=timings)
+        return replace(offer, proposal=proposal, is_kept=self._is_kept), told
 
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
-        if self._lookup is not None and (move.budget or move.choice) is not None:
-            shape = move.budget or _LOOKED_UP
-            self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
+        self._look_up(move)
         budget, nodes = move.budget, list[int]()
         if budget is not None:
             if self._found is not None:
@@ -112,6 +144,11 @@ class Growing:
             self._look_aside(move.shadow)
         self._is_beside = self._growing is not None and not self._growing.done()
         return replace(offer, proposal=replace(offer.proposal, timings=timings), is_kept=self._is_kept)
+
+    def _look_up(self, move: Move) -> None:
+        if self._lookup is not None and (move.budget or move.choice) is not None:
+            shape = move.budget or _LOOKED_UP
+            self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
 
     def _is_enough(self, move: Move, budget: Budget) -> bool:
         """Say whether what is here promises more than the choice did, so that waiting for the draft would cost."""
@@ -134,7 +171,9 @@ class Growing:
         """Take note of a round's outcome; its tokens are committed."""
         token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
         now_s = self._loop.time()
-        if self._observed_s is not None:
+        if outcome.is_streamed:
+            experience.observe_verify(outcome.verdict.timings, None, is_beside=True)
+        elif self._observed_s is not None:
             experience.observe_verify(outcome.verdict.timings, outcome.verify_s, is_beside=self._is_beside)
             experience.observe_own(now_s - self._observed_s - outcome.verify_s - self._waited_s)
         self._observed_s, self._waited_s = now_s, 0.0
@@ -265,6 +304,8 @@ class Growing:
             if not isinstance(answer, Proposal):
                 return
             num_new = self._take(answer, ahead)
+            if self.on_news is not None:
+                self.on_news()
             if self._arrival is not None and not self._arrival.done() and self._tree.num_drafted:
                 self._arrival.set_result(None)
             if not num_new and asked_position == len(self._committed):

@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import TypeVar
 
 from specsplit.core.errors import PeerMismatch, SlotBehind, StaleEpoch, StaleRound
-from specsplit.core.ports import Verifier
+from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
-from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict, prefix_hashes
+from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict, prefix_hashes
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.persistence import Persistence
 from specsplit.orchestrator.records import ResyncReason, WorkerRole
 from specsplit.orchestrator.wire import Traffic
 
 Answer = TypeVar("Answer", Proposal, Verdict)
-_MAX_RAISES = 8
+MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
 
 
@@ -85,15 +85,11 @@ class Link:
             try:
                 answer = await send(turn)
             except SlotBehind as behind:
-                if turn.base_length == 0:
-                    raise  # it lacks nothing that could still be sent
-                if behind.have == 0:
-                    await self._check_worker()
-                self._fall_back(turn, behind.have)
+                await self._fall_back(turn.base_length, behind)
             except (StaleRound, StaleEpoch):
                 # Some attempt of ours that nobody waits for has got further than we know.
                 num_raises += 1
-                if num_raises > _MAX_RAISES:
+                if num_raises > MAX_RAISES:
                     raise
                 self._raise_epoch()
                 verified = ()
@@ -103,12 +99,16 @@ class Link:
                 self._received_bytes += answer.timings.received_bytes
                 return turn, answer
 
-    def _fall_back(self, turn: Turn, have: int) -> None:
-        """Believe a worker that says how little it holds."""
-        self._have = min(have, turn.base_length - 1)
+    async def _fall_back(self, believed: int, behind: SlotBehind) -> None:
+        """Believe a worker that says how little it holds; one that lacks nothing that could be sent is at fault."""
+        if believed == 0:
+            raise behind
+        if behind.have == 0:
+            await self._check_worker()
+        self._have = min(behind.have, believed - 1)
         self._is_open = False
         reason: ResyncReason = "slot_behind" if self._have else "slot_lost"
-        self._incidents.resync(self._worker, reason, turn.base_length - self._have)
+        self._incidents.resync(self._worker, reason, believed - self._have)
 
     async def _check_worker(self) -> None:
         """Look whether a worker that lost a slot is still the same."""
@@ -184,15 +184,56 @@ class TargetLink(Link):
         self._next_node += len(proposal)
         return verdict if shift == 0 else _shifted(verdict, shift)
 
+    # What a stream to the target takes of the link.
+
+    def opening_turn(self) -> Turn:
+        """Return the turn that a stream begins with: always the first of its epoch."""
+        if self.round:
+            self.begin_epoch()
+        return self._next_turn(())
+
+    def begin_epoch(self) -> None:
+        """Begin a new epoch as a matter of course."""
+        is_raised = self._is_raised
+        self._raise_epoch()
+        self._is_raised = is_raised
+
+    def lose_stream(self) -> None:
+        """Begin a new epoch since it is not known what the target did in this one."""
+        self._raise_epoch()
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
+        """Open a stream; what fails shows in it."""
+        return self._verifier.open_stream(turn, limits)
+
+    async def ask(self, read: Callable[[], Awaitable[Verdict]], num_tokens: int) -> Verdict:
+        """Ask for a commit as long as the request allows; a target that is well makes one of so many tokens' work."""
+        return await self._persistence.ask(read, self._work_s(num_tokens))
+
+    async def fall_back(self, behind: SlotBehind) -> None:
+        """Believe a target that says how little it holds."""
+        await self._fall_back(self._have, behind)
+
+    def take(self, verdict: Verdict, seconds: float) -> None:
+        """Take note of a commit and of how long it took."""
+        self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
+        self._is_open = True
+        self._sent_bytes += verdict.timings.sent_bytes
+        self._received_bytes += verdict.timings.received_bytes
+        self._take_time(seconds, 1 + len(verdict.verified))
+
     async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
         started_s = self._loop.time()
         verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
-        self.verify_s = self._loop.time() - started_s
-        token_s = self.verify_s / (len(turn.tail) + len(proposal))
-        self._token_s = token_s if self._token_s == math.inf else max(self._token_s, token_s)
+        self._take_time(self._loop.time() - started_s, len(turn.tail) + len(proposal))
         if turn.base_length == 0 and self._persistence.num_failures:
             await self._check_worker()  # it had nothing to lose, so nothing told whether it is still the same
         return verdict
+
+    def _take_time(self, seconds: float, num_tokens: int) -> None:
+        self.verify_s = seconds
+        token_s = seconds / num_tokens
+        self._token_s = token_s if self._token_s == math.inf else max(self._token_s, token_s)
 
     def _work_s(self, num_tokens: int) -> float:
         """Return more seconds than the target needs for so many tokens, infinity before it has answered once.

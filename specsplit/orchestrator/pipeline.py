@@ -51,10 +51,10 @@ class Orchestrator:
         clock: Clock | None = None,
         *,
         patience: Patience = Patience(),  # noqa: B008  (frozen)
-        draft_modes: Sequence[Mode] = ("overlap", "pingpong"),
+        draft_modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
         rng: random.Random | None = None,
     ) -> None:
-        if speculation.mode in ("pingpong", "overlap") and drafter is None:
+        if speculation.mode in ("pingpong", "overlap", "stream") and drafter is None:
             raise InvalidSettings(
                 f"Mode {speculation.mode} needs a draft model; name one with --draft-model or use --mode plain."
             )

@@ -5,14 +5,15 @@ Knows no text and no end; a mode is a Source, a way to obtain the next tree. The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from specsplit.core.cost_model import Choice, Mode
-from specsplit.core.types import Budget, Proposal, Timings, Verdict
+from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Verdict
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
+from specsplit.orchestrator.streaming import TargetStreaming
 from specsplit.telemetry import spans
 
 
@@ -50,6 +51,8 @@ class Outcome:
     verdict: Verdict
     verify_s: float
     """Seconds from the verify to its verdict."""
+    is_streamed: bool = False
+    """The target took the step without being asked."""
 
     @property
     def num_accepted(self) -> int:
@@ -66,7 +69,12 @@ class Outcome:
 
 
 class Source(Protocol):
-    """Where trees come from; whatever it has under way ends with `close`."""
+    """Where trees come from; whatever it has under way ends with `close`.
+
+    `on_news` is called when nodes have come that a streaming target has not got yet.
+    """
+
+    on_news: Callable[[], None] | None
 
     @property
     def drafted(self) -> Timings:
@@ -79,6 +87,22 @@ class Source(Protocol):
 
     async def next_offer(self, move: Move, first_node: int) -> Offer: ...
 
+    def go_on(self, move: Move) -> None:
+        """Grow nodes for a streaming target, without waiting."""
+        ...
+
+    def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
+        """Return the nodes that the target's stream has not got yet, numbered so, and whether more are under way."""
+        ...
+
+    def forget_sent(self) -> None:
+        """Take note that the target's stream begins anew."""
+        ...
+
+    def scored(self, verdict: Verdict) -> tuple[Offer, Verdict]:
+        """Return what a streaming target verified as an offer, and its verdict in the numbers of that offer."""
+        ...
+
     def observe(self, outcome: Outcome) -> None:
         """Take note of a round's outcome; its tokens are committed."""
         ...
@@ -87,25 +111,56 @@ class Source(Protocol):
 
 
 class Rounds:
-    """The rounds of one session; without a source every round is plain decoding."""
+    """The rounds of one session; without a source every round is plain decoding. `limits` are those of a stream."""
 
-    def __init__(self, committed: Committed, target: TargetLink, source: Source | None, incidents: Incidents) -> None:
+    def __init__(
+        self,
+        committed: Committed,
+        target: TargetLink,
+        source: Source | None,
+        incidents: Incidents,
+        limits: StreamLimits,
+    ) -> None:
         self._committed, self._target, self._source, self._incidents = committed, target, source, incidents
+        self._stream = TargetStreaming(target, source, committed, limits) if source is not None else None
         self.number = 0
 
     async def run(self, move: Move) -> Outcome:
         """Run one round, the prompt's first, and commit its tokens."""
         self._incidents.round = self.number
-        offer = await self._offer(move)
-        with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
-            verdict = await self._target.verify(offer.proposal)
-            spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
-        self._committed.extend(verdict.token_ids)
-        outcome = Outcome(offer, verdict, self._target.verify_s)
+        outcome = await self._streamed(move) if move.mode == "stream" else await self._unary(move)
+        self._committed.extend(outcome.verdict.token_ids)
         if self._source is not None:
             self._source.observe(outcome)
         self.number += 1
         return outcome
+
+    async def close(self) -> None:
+        """End the target's stream, if there is one."""
+        if self._stream is not None:
+            await self._stream.close()
+
+    async def _unary(self, move: Move) -> Outcome:
+        if self._stream is not None:
+            await self._stream.close(keeps_slot=True)
+        offer = await self._offer(move)
+        with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
+            verdict = await self._target.verify(offer.proposal)
+            spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
+        return Outcome(offer, verdict, self._target.verify_s)
+
+    async def _streamed(self, move: Move) -> Outcome:
+        assert self._stream is not None, "checked with the mode"
+        assert self._source is not None, "it has one"
+        if self.number == 0:
+            self._source.begin(move)
+        elif not self._stream.is_ready:  # else the text is already further on
+            self._source.go_on(move)
+        with spans.span("commit", round=self.number):
+            verdict = await self._stream.next_commit()
+            spans.annotate(nodes=len(verdict.verified), accepted=len(verdict.accepted))
+        offer, told = self._source.scored(verdict)
+        return Outcome(offer, told, self._target.verify_s, is_streamed=True)
 
     async def _offer(self, move: Move) -> Offer:
         first_node = self._target.next_node

@@ -19,7 +19,7 @@ from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
-from specsplit.orchestrator.controller import Controller
+from specsplit.orchestrator.controller import Controller, stream_limits
 from specsplit.orchestrator.draft_link import DraftLink
 from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.experience import Experience
@@ -104,7 +104,8 @@ class Session:
         self._source: Source | None = None
         if self._mode != "plain":
             self._source = self._growing(persistence, incidents)
-        self._rounds = Rounds(self._committed, self._target, self._source, incidents)
+        limits = stream_limits(serving.speculation, target.max_nodes)
+        self._rounds = Rounds(self._committed, self._target, self._source, incidents, limits)
         self._controller = Controller(
             serving.speculation,
             self._mode,
@@ -211,12 +212,16 @@ class Session:
         finally:
             self._span.end()
 
+    async def _close_target(self) -> None:
+        await self._rounds.close()
+        await self._target.close()
+
     async def _close(self, *, is_failing: bool) -> None:
         """Close both sessions, without waiting for ever; a bug in the target's closing is an error of the request.
 
         Where the request has failed already, its error is the one to report.
         """
-        closing = asyncio.create_task(self._target.close())
+        closing = asyncio.create_task(self._close_target())
         tasks = {closing}
         if self._source is not None and self._draft is not None:
             draft_closing = asyncio.create_task(self._source.close())

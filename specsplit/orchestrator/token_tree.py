@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specsplit.core.tree import likeliest_first
-from specsplit.core.types import ROOT, Proposal
+from specsplit.core.types import ROOT, Proposal, quantised_log_prob
 from specsplit.orchestrator.calibration import Acceptance, agreed_cell, draft_cell, lookup_cell
 from specsplit.orchestrator.lookup import LookupTree
 
@@ -42,6 +42,8 @@ class TokenTree:
         self.draft_numbers: list[int] = []
         self.num_drafted = 0
         """Nodes that the draft knows."""
+        self.sent_numbers: list[int] = []
+        """What a streaming target knows the nodes as; UNNUMBERED where it does not know them yet."""
         self._acceptance = acceptance
         self._draft_log_probs: list[float] = []
         """What the draft said of its nodes."""
@@ -123,6 +125,7 @@ class TokenTree:
         self.cells.append(cell)
         self.log_probs.append(self._acceptance.estimate(cell))
         self.draft_numbers.append(UNNUMBERED)
+        self.sent_numbers.append(UNNUMBERED)
         self._draft_log_probs.append(0.0)
         self._draft_ranks.append(0)
         return node
@@ -144,6 +147,24 @@ class TokenTree:
             ranks = self.path_log_probs
             chosen = sorted(chosen, key=lambda node: (-ranks[node], node))[:count]
         return likeliest_first(chosen, self.parents, self.log_probs)
+
+    def take_unsent(self, first_node: int) -> Proposal:
+        """Return the nodes that the target does not know yet; from now on they are numbered from `first_node`."""
+        unsent = [node for node, number in enumerate(self.sent_numbers) if not number]
+        for number, node in enumerate(unsent, first_node):
+            self.sent_numbers[node] = number
+        parents = [self.parents[node] for node in unsent]
+        return Proposal(
+            first_node=first_node,
+            root_position=self.root_position,
+            token_ids=tuple([self.token_ids[node] for node in unsent]),
+            parents=tuple([ROOT if parent == ROOT_INDEX else self.sent_numbers[parent] for parent in parents]),
+            log_probs=tuple([quantised_log_prob(self.log_probs[node]) for node in unsent]),
+        )
+
+    def forget_sent(self) -> None:
+        """Forget what the target knows: its stream begins anew."""
+        self.sent_numbers = [UNNUMBERED] * len(self)
 
     def walk(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return how many of `token_ids` the tree spells from its root, and the node of the last of these."""
@@ -192,6 +213,7 @@ class TokenTree:
             new = index_of[index] = kept._add(parent, self.token_ids[index], self.cells[index])
             kept._draft_log_probs[new] = self._draft_log_probs[index]
             kept._draft_ranks[new] = self._draft_ranks[index]
+            kept.sent_numbers[new] = self.sent_numbers[index]
             number = kept.draft_numbers[new] = self.draft_numbers[index]
             if number:
                 kept._index_by_number[number] = new

@@ -83,12 +83,15 @@ class RemoteStream:
     def __init__(self, channel: WorkerChannel, method: str, opening: bytes, peer: str) -> None:
         self._duplex, self._peer = channel.duplex(method), peer
         self._outgoing: deque[bytes] = deque([opening])
-        self._has_outgoing = asyncio.Event()
+        self._incoming: deque[bytes] = deque()
+        self._has_outgoing, self._has_incoming = asyncio.Event(), asyncio.Event()
         self._has_outgoing.set()
         self._is_ending = False
         self._sent_bytes = len(opening)
         """Since the last commit."""
-        self._writer = asyncio.get_running_loop().create_task(self._write_all(), name="specsplit-verify-stream-writer")
+        loop = asyncio.get_running_loop()
+        self._writer = loop.create_task(self._write_all(), name="specsplit-verify-stream-writer")
+        self._reader = loop.create_task(self._read_all(), name="specsplit-verify-stream-reader")
 
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
         """Send nodes without waiting; raises InvalidRequest for what no message can carry."""
@@ -96,11 +99,19 @@ class RemoteStream:
         self._sent_bytes += len(data)
         self._send(data)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a commit, or the end, has come already."""
+        return bool(self._incoming) or self._reader.done()
+
     async def next_commit(self) -> Verdict | None:
         """Return the next commit; raises what the target does, or LinkError."""
-        data = await self._duplex.read()
-        if data is None:
-            return None
+        while not self._incoming:
+            if self._reader.done():
+                return self._reader.result()
+            self._has_incoming.clear()
+            await self._has_incoming.wait()
+        data = self._incoming.popleft()
         sent, self._sent_bytes = self._sent_bytes, 0
         try:
             message = calls.parse(target_pb2.VerifyStreamResponse, data)
@@ -114,24 +125,29 @@ class RemoteStream:
 
     async def close(self, *, keeps_slot: bool = False) -> None:
         """End the stream; where the slot is to stay, the target is told so first."""
-        if keeps_slot:
-            self._send(_CANCEL)
+        if keeps_slot and not self._is_ending:
             self._is_ending = True
-            await to_its_end(self._drained())
+            self._send(_CANCEL)
+            # A call broken off before the target has ended it would look like a client that is lost.
+            await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
         self._duplex.cancel()
         self._writer.cancel()
-        await to_its_end(asyncio.wait({self._writer}))
-
-    async def _drained(self) -> None:
-        """Wait until the target has ended the stream: a call broken off before looks like a client that is lost."""
-        with suppress(TimeoutError, SpecSplitError):
-            async with asyncio.timeout(_FLUSH_S):
-                while await self._duplex.read() is not None:
-                    pass
+        self._reader.cancel()
+        await to_its_end(asyncio.wait({self._writer, self._reader}))
+        if not self._reader.cancelled():
+            self._reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
 
     def _send(self, data: bytes) -> None:
         self._outgoing.append(data)
         self._has_outgoing.set()
+
+    async def _read_all(self) -> None:
+        try:
+            while (data := await self._duplex.read()) is not None:
+                self._incoming.append(data)
+                self._has_incoming.set()
+        finally:
+            self._has_incoming.set()
 
     async def _write_all(self) -> None:
         with suppress(SpecSplitError):  # whoever reads hears of it

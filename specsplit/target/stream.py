@@ -80,6 +80,11 @@ class TargetStream:
         self._is_more_coming = is_more_coming
         self._news.set()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a commit, or the end, is there already."""
+        return bool(self._commits) or self._task.done()
+
     async def next_commit(self) -> Verdict | None:
         """Return what was committed next; None once the stream has ended well."""
         while not self._commits:

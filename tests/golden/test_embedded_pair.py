@@ -24,7 +24,8 @@ CHAIN = Speculation(mode="pingpong", nodes=4, depth=4, branching=1)
 TREE = Speculation(mode="pingpong", nodes=12, depth=4, branching=3)
 OVERLAP = Speculation(mode="overlap", nodes=6, depth=3, branching=2)
 AUTO = Speculation()
-SHAPES = {"default": DEFAULT, "chain": CHAIN, "tree": TREE, "overlap": OVERLAP, "auto": AUTO}
+STREAM = Speculation(mode="stream", nodes=6, depth=3, branching=2)
+SHAPES = {"default": DEFAULT, "chain": CHAIN, "tree": TREE, "overlap": OVERLAP, "stream": STREAM, "auto": AUTO}
 
 
 @cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsplit.core.types import FinishReason, SessionParams
+from specsplit.core.types import FinishReason, SessionParams, StreamLimits
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
 from tests.fakes import (
@@ -73,7 +73,7 @@ drafts = st.builds(
 )
 speculations = st.builds(
     Speculation,
-    mode=st.sampled_from(["pingpong", "overlap"]),
+    mode=st.sampled_from(["pingpong", "overlap", "stream"]),
     nodes=st.integers(1, 12),
     depth=st.integers(1, 6),
     branching=st.integers(1, 3),
@@ -122,6 +122,9 @@ flaky_drafts = st.builds(
 )
 
 
+AHEAD = StreamLimits(1, 1).max_unacknowledged
+
+
 async def collect(orchestrator: Orchestrator, request: Request) -> tuple[list[Chunk], Result]:
     chunks = [chunk async for chunk in orchestrator.stream(request)]
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -150,7 +153,9 @@ def test_the_output_is_plain_decodings(
     check_chunks(chunks, result)
     assert not target.slots
     assert not draft.slots
-    assert target.num_forwards == len(chunks) == result.num_rounds + 1
+    assert len(chunks) == result.num_rounds + 1
+    ahead = target.num_forwards - len(chunks)  # commits of a stream that nobody asked for any more
+    assert 0 <= ahead <= (AHEAD if speculation.mode == "stream" else 0)
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -183,7 +188,7 @@ def test_the_output_is_plain_decodings_whatever_fails(
 def check_recomputed(target: Flaky, result: Result) -> None:
     """Check that the target computed what every round needs once, and a second time what the resyncs say."""
     assert isinstance(target.inner, FakeTarget)
-    if Fault.LOST in target.plan.values():
+    if Fault.LOST in target.plan.values() or result.mode == "stream":
         return  # executed for an answer that nobody got
     again = sum(resync.num_tokens for resync in result.resyncs if resync.worker == "target")
     nodes = sum(len(proposal.token_ids[: target.inner.trim]) for proposal in target.inner.proposals)

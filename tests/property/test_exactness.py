@@ -26,6 +26,7 @@ TREES = {
     "tree": Speculation(mode="pingpong", lookup=False, nodes=9, depth=3, branching=3),
     "wide": Speculation(mode="pingpong", lookup=False, nodes=24, depth=2, branching=8),
     "overlap": Speculation(mode="overlap", lookup=False, nodes=6, depth=3, branching=2),
+    "stream": Speculation(mode="stream", nodes=6, depth=3, branching=2),
     "auto": Speculation(mode="auto", nodes=6, depth=3, branching=2),
 }
 SAMPLING: dict[str, dict[str, float]] = {
