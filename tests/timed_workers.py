@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from specsplit.core.types import Budget, Proposal, Timings, Turn, Verdict
+from specsplit.core.errors import SpecSplitError
+from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Turn, Verdict
+from specsplit.target.stream import TargetStream
 from tests.fakes import FakeDraft, FakeTarget
 from tests.language import Guess, good_guess
 
@@ -34,6 +37,68 @@ class Diary:
         return pauses[:-1]
 
 
+class DelayedStream:
+    """A stream whose messages take `way_s` each way, in their order."""
+
+    def __init__(self, begin: Callable[[], TargetStream], way_s: float) -> None:
+        self._loop, self._way_s = asyncio.get_running_loop(), way_s
+        self._stream: asyncio.Future[TargetStream] = self._loop.create_future()
+        self._sent: asyncio.Queue[tuple[float, Proposal, bool]] = asyncio.Queue()
+        self._made: asyncio.Queue[tuple[float, Verdict | Exception | None]] = asyncio.Queue()
+        self._commits: deque[Verdict | Exception | None] = deque()
+        self._has_commits = asyncio.Event()
+        self._tasks = [self._loop.create_task(work) for work in (self._pump_up(begin), self._read(), self._pump_down())]
+
+    def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
+        self._sent.put_nowait((self._loop.time() + self._way_s, proposal, is_more_coming))
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._commits)
+
+    async def next_commit(self) -> Verdict | None:
+        while not self._commits:
+            self._has_commits.clear()
+            await self._has_commits.wait()
+        told = self._commits.popleft()
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    async def close(self, *, keeps_slot: bool = False) -> None:
+        stream = await self._stream
+        for task in self._tasks:
+            task.cancel()
+        await stream.close(keeps_slot=keeps_slot)
+
+    async def _pump_up(self, begin: Callable[[], TargetStream]) -> None:
+        await asyncio.sleep(self._way_s)
+        stream = begin()
+        self._stream.set_result(stream)
+        while True:
+            due_s, proposal, is_more_coming = await self._sent.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            stream.propose(proposal, is_more_coming=is_more_coming)
+
+    async def _read(self) -> None:
+        stream, told = await asyncio.shield(self._stream), None
+        while True:
+            try:
+                told = await stream.next_commit()
+            except SpecSplitError as error:
+                told = error
+            self._made.put_nowait((self._loop.time() + self._way_s, told))
+            if not isinstance(told, Verdict):
+                return
+
+    async def _pump_down(self) -> None:
+        while True:
+            due_s, told = await self._made.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            self._commits.append(told)
+            self._has_commits.set()
+
+
 class TimedTarget(FakeTarget):
     """A target whose forward takes `verify_s(rows)`, behind a link of `round_trip_s`."""
 
@@ -41,11 +106,26 @@ class TimedTarget(FakeTarget):
         super().__init__()
         self.diary, self.verify_s, self.round_trip_s = diary, verify_s, round_trip_s
 
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> DelayedStream:
+        async def leave(keeps_slot: bool) -> None:
+            if not keeps_slot:
+                await self.close(turn.session)
+
+        context, max_nodes = self.context, self.max_nodes
+        return DelayedStream(
+            lambda: TargetStream(self._step, leave, turn, limits, context=context, max_nodes=max_nodes),
+            self.round_trip_s / 2,
+        )
+
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        await asyncio.sleep(self.round_trip_s)
+        return await self._step(turn, proposal)
+
+    async def _step(self, turn: Turn, proposal: Proposal) -> Verdict:
         self.diary.note("verify", "begins")
         rows = len(turn.tail) + len(proposal)
         device_s = self.verify_s(rows)
-        await asyncio.sleep(self.round_trip_s + device_s)
+        await asyncio.sleep(device_s)
         verdict = await super().verify(turn, proposal)
         self.diary.note("verify", "ends")
         return replace(verdict, timings=Timings(num_forwards=1, num_tokens=rows, device_ms=device_s * 1e3))

@@ -95,9 +95,9 @@ class Growing:
     def go_on(self, move: Move) -> None:
         """Grow what a streaming target is to get for its next steps."""
         self._look_up(move)
+        if self._found is not None:
+            self._tree.merge(self._found)  # the target takes of it what is worth its rows
         if move.budget is not None:
-            if self._found is not None:
-                self._tree.merge(self._found)
             self._keep_growing(move.budget)
         elif move.shadow is not None:
             self._look_aside(move.shadow)
@@ -300,7 +300,8 @@ class Growing:
         ahead = replace(budget, max_new_nodes=num_nodes, max_depth=2 * budget.max_depth + 1)
         while self._tree.num_drafted < AHEAD_FACTOR * budget.max_new_nodes:
             asked_position = len(self._committed)
-            answer = await self._drafting.ask_ahead(ahead, self._verified)
+            wanted = ahead if self._tree.num_drafted else replace(ahead, max_depth=budget.max_depth)  # soon, then deep
+            answer = await self._drafting.ask_ahead(wanted, self._verified)
             if not isinstance(answer, Proposal):
                 return
             num_new = self._take(answer, ahead)

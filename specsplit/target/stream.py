@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
-from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.pace import Pace
 
-_HELD_FACTOR = 4
-"""Nodes held, as a multiple of those verified at once: what hangs below several possible ends of the next step."""
+MAX_HELD = 1024
+"""Nodes held below the text's end; clients keep far below it, since what is dropped is not sent again."""
 Verify = Callable[[Turn, Proposal], Awaitable[Verdict]]
 
 
@@ -50,7 +51,7 @@ class TargetStream:
         self._end = min(context, opening.prompt_length + opening.max_tokens if opening.max_tokens else context)
         """Tokens at which the text must stop."""
         self._loop = asyncio.get_running_loop()
-        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, _HELD_FACTOR * self._max_nodes)
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_HELD)
         self._pace = Pace(step_times)
         self._next_node = 1
         self._is_more_coming = False
@@ -72,7 +73,7 @@ class TargetStream:
         position, now_s = proposal.root_position, self._loop.time()
         missed_s = self._missed.pop(position, None) if len(proposal) else None
         if missed_s is not None:
-            self._pace.observe_response(now_s - missed_s)
+            self._pace.observe_response(now_s - missed_s, _best_paths(proposal, self._max_nodes))
         while self._unacknowledged and self._unacknowledged[0] <= position:
             self._unacknowledged.popleft()
         self._missed = {at: when for at, when in self._missed.items() if at >= position}
@@ -117,7 +118,7 @@ class TargetStream:
             verdict = await self._verify(turn, proposal)
             now_s = self._loop.time()
             if turn is not self._turn:  # the first one may be a whole prompt
-                self._pace.observe(verdict.timings, len(proposal), len(verdict.accepted), now_s - told_s)
+                self._pace.observe(verdict.timings, len(verdict.token_ids), now_s - told_s)
             turn, told_s = _following(turn, verdict), now_s
             self._commit(verdict, proposal, numbers)
             if self._is_finished(verdict):
@@ -174,3 +175,12 @@ def _following(turn: Turn, verdict: Verdict) -> Turn:
         base_hash=prefix_hash(added, turn.base_hash),
         tail=(verdict.bonus_token,),
     )
+
+
+def _best_paths(proposal: Proposal, count: int) -> list[float]:
+    """Return the log-probabilities of the `count` likeliest paths of a proposal; those below other ones' are no part."""
+    first, paths = proposal.first_node, list[float]()
+    for parent, log_prob in zip(proposal.parents, proposal.log_probs, strict=True):
+        above = 0.0 if parent == ROOT else paths[parent - first] if parent >= first else -math.inf
+        paths.append(above + log_prob)
+    return sorted((path for path in paths if path > -math.inf), reverse=True)[:count]
