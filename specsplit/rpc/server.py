@@ -1,4 +1,4 @@
-"""A gRPC server around a drafter or a verifier: listening, health, reflection, drain. Knows nothing of engines."""
+"""A gRPC server around a drafter, verifier or stage: listening, health, reflection, drain. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.ports import Drafter, Stage, Verifier
 from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
 from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
+from specsplit.rpc.stage_servicer import STAGE_SERVICE, StageService
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
 
 LIVENESS, READINESS = "liveness", "readiness"
@@ -41,9 +42,11 @@ class Server:
         services: list[str],
         address: str,
         num_sessions: Callable[[], int],
+        stage: StageService | None = None,
     ) -> None:
         self._server, self._boundary, self._health = server, boundary, health_servicer
-        self._num_sessions = num_sessions
+        self._num_sessions, self._stage = num_sessions, stage
+        self._is_draining = False
         self._ready_names = ["", READINESS, *services]
         self._told: dict[str, Any] = {}
         self.address = address
@@ -56,7 +59,7 @@ class Server:
 
     async def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
         """Answer health checks so from now on; a server that drains stays not ready."""
-        is_ready = is_ready and is_live and not self._boundary.is_draining
+        is_ready = is_ready and is_live and not self._is_draining
         for name in self._ready_names:
             await self._tell(name, _SERVING if is_ready else _NOT_SERVING)
         await self._tell(LIVENESS, _SERVING if is_live else _NOT_SERVING)
@@ -67,21 +70,29 @@ class Server:
             await self._health.set(name, status)
 
     async def drain(self, grace_s: float = 10.0) -> None:
-        """Open no session any more, give those open `grace_s` seconds to end, then stop; again does no harm."""
-        self._boundary.refuse()
+        """Open no session any more, give those open `grace_s` seconds to end, then stop; again does no harm.
+
+        The coordinator of a stage has that time to move its sessions to another one.
+        """
+        end_s = asyncio.get_running_loop().time() + grace_s
+        self._is_draining = True
+        if self._stage is None:
+            self._boundary.refuse()
+        else:
+            self._stage.refuse()
         for name in self._ready_names:
             await self._tell(name, _NOT_SERVING)
-        is_idle = await self._sessions_end(grace_s)
+        await self._sessions_end(end_s)
+        self._boundary.refuse()
+        is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
 
-    async def _sessions_end(self, timeout_s: float) -> bool:
-        """Wait until no session is open and no call runs; return whether that is so in time."""
+    async def _sessions_end(self, end_s: float) -> None:
+        """Wait until no session is open, at most until `end_s`."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + timeout_s
         while self._num_sessions() and loop.time() < end_s:  # noqa: ASYNC110 - another thread's count
             await asyncio.sleep(min(_LOOK_S, max(0.0, end_s - loop.time())))
-        return await self._boundary.wait_idle(max(0.0, end_s - loop.time()))
 
     async def wait(self) -> None:
         """Wait until the server has stopped."""
@@ -94,6 +105,7 @@ async def serving(
     listen: str,
     drafter: Drafter | None = None,
     verifier: Verifier | None = None,
+    stage: Stage | None = None,
     num_sessions: Callable[[], int] = lambda: 0,
     max_call_s: float = MAX_CALL_S,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -101,10 +113,11 @@ async def serving(
 ) -> AsyncGenerator[Server]:
     """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
 
-    Port 0 picks a free one; `num_sessions` tells how many sessions a drain has to wait for; no call runs longer than
-    `max_call_s`, whatever deadline its client set. A request of more than `max_message_bytes` is refused before it is
-    received; those under way hold at most `max_request_bytes` together, and one too many is refused before it is
-    parsed. At the end of the block running calls are cancelled; `drain` first to let them end.
+    Port 0 picks a free one; `num_sessions` tells how many sessions a drain has to wait for (it waits for a stage's
+    coordinator in any case); no call runs longer than `max_call_s`, whatever deadline its client set. A request of more
+    than `max_message_bytes` is refused before it is received; those under way hold at most `max_request_bytes`
+    together, and one too many is refused before it is parsed. At the end of the block running calls are cancelled;
+    `drain` first to let them end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
@@ -120,16 +133,24 @@ async def serving(
     if verifier is not None:
         server.add_generic_rpc_handlers([target_handlers(verifier, lambda: boundary.is_draining)])
         services.append(TARGET_SERVICE)
+    stage_service = StageService(stage) if stage is not None else None
+    if stage_service is not None:
+        server.add_generic_rpc_handlers([stage_service.handlers()])
+        services.append(STAGE_SERVICE)
     health_servicer = _health.aio.HealthServicer()
     _add_standard_services(server, health_servicer, services)
     bound_port = await _listen(server, host, port)
-    running = Server(server, boundary, health_servicer, services, format_address(host, bound_port), num_sessions)
+    address = format_address(host, bound_port)
+    count = num_sessions if stage_service is None else lambda: num_sessions() + stage_service.num_coordinators
+    running = Server(server, boundary, health_servicer, services, address, count, stage_service)
     await running.tell_health(is_ready=True, is_live=True)
     await server.start()
     try:
         yield running
     finally:
         await running.drain(0)
+        if stage_service is not None:
+            await stage_service.aclose()
 
 
 def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, services: list[str]) -> None:

@@ -47,6 +47,8 @@ WINDOW = 8
 """Packets under way at once."""
 MAX_ATTEMPTS = 8
 """Times that a step is sent before its error is given to its sessions."""
+_MAX_LATE = 2
+"""Of them, those that may run into a deadline: a stage that hangs does so every time."""
 _AGAIN = (StageBehind, CorruptPacket, WorkerUnreachable, DeadlineExceeded)
 """What sending again may mend; anything else would only happen again."""
 
@@ -153,13 +155,15 @@ class ChainRunner:
             assert asyncio.get_running_loop() is not self._loop, "a forward would wait for its own event loop"
         shares = [Share(entry, self.cache.slots[entry.slot]) for entry in entries]
         results: dict[Share, Tensor] = {}
+        num_late = 0
         for attempt in range(1, self._max_attempts + 1):
             left = [share for share in shares if not share.is_done]
             errors = self._attempt(left, results)
             if not errors:
                 break
             fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
-            if fatal or attempt == self._max_attempts:
+            num_late += any(isinstance(error, DeadlineExceeded) for error in errors.values())
+            if fatal or attempt == self._max_attempts or num_late == _MAX_LATE:
                 raise [*fatal, *errors.values()][0]
             self._note_resyncs(errors)
         for share in shares:

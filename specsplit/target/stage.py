@@ -16,6 +16,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
 from specsplit.core.packet import COORDINATOR, Packet, PacketSession
 from specsplit.core.slot_state import SlotState
+from specsplit.core.stage_identity import StageIdentity
 from specsplit.engine.device import Device
 from specsplit.engine.worker import Worker, at_once
 from specsplit.model.plan import Entry
@@ -23,6 +24,9 @@ from specsplit.model.shard import LoadedShard
 from specsplit.model.shard_payload import from_payload, payload_type, to_payload, torch_dtype
 from specsplit.target.asked import log_probs_of, picks_of
 from specsplit.target.stage_slot import StageSlot
+
+_HEADER_BYTES, _NOTE_BYTES = 256, 12
+"""Of an exported slot: its header with alignment, and per row its prefix hash and token id."""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,46 @@ class StageEngine:
         self._slots = [StageSlot(slot) for slot in range(shard.max_sessions)]
         self._dtype = payload_type(shard.runner.dtype)
         self._worker = Worker(shard.runner, name="stage", threads=shard.threads, device=device)
+
+    @property
+    def identity(self) -> StageIdentity:
+        """Return who this stage is to a coordinator."""
+        shard, cache = self.shard, self.shard.runner.cache
+        return StageIdentity(
+            model=shard.name,
+            num_layers=shard.num_layers,
+            start=shard.spec.start,
+            end=shard.spec.end,
+            has_embedding=shard.spec.has_embedding,
+            has_head=shard.spec.has_head,
+            hidden_size=shard.hidden_size,
+            vocab_size=shard.vocab_size,
+            dtype=shard.dtype,
+            context=shard.context,
+            node_limit=shard.node_limit,
+            num_slots=shard.max_sessions,
+            slot_bytes=_HEADER_BYTES + cache.capacity * (shard.kv_bytes_per_token + _NOTE_BYTES),
+            config_hash=shard.config_hash,
+            weights_hash=shard.weights_hash,
+        )
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device computes."""
+        return self._worker.is_well
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may ever be well again."""
+        return self._worker.is_alive
+
+    async def place(self, index: int, num_stages: int) -> None:
+        """Stand at `index` in a chain of `num_stages` from the next packet on."""
+
+        def stand() -> None:
+            self.index, self.num_stages = index, num_stages
+
+        await to_its_end(self._run(stand))
 
     async def forward(self, packet: Packet) -> Packet:
         """Keep what the packet says of the last step, write its rows and return the packet for the next stage."""

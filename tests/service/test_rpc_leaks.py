@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specsplit.core.defaults import Mode
 from specsplit.core.types import Proposal
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.device import DeviceThread
@@ -92,18 +93,23 @@ async def test_no_slot_task_or_descriptor_is_left_behind(models: dict[str, Loade
     tokenizer = models["target"].tokenizer
     assert tokenizer is not None
     async with engines(models, clock) as (draft, target), connected(draft, target) as (drafter, verifier):
-        orchestrator = Orchestrator(
-            verifier, drafter, tokenizer, Speculation(lookup=False, nodes=3, depth=2, branching=2)
-        )
-        await orchestrator.connect()
-        for warm_up in range(4):
-            await use(orchestrator, verifier, warm_up)
+        modes: tuple[Mode, ...] = ("auto", "stream")
+        orchestrators = [
+            Orchestrator(
+                verifier, drafter, tokenizer, Speculation(mode=mode, lookup=False, nodes=3, depth=2, branching=2)
+            )
+            for mode in modes
+        ]
+        for warm_up in range(8):
+            await use(orchestrators[warm_up // 4], verifier, warm_up)
         tasks, descriptors = len(asyncio.all_tasks()), num_descriptors()
         for first in range(4, NUM_SESSIONS, AT_ONCE):
-            await asyncio.gather(*(use(orchestrator, verifier, first + i) for i in range(AT_ONCE)))
+            served = orchestrators[first // AT_ONCE % 2]
+            await asyncio.gather(*(use(served, verifier, first + i) for i in range(AT_ONCE)))
             clock.time_s += GRACE_S  # the slots of clients that vanished may be taken over now
             assert target.num_sessions <= 8
-        await orchestrator.aclose()
+        for orchestrator in orchestrators:
+            await orchestrator.aclose()
         clock.time_s += TTL_S
         assert await target.sweep() >= 1
         await draft.sweep()

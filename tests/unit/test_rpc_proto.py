@@ -31,5 +31,6 @@ def test_the_services_have_the_names_of_the_protocol():
     )
     assert {method.name for method in draft.methods} == {"GenerateDrafts", "EndSession", "Ping"}
     assert {method.name for method in target.methods} == {
-        "VerifyDrafts", "Score", "GetTokenizer", "EndSession", "Ping",
+        "VerifyDrafts",
+        "VerifyStream", "Score", "GetTokenizer", "EndSession", "Ping",
     }  # fmt: skip

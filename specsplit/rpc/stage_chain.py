@@ -1,0 +1,372 @@
+"""A chain of stages in other processes: the StageLink of a coordinator, which alone knows who they are and who is next.
+
+When a stage is lost everything under way fails, and the next packet first restores the chain: the stage again, once it
+is back at its address, or a spare with the same layers. Stages that lived on keep their slots; what the new one lacks
+it says when it gets a packet, and the coordinator's runner sends it again. Knows no rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LinkError,
+    PeerMismatch,
+    SpecSplitError,
+    WorkerClosed,
+    WorkerUnreachable,
+)
+from specsplit.core.packet import Packet
+from specsplit.core.stage_identity import StageIdentity, WantedChain
+from specsplit.rpc.clients import CALL_TIMEOUT_S
+from specsplit.rpc.stage_connection import Connection
+from specsplit.rpc.stage_frames import ChainId
+from specsplit.rpc.stage_peer import StagePeer
+from specsplit.rpc.stage_statistics import RemoteChainStatistics
+
+RECONNECT_S = 5.0
+_AGAIN_S = 1.0
+"""A chain that was down so recently is not tried again."""
+_ATTEMPT_S = 1.0
+_PAUSE_S = (0.05, 0.15)
+"""Between two attempts, drawn at random so that coordinators do not come all at once."""
+
+
+class RemoteChain:
+    """Implements StageLink over gRPC; lives on the event loop that calls `connect`.
+
+    `stages` are addresses in the order of their layers, `spares` those of stages that may take the place of one with
+    the same layers. `call_timeout_s` limits a packet's way down the chain and back, `reconnect_s` how long a packet
+    waits for a lost stage. `takeover` takes stages from another coordinator that still uses them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        spares: Sequence[str],
+        wanted: WantedChain,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        reconnect_s: float = RECONNECT_S,
+        takeover: bool = False,
+    ) -> None:
+        addresses = [*stages, *spares]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise InvalidRequest(f"The stage at {address} is named twice.", param="stages")
+        self._statistics = RemoteChainStatistics()
+        self._peers = [StagePeer(address) for address in stages]
+        self._spares = [StagePeer(address) for address in spares]
+        self._wanted = wanted
+        self._call_timeout_s, self._reconnect_s, self._takeover = call_timeout_s, reconnect_s, takeover
+        self._coordinator = secrets.token_hex(8)
+        self._number = 0
+        self._connection: Connection | None = None
+        self._is_closed = False
+        self._in_order = asyncio.Lock()
+        self._down: tuple[float, SpecSplitError] | None = None
+        """When and why the chain could not be restored last."""
+        self._moving: set[asyncio.Task[None]] = set()
+
+    @property
+    def statistics(self) -> RemoteChainStatistics:
+        """Return what was counted until now."""
+        now = replace(
+            self._statistics,
+            spares_used=list(self._statistics.spares_used),
+            link_bytes=dict(self._statistics.link_bytes),
+        )
+        if self._connection is not None:
+            now.add(self._connection)
+        return now
+
+    @property
+    def addresses(self) -> list[str]:
+        """Return where the stages are, in their order."""
+        return [peer.address for peer in self._peers]
+
+    @property
+    def spare_addresses(self) -> list[str]:
+        return [peer.address for peer in self._spares]
+
+    @property
+    def identities(self) -> list[StageIdentity]:
+        """Return who the stages are, in their order; none before `connect`."""
+        return [peer.identity for peer in self._peers if peer.identity is not None]
+
+    @property
+    def trouble(self) -> SpecSplitError | None:
+        """Return why the chain is not whole just now; the next packet tries to restore it."""
+        if self._connection is not None:
+            return self._connection.lost
+        return self._down[1] if self._down else WorkerUnreachable("The chain has not been connected.")
+
+    async def connect(self) -> None:
+        """Look at every stage and spare, and make a chain of the stages.
+
+        Raises:
+            PeerMismatch: one does not fit, and why, or serves another coordinator.
+            LinkError: a stage cannot be reached. A spare that cannot is left for later.
+        """
+        async with self._in_order:
+            self._check_open()
+            pings = [await peer.ping() for peer in self._peers]
+            found = [(peer.address, ping.identity) for peer, ping in zip(self._peers, pings, strict=True)]
+            await asyncio.to_thread(self._wanted.check_chain, found)
+            for peer, ping in zip(self._peers, pings, strict=True):
+                peer.admit(ping)
+            for spare in self._spares:
+                with suppress(WorkerUnreachable, DeadlineExceeded):
+                    await self._admit_spare(spare)
+            await self._configure(self._peers, keep_slots=False)
+
+    async def send(self, packet: Packet) -> Packet:
+        """Send a packet through the whole chain and return the last stage's answer to it.
+
+        Raises:
+            What a stage raises; CorruptPacket; WorkerUnreachable: a stage is lost; DeadlineExceeded.
+            PeerMismatch: another coordinator has taken a stage, or what came back is another stage.
+        """
+        async with self._in_order:
+            connection = await self._ready()
+            answer = connection.begin(packet)
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"The chain gave no answer within {self._call_timeout_s:g} s.") from None
+        finally:
+            connection.forget(packet.request_id)
+
+    async def mend(self) -> None:
+        """Restore a chain that is not whole, without a packet; raises as `send` does."""
+        async with self._in_order:
+            await self._ready()
+
+    async def end(self, slot: int) -> None:
+        """Have every stage forget what a slot holds; one that cannot be reached has nothing to forget."""
+        connection = self._connection
+        if connection is None or connection.lost is not None:
+            return
+        ending = (peer.end(connection.chain, slot) for peer in connection.peers)
+        for error in await asyncio.gather(*ending, return_exceptions=True):
+            if isinstance(error, BaseException) and not isinstance(error, LinkError):
+                raise error
+
+    async def move_slots(self, from_address: str, to_address: str) -> int:
+        """Let a spare take a stage's place with all that its slots hold; return how many slots were moved.
+
+        Waits for what is under way, and holds up what comes meanwhile. If it fails the chain is as it was.
+
+        Raises:
+            InvalidRequest: there is no such stage, or no such spare.
+            PeerMismatch: the spare is of other layers; LinkError: one of the two is lost.
+        """
+        async with self._in_order:
+            peer, spare = _find(self._peers, from_address), _find(self._spares, to_address)
+            return await self._move(peer, spare)
+
+    async def aclose(self) -> None:
+        """Let the stages go, which frees their slots, and close the connections."""
+        self._is_closed = True
+        for task in list(self._moving):
+            task.cancel()
+        if self._moving:
+            await asyncio.wait(self._moving)
+        connection = self._connection
+        if connection is not None:
+            self._connection = None
+            await self._close(connection, in_order=connection.lost is None)
+        for peer in (*self._peers, *self._spares):
+            await peer.aclose()
+
+    # What follows runs in the order of the calls, one at a time.
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerClosed("The chain has been closed; make a new one.")
+
+    async def _ready(self) -> Connection:
+        self._check_open()
+        connection = self._connection
+        if connection is not None and connection.lost is None:
+            return connection
+        if connection is not None and isinstance(connection.lost, PeerMismatch):
+            raise connection.lost  # another coordinator wants the stages; two that take turns would serve nobody
+        return await self._restore()
+
+    async def _restore(self) -> Connection:
+        """Make the chain whole again within `reconnect_s`; try once only if it was down just now.
+
+        Raises:
+            WorkerUnreachable, PeerMismatch: it cannot be, and which stage is missing.
+        """
+        loop = asyncio.get_running_loop()
+        patience_s = self._reconnect_s
+        if self._down is not None:
+            since_s, error = self._down
+            if loop.time() - since_s < _AGAIN_S:
+                raise error.with_traceback(None)
+            patience_s = min(patience_s, _ATTEMPT_S)
+        end_s = loop.time() + patience_s
+        error = WorkerUnreachable("The chain is down.")
+        while True:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    connection = await self._attempt()
+                self._down = None
+                return connection
+            except TimeoutError:
+                pass
+            except SpecSplitError as failure:
+                error = failure
+            if isinstance(error, PeerMismatch | WorkerClosed) or loop.time() + _PAUSE_S[1] > end_s:
+                break
+            await asyncio.sleep(random.uniform(*_PAUSE_S))
+        self._down = loop.time(), error
+        raise error
+
+    async def _attempt(self) -> Connection:
+        self._check_open()
+        found = await asyncio.gather(*(self._alive(peer) for peer in self._peers))
+        for index, error in enumerate(found):
+            if error is not None and not await self._replace(index):
+                raise error
+        return await self._configure(self._peers, keep_slots=True)
+
+    async def _alive(self, peer: StagePeer) -> SpecSplitError | None:
+        """Return why a stage cannot serve in its place, None if it can."""
+        before = peer.identity
+        assert before is not None, "a chain is connected before it is restored"
+        try:
+            await self._admit(peer, before)
+        except PeerMismatch as error:
+            return error
+        except SpecSplitError as error:
+            await peer.renew()
+            return WorkerUnreachable(f"The stage of layers {before.layers} is lost: {error}")
+        return None
+
+    async def _admit_spare(self, spare: StagePeer) -> None:
+        """Look at a spare, and check that it could stand somewhere in the chain; raises as `connect` does."""
+        identity = (await spare.ping(_ATTEMPT_S)).identity
+        for like in self.identities:
+            if like.layers == identity.layers:
+                return await self._admit(spare, like)
+        raise PeerMismatch(f"The spare at {spare.address} has layers {identity.layers}, which no stage here has.")
+
+    async def _admit(self, peer: StagePeer, like: StageIdentity) -> None:
+        """Look at a stage (anew), and check that it fits in the place of `like`; raises as `connect` does."""
+        ping = await peer.ping(_ATTEMPT_S)
+        identity = ping.identity
+        await asyncio.to_thread(self._wanted.check_stage, peer.address, identity)
+        if identity.layers != like.layers:
+            raise PeerMismatch(f"{peer.name} has layers {identity.layers}, and {like.layers} are needed in its place.")
+        if identity.weights_hash != like.weights_hash:
+            raise PeerMismatch(f"{peer.name} has other weights for layers {like.layers} than the stage there had.")
+        peer.admit(ping)
+
+    async def _replace(self, index: int) -> bool:
+        """Put a spare that fits in the place of a stage, and return whether there was one."""
+        lost = self._peers[index]
+        assert lost.identity is not None, "a chain is connected before it is restored"
+        for spare in self._spares:
+            try:
+                await self._admit(spare, lost.identity)
+            except PeerMismatch:
+                continue
+            except SpecSplitError:
+                await spare.renew()
+                continue
+            if spare.is_draining:
+                continue
+            self._swap(index, spare)
+            return True
+        return False
+
+    def _swap(self, index: int, spare: StagePeer) -> None:
+        """Let a spare stand at `index`, and its predecessor stand by."""
+        self._spares[self._spares.index(spare)] = self._peers[index]
+        self._peers[index] = spare
+        self._statistics.spares_used.append(spare.address)
+
+    async def _configure(self, peers: Sequence[StagePeer], *, keep_slots: bool) -> Connection:
+        """Make a chain of the stages in the place of the one before."""
+        before, self._connection = self._connection, None
+        if before is not None:
+            await self._close(before)
+        connection = Connection(self._next_chain(), peers, self._on_draining)
+        is_first = self._statistics.num_connections == 0
+        try:
+            await connection.open(keep_slots=keep_slots, takeover=self._takeover and is_first)
+        except BaseException:
+            await connection.aclose()
+            raise
+        if self._is_closed:  # meanwhile
+            await connection.aclose(in_order=True)
+            self._check_open()
+        self._statistics.num_connections += 1
+        self._connection = connection
+        return connection
+
+    def _next_chain(self) -> ChainId:
+        self._number += 1
+        return ChainId(self._coordinator, self._number)
+
+    async def _close(self, connection: Connection, *, in_order: bool = False) -> None:
+        await connection.aclose(in_order=in_order)
+        self._statistics.add(connection)
+
+    def _on_draining(self, peer: StagePeer) -> None:
+        moving = asyncio.create_task(self._move_off(peer))
+        self._moving.add(moving)
+        moving.add_done_callback(self._moving.discard)
+
+    async def _move_off(self, peer: StagePeer) -> None:
+        """Move a draining stage's slots to the first spare that takes them; without one it is replaced when it ends."""
+        async with self._in_order:
+            for spare in list(self._spares):
+                if peer not in self._peers:
+                    return
+                with suppress(SpecSplitError):
+                    await self._move(peer, spare)
+
+    async def _move(self, peer: StagePeer, spare: StagePeer) -> int:
+        connection = await self._ready()
+        assert peer.identity is not None, "a chain that is ready knows its stages"
+        await self._admit(spare, peer.identity)
+        if spare.is_draining:
+            raise WorkerUnreachable(f"{spare.name} is shutting down and takes nothing new.")
+        index, num_stages = self._peers.index(peer), len(self._peers)
+        following = "" if index + 1 == num_stages else self._peers[index + 1].address
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                await connection.wait_quiet()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{peer.name} was not done with its packets in time to be moved.") from None
+        if connection.lost is not None:
+            raise connection.lost
+        chain, num_moved = self._next_chain(), 0
+        await spare.configure(chain, index, num_stages, following, keep_slots=False)
+        for slot in range(self._wanted.num_slots):
+            num_bytes = await peer.move_slot(chain, slot, spare, self._call_timeout_s)
+            self._statistics.moved_bytes += num_bytes
+            num_moved += num_bytes > 0
+        self._statistics.num_moved_slots += num_moved
+        self._swap(index, spare)
+        await self._configure(self._peers, keep_slots=True)
+        return num_moved
+
+
+def _find(peers: Sequence[StagePeer], address: str) -> StagePeer:
+    for peer in peers:
+        if peer.address == address:
+            return peer
+    raise InvalidRequest(f"There is no stage at {address} here that could be moved so.", param="address")

@@ -1,0 +1,178 @@
+"""Chains whose stages are served over loopback, each to be stopped, restarted and watched by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from specsplit.core.packet import Packet
+from specsplit.core.planner import Ends
+from specsplit.core.stage_identity import StageIdentity, WantedChain
+from specsplit.engine.device import DeviceThread
+from specsplit.model.shard import LoadedShard
+from specsplit.rpc.server import Server, serving
+from specsplit.rpc.stage_chain import RemoteChain
+from specsplit.target.chain import ChainRunner
+from specsplit.target.chain_target import chain_target
+from specsplit.target.chain_wanted import wanted_chain
+from specsplit.target.engine import TargetEngine
+from specsplit.target.stage import StageEngine
+from tests.chains import Shards
+from tests.rpc_servers import LOOPBACK, CountingProxy
+
+
+class WatchedStage:
+    """A stage that notes what it gets; `hangs` is asked for every packet whether it is never computed."""
+
+    def __init__(self, engine: StageEngine, hangs: Callable[[Packet], bool]) -> None:
+        self.engine = engine
+        self.seen: list[Packet] = []
+        self._hangs = hangs
+
+    @property
+    def identity(self) -> StageIdentity:
+        return self.engine.identity
+
+    async def forward(self, packet: Packet) -> Packet:
+        self.seen.append(packet)
+        if self._hangs(packet):
+            await asyncio.Event().wait()
+        return await self.engine.forward(packet)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class StageHost:
+    """One stage process: a fresh engine behind a server; it keeps its port over restarts."""
+
+    def __init__(self, shard: LoadedShard, device: DeviceThread) -> None:
+        self.shard, self._device = shard, device
+        self.address = LOOPBACK
+        self.hangs: Callable[[Packet], object] = lambda packet: False
+        """Told of every packet; one for which it is True is never computed."""
+        self.num_starts = 0
+        self.tasks: list[asyncio.Future[None]] = []
+        """What is done to this host beside the test."""
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked)
+        self._stack.push_async_callback(self.stage.engine.aclose)
+        self.server: Server = await self._stack.enter_async_context(serving(listen=self.address, stage=self.stage))  # type: ignore[arg-type]
+        self.address = self.server.address
+        self.num_starts += 1
+
+    def _asked(self, packet: Packet) -> bool:
+        return bool(self.hangs(packet))
+
+    async def stop(self) -> None:
+        """End it without a word; its port is free afterwards."""
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+
+@dataclass
+class RemoteOpen:
+    """A target over a remote chain, with everything that a test may look at."""
+
+    target: TargetEngine
+    runner: ChainRunner
+    link: RemoteChain
+    hosts: list[StageHost]
+    spares: list[StageHost]
+
+    @property
+    def resyncs(self) -> list[tuple[str, int]]:
+        return [(resync.reason, resync.num_tokens) for resync in self.runner.chain_statistics.resyncs]
+
+
+@asynccontextmanager
+async def served(shards: Sequence[LoadedShard]) -> AsyncIterator[list[StageHost]]:
+    """Serve a stage over each shard, all on one thread."""
+    async with AsyncExitStack() as stack:
+        device = DeviceThread("stages", 1)
+        stack.push_async_callback(device.close)
+        hosts: list[StageHost] = []
+        for shard in shards:
+            host = StageHost(shard, device)
+            await host.start()
+            stack.push_async_callback(host.stop)
+            hosts.append(host)
+        yield hosts
+        for host in hosts:
+            await asyncio.gather(*host.tasks)
+
+
+def wanted_of(shards: Shards, folder: str | None = None) -> WantedChain:
+    ends: Ends = "coordinator" if shards.ends else "stages"
+    return wanted_chain(shards.model, ends, folder)
+
+
+@asynccontextmanager
+async def opened_remote(
+    shards: Shards,
+    spares: Sequence[LoadedShard] = (),
+    *,
+    addresses: Callable[[list[str]], list[str]] = lambda addresses: addresses,
+    link_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[RemoteOpen]:
+    """Serve a model's stages and spares, connect a chain of them and open a target over it."""
+    async with served([*shards.stages, *spares]) as hosts:
+        own, other = hosts[: len(shards.stages)], hosts[len(shards.stages) :]
+        link = RemoteChain(
+            addresses([host.address for host in own]),
+            [host.address for host in other],
+            wanted_of(shards),
+            **{"call_timeout_s": 20.0, **(link_options or {})},
+        )
+        target, runner = chain_target(
+            shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+        )
+        try:
+            await link.connect()
+            yield RemoteOpen(target, runner, link, own, other)
+        finally:
+            await target.aclose()
+            await link.aclose()
+
+
+class DamagingProxy(CountingProxy):
+    """Forwards TCP and flips a bit in each stage packet, counted from 0 per direction, that `damages` names."""
+
+    def __init__(self, port: int, damages: Callable[[int, bool], bool]) -> None:
+        super().__init__(port)
+        self._damages = damages
+        self._num_packets = {True: 0, False: 0}
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
+        damaging = asyncio.StreamReader()
+        pump = asyncio.create_task(super()._pump(damaging, writer, is_sent=is_sent))
+        try:
+            while data := await reader.read(1 << 16):
+                damaging.feed_data(self._damaged(bytearray(data), is_sent))
+        except ConnectionError:
+            pass
+        damaging.feed_eof()
+        await pump
+
+    def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
+        at = data.find(b"SSPK")
+        while at >= 0:
+            if self._damages(self._num_packets[is_sent], is_sent):
+                data[at + 90] ^= 4  # among the sessions, behind the header
+            self._num_packets[is_sent] += 1
+            at = data.find(b"SSPK", at + 4)
+        return bytes(data)

@@ -1,0 +1,354 @@
+"""Stages that are killed, restarted, replaced or hang, and links that damage: the same text, at a known price."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
+from specsplit.core.packet import Packet
+from specsplit.core.planner import Ends
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.model.loader import load_model
+from specsplit.model.shard import LoadedShard, load_shard
+from specsplit.target.engine import TargetEngine
+from tests.chains import Shards
+from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.remote_chains import DamagingProxy, RemoteOpen, StageHost, opened_remote
+from tests.rounds import plain_text, verdicts
+from tests.rpc_servers import wait_until
+from tests.stage_models import cut
+
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
+PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
+TEXT_LENGTH = 8
+_folders = TemporaryDirectory()
+
+
+@cache
+def folder() -> Path:
+    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
+
+
+@cache
+def shards(ends: Ends) -> Shards:
+    return Shards.load(folder(), 3, (1, 2), ends)
+
+
+@cache
+def spare(index: int, ends: Ends) -> LoadedShard:
+    spec = cut(3, (1, 2), has_ends=ends == "stages")[index]
+    return load_shard(str(folder()), spec, max_sessions=4, threads=1, context=160, record=False)
+
+
+@cache
+def truth() -> list[int]:
+    async def main() -> list[int]:
+        target = TargetEngine(
+            load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
+        )
+        text = await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH)
+        await target.aclose()
+        return text
+
+    return asyncio.run(main())
+
+
+def once(host: StageHost, start: int, act: Callable[[], Awaitable[None] | None]) -> None:
+    """Do something to a host when the packet arrives that begins at row `start`; it is never computed."""
+
+    def hangs(packet: Packet) -> bool:
+        if packet.sessions[0].start == start:
+            host.hangs = lambda packet: False
+            doing = act()
+            if doing is not None:
+                host.tasks.append(asyncio.ensure_future(doing))
+            return True
+        return False
+
+    host.hangs = hangs
+
+
+def check_price(chain: RemoteOpen, resyncs: list[tuple[str, int]]) -> None:
+    statistics = chain.runner.chain_statistics
+    assert chain.resyncs == resyncs
+    assert statistics.recomputed_tokens == sum(count for _, count in resyncs)
+    assert statistics.num_tokens == len(PROMPT) + TEXT_LENGTH - 1 + statistics.recomputed_tokens
+
+
+PREFILL = (16, 24)
+"""The second of three packets of the prompt, and the rows from there to its end."""
+DECODE = (43, 1)
+CASES = [(index, place) for index in range(3) for place in (PREFILL, DECODE)]
+
+
+@pytest.mark.parametrize(("index", "place"), CASES)
+async def test_a_restarted_stage_costs_what_it_held(index: int, place: tuple[int, int]) -> None:
+    text = await asyncio.to_thread(truth)
+    start, lost = place
+    async with opened_remote(shards("stages"), window=1) as chain:
+        host = chain.hosts[index]
+        once(host, start, host.restart)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        check_price(chain, [("lost", lost), ("behind", start + lost)])
+        assert host.num_starts == 2
+        assert chain.link.statistics.num_reconnects == 1
+        assert [other.stage.engine.statistics.num_behind for other in chain.hosts[:index]] == [0] * index
+
+
+@pytest.mark.parametrize("index", [0, 2])
+async def test_a_stage_restarted_between_rounds_costs_no_attempt(index: int) -> None:
+    text = await asyncio.to_thread(truth)
+    async with opened_remote(shards("coordinator")) as chain:
+        target, link = chain.target, chain.link
+        verify, rounds = target.verify, 0
+
+        async def verify_after_a_restart(*args: object) -> object:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 5:
+                await chain.hosts[index].restart()
+                await wait_until(lambda: link.trouble is not None)
+            return await verify(*args)  # type: ignore[arg-type]
+
+        target.verify = verify_after_a_restart  # type: ignore[method-assign,assignment]
+        assert await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        check_price(chain, [("behind", 44)])
+        assert link.statistics.num_reconnects == 1
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+@pytest.mark.parametrize(("index", "place"), CASES[1::2])
+async def test_a_spare_takes_over(index: int, place: tuple[int, int], ends: Ends) -> None:
+    text = await asyncio.to_thread(truth)
+    start, lost = place
+    spares = [await asyncio.to_thread(spare, other, ends) for other in ((index + 1) % 3, index)]
+    async with opened_remote(shards(ends), spares) as chain:
+        host = chain.hosts[index]
+        once(host, start, host.stop)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        check_price(chain, [("lost", lost), ("behind", start + lost)])
+        assert chain.link.statistics.spares_used == [chain.spares[1].address]
+        assert chain.link.addresses[index] == chain.spares[1].address
+        assert not chain.spares[0].stage.seen
+
+
+async def test_a_stage_that_returns_stands_by_as_a_spare() -> None:
+    text = await asyncio.to_thread(truth)
+    async with opened_remote(shards("stages"), [await asyncio.to_thread(spare, 1, "stages")]) as chain:
+        first, second = chain.hosts[1], chain.spares[0]
+
+        async def change_places() -> None:
+            await first.start()
+            await second.stop()
+
+        once(first, 41, first.stop)
+        once(second, 44, change_places)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        check_price(chain, [("lost", 1), ("behind", 42), ("lost", 1), ("behind", 45)])
+        assert chain.link.statistics.spares_used == [second.address, first.address]
+
+
+async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on_later() -> None:
+    text = await asyncio.to_thread(truth)
+    async with opened_remote(shards("stages"), link_options={"reconnect_s": 0.4}) as chain:
+        assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
+        host = chain.hosts[1]
+        await host.stop()
+        await wait_until(lambda: chain.link.trouble is not None)
+        async with asyncio.timeout(5):
+            since: list[object] = []
+            for _ in range(2):
+                with pytest.raises(WorkerUnreachable, match=rf"layers 1:2 is lost: The stage at {host.address}"):
+                    await plain_text(chain.target, PROMPT, PARAMS, 1)
+                since.append(chain.link._down)
+        assert since[0] is since[1] is not None, "known to be down, it is not asked again"
+        assert [len(other.stage.seen) for other in chain.hosts] == [4, 4, 4]
+        await host.start()
+        async with asyncio.timeout(5):
+            while chain.link.trouble is not None:
+                with contextlib.suppress(WorkerUnreachable):
+                    await chain.link.mend()
+                await asyncio.sleep(0.01)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+
+
+@pytest.mark.parametrize("damaged", [1, 5])
+@pytest.mark.parametrize("hop", range(4))
+async def test_a_damaged_packet_is_sent_again(hop: int, damaged: int) -> None:
+    """Packets 0 to 2 are the prompt's; the damage is done on the way to stage `hop`, or on the last one's way back."""
+    text = await asyncio.to_thread(truth)
+    index = min(hop, 2)
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+
+        def through_proxies(addresses: list[str]) -> list[str]:
+            port = int(addresses[index].rpartition(":")[2])
+            proxies.append(DamagingProxy(port, lambda number, is_sent: (number, is_sent) == (damaged, hop < 3)))
+            addresses[index] = f"127.0.0.1:{free_port}"
+            return addresses
+
+        free_port = await _proxy_port(stack, proxies)
+        async with opened_remote(shards("stages"), addresses=through_proxies, window=1) as chain:
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            price = [("corrupt", 24 if damaged == 1 else 1)]
+            if (hop, damaged) == (3, 1):
+                price = []  # the answer to the prompt's last packet says that every stage has its rows
+            check_price(chain, price)
+            assert chain.link.statistics.num_reconnects == 0
+            assert [host.num_starts for host in chain.hosts] == [1, 1, 1]
+
+
+async def _proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index: int = 0) -> int:
+    """Listen in front of a proxy that is made later, when the port behind it is known."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await proxies[index]._serve(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+
+    async def close() -> None:
+        server.close()
+        proxies[index].cut()
+        await wait_until(lambda: not proxies[index]._writers)
+
+    stack.push_async_callback(close)
+    return int(server.sockets[0].getsockname()[1])
+
+
+@cache
+def rows_needed() -> int:
+    """Return how many rows three sessions take that nothing happens to."""
+
+    async def main() -> int:
+        async with opened_remote(shards("coordinator")) as chain:
+            await several_sessions(chain, truth())
+            return chain.runner.chain_statistics.num_tokens
+
+    truth()
+    return asyncio.run(main())
+
+
+async def several_sessions(chain: RemoteOpen, text: list[int]) -> None:
+    await asyncio.gather(*(verdicts(chain.target, PROMPT, PARAMS, text, seed) for seed in range(3)))
+
+
+NUM_SEEDS = 100 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 4
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+async def test_whatever_happens_to_stages_and_links_the_text_is_the_same_and_every_row_is_accounted_for(
+    seed: int,
+) -> None:
+    rng, needed = random.Random(seed), await asyncio.to_thread(rows_needed)
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+        ports = [await _proxy_port(stack, proxies, index) for index in range(3)]
+
+        def through_proxies(addresses: list[str]) -> list[str]:
+            damaged = [(rng.randrange(12), rng.random() < 0.7) for _ in addresses]
+            for address, one in zip(addresses, damaged, strict=True):
+                port = int(address.rpartition(":")[2])
+                proxies.append(DamagingProxy(port, lambda number, is_sent, one=one: (number, is_sent) == one))
+            return [f"127.0.0.1:{port}" for port in ports]
+
+        async with opened_remote(shards("coordinator"), addresses=through_proxies) as chain:
+            index, other = rng.sample(range(3), 2)
+            at_packet(chain.hosts[index], rng.randrange(1, 6), chain.hosts[index].restart)
+            at_packet(chain.hosts[other], rng.randrange(1, 6), proxies[other].cut)
+            await several_sessions(chain, await asyncio.to_thread(truth))
+            statistics = chain.runner.chain_statistics
+            assert statistics.num_tokens == needed + statistics.recomputed_tokens
+            assert statistics.recomputed_tokens == sum(count for _, count in chain.resyncs) > 0
+            assert chain.link.statistics.num_reconnects >= 1
+
+
+def at_packet(host: StageHost, number: int, act: Callable[[], Awaitable[None] | None]) -> None:
+    """Do something to a host when its packet `number` arrives, which is never computed."""
+    num_seen = 0
+
+    def hangs(packet: Packet) -> bool:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == number:
+            doing = act()
+            if doing is not None:
+                host.tasks.append(asyncio.ensure_future(doing))
+        return num_seen == number
+
+    host.hangs = hangs
+
+
+async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_deadlines() -> None:
+    async with opened_remote(shards("stages"), link_options={"call_timeout_s": 0.1}) as chain:
+        chain.hosts[1].hangs = lambda packet: True
+        with pytest.raises(DeadlineExceeded, match="no answer within"):
+            await plain_text(chain.target, PROMPT[:9], PARAMS, 1)
+        assert chain.runner.chain_statistics.num_packets == 2
+        assert chain.resyncs == [("lost", 9)]
+
+
+async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+        port = await _proxy_port(stack, proxies)
+
+        def through_proxy(addresses: list[str]) -> list[str]:
+            proxies.append(DamagingProxy(int(addresses[1].rpartition(":")[2]), lambda number, is_sent: False))
+            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+
+        async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
+            once(chain.hosts[1], 43, proxies[0].cut)
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            check_price(chain, [("lost", 1)])
+            assert chain.link.statistics.num_reconnects == 1
+
+
+class Freezable(DamagingProxy):
+    """A proxy that can fall silent: connections stay open and nothing comes through, as of a stopped process."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port, lambda number, is_sent: False)
+        self.frozen = False
+
+    def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
+        return b"" if self.frozen else bytes(data)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.frozen:
+            await super()._serve(reader, writer)
+
+
+async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+        port = await _proxy_port(stack, proxies)
+
+        def through_proxy(addresses: list[str]) -> list[str]:
+            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
+            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+
+        spares = [await asyncio.to_thread(spare, 1, "stages")]
+        async with opened_remote(shards("stages"), spares, addresses=through_proxy) as chain:
+            (proxy,) = proxies
+            assert isinstance(proxy, Freezable)
+
+            def freeze() -> None:
+                proxy.frozen = True
+
+            once(chain.hosts[1], 43, freeze)
+            async with asyncio.timeout(10):
+                assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            check_price(chain, [("lost", 1), ("behind", 44)])

@@ -1,0 +1,305 @@
+"""What a stage and a coordinator refuse, and why; the stage lives on and serves whoever behaves."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from specsplit.core.errors import (
+    CorruptPacket,
+    InvalidPacket,
+    InvalidRequest,
+    PeerMismatch,
+    SpecSplitError,
+    StaleEpoch,
+    WorkerUnreachable,
+)
+from specsplit.core.packet import Ask, Packet, PacketSession, PayloadType, StepKind
+from specsplit.core.packet_codec import decode, encode
+from specsplit.core.planner import Ends
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
+from specsplit.model.shard_payload import to_payload
+from specsplit.rpc import stage_frames
+from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.pb import stage_pb2
+from specsplit.rpc.server import serving
+from specsplit.rpc.stage_chain import RemoteChain
+from specsplit.rpc.stage_codec import state_pieces
+from specsplit.rpc.stage_frames import ChainId, FrameReader, error_in, packet_frames
+from specsplit.rpc.stage_peer import StagePeer
+from tests.chains import Shards
+from tests.fakes import FakeTarget
+from tests.model_zoo import FAMILIES, save_model
+from tests.remote_chains import StageHost, opened_remote, served, wanted_of
+from tests.rounds import plain_text
+from tests.rpc_servers import LOOPBACK, wait_until
+
+PARAMS = SessionParams(SamplingParams(), prompt_length=5, max_tokens=64)
+CHAIN = ChainId("me", 1)
+_folders = TemporaryDirectory()
+
+
+@cache
+def folder(seed: int = 1) -> Path:
+    return save_model(Path(_folders.name) / f"llama-{seed}", FAMILIES["llama"](), seed=seed)
+
+
+@cache
+def shards(bounds: tuple[int, ...] = (1, 2), ends: Ends = "stages", seed: int = 1, **options: Any) -> Shards:
+    return Shards.load(folder(seed), 3, bounds, ends, **options)
+
+
+@cache
+def other_shard(start: int, end: int, seed: int = 1, **options: Any) -> LoadedShard:
+    spec = ShardSpec(start, end, start == 0, end == 3)
+    options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
+    return load_shard(str(folder(seed)), spec, **options)
+
+
+async def refusal(stages: Sequence[LoadedShard], spares: Sequence[LoadedShard] = ()) -> tuple[str, list[str]]:
+    """Return why a coordinator refuses stages, and where they are."""
+    async with served([*stages, *spares]) as hosts:
+        addresses = [host.address for host in hosts]
+        wanted = wanted_of(shards(), str(folder()))
+        chain = RemoteChain(addresses[: len(stages)], addresses[len(stages) :], wanted)
+        try:
+            with pytest.raises(PeerMismatch) as refused:
+                await chain.connect()
+        finally:
+            await chain.aclose()
+        assert all(host.server.num_running == 0 for host in hosts)
+        return str(refused.value), addresses
+
+
+async def test_a_chain_with_a_stage_that_does_not_fit_is_refused_with_the_reason() -> None:
+    first, second, third = shards().stages
+    reason, addresses = await refusal([first, other_shard(1, 2, seed=2), third])
+    assert f"The stage at {addresses[1]} has other weights for layers 1:2" in reason
+    reason, addresses = await refusal([first, third, second])
+    assert "Layers 1:2 are missing" in reason
+    reason, addresses = await refusal([second, first, third])
+    assert f"The first stage, at {addresses[0]}, has layers 1:2" in reason
+    reason, addresses = await refusal([first, other_shard(0, 2), third])
+    assert "overlap" in reason
+    reason, addresses = await refusal([first, second])
+    assert "Layers 2:3 are missing behind" in reason
+    reason, addresses = await refusal([first, other_shard(1, 2, dtype="bf16"), third])
+    assert f"The stage at {addresses[1]} computes in bf16" in reason
+    reason, addresses = await refusal([*shards((1, 2), "coordinator").stages])
+    assert f"The stage at {addresses[0]} has layers 0:1 without the embedding" in reason
+
+
+async def test_a_spare_that_does_not_fit_is_refused_with_the_reason() -> None:
+    reason, addresses = await refusal(shards().stages, [other_shard(1, 2, context=80)])
+    assert f"The stage at {addresses[3]} has a context of 80 tokens" in reason
+    reason, addresses = await refusal(shards().stages, [other_shard(0, 2)])
+    assert reason == f"The spare at {addresses[3]} has layers 0:2, which no stage here has."
+
+
+async def test_what_is_no_stage_and_what_is_not_there_is_named() -> None:
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as target:
+        for address, error, sentence in (
+            (target.address, PeerMismatch, f"At {target.address} is no stage"),
+            ("127.0.0.1:1", WorkerUnreachable, "The stage at 127.0.0.1:1 cannot be reached"),
+        ):
+            chain = RemoteChain([address], [], wanted_of(shards()))
+            with pytest.raises(error, match=sentence):
+                await chain.connect()
+            await chain.aclose()
+    with pytest.raises(InvalidRequest, match="named twice"):
+        RemoteChain(["a:1"], ["a:1"], wanted_of(shards()))
+
+
+async def test_a_restarted_stage_with_other_weights_does_not_get_its_place_back() -> None:
+    async with opened_remote(shards()) as chain:
+        await plain_text(chain.target, [5, 6, 7], PARAMS, 1)
+        host = chain.hosts[1]
+        host.shard = other_shard(0, 2)
+        await host.restart()
+        await wait_until(lambda: chain.link.trouble is not None)
+        with pytest.raises(PeerMismatch, match=host.address):
+            await plain_text(chain.target, [5, 6, 7], PARAMS, 1)
+
+
+async def test_a_second_coordinator_is_refused_unless_it_takes_over() -> None:
+    async with opened_remote(shards()) as first:
+        text = await plain_text(first.target, [5, 6, 7, 8, 9], PARAMS, 3)
+        addresses = first.link.addresses
+        second = RemoteChain(addresses, [], wanted_of(shards()))
+        with pytest.raises(PeerMismatch, match=rf"The stage at {addresses[0]} refuses: .*another coordinator"):
+            await second.connect()
+        await second.aclose()
+        assert await plain_text(first.target, [5, 6, 7, 8, 9], PARAMS, 3) == text, "the first one notices nothing"
+        assert first.link.statistics.num_reconnects == 0
+        third = RemoteChain(addresses, [], wanted_of(shards()), takeover=True)
+        await third.connect()
+        await wait_until(lambda: isinstance(first.link.trouble, PeerMismatch))
+        with pytest.raises(PeerMismatch, match="another coordinator"):
+            await plain_text(first.target, [5, 6, 7], PARAMS, 1)
+        assert third.trouble is None
+        await third.aclose()
+
+
+@asynccontextmanager
+async def alone(shard: LoadedShard) -> AsyncIterator[tuple[StageHost, StagePeer]]:
+    """Serve one stage, configured as a chain of its own."""
+    async with served([shard]) as hosts:
+        peer = StagePeer(hosts[0].address)
+        await peer.configure(CHAIN, 0, 1, "", keep_slots=False)
+        try:
+            yield hosts[0], peer
+        finally:
+            await peer.aclose()
+
+
+def packet(request_id: int) -> Packet:
+    session = PacketSession(0, request_id, 0, hashes=(1, 2, 3), token_ids=(5, 6, 7), num_logits=1, ask=Ask(PARAMS))
+    return Packet(request_id, StepKind.PREFILL, 32, PayloadType.FP32, -1, 0, (session,))
+
+
+async def answer(stream: Duplex) -> Packet | SpecSplitError:
+    data = await stream.read()
+    assert data is not None
+    frame = FrameReader("a link").read(data)
+    if isinstance(frame, stage_pb2.Frame):
+        return error_in(frame.error, "The stage")
+    assert frame is not None
+    return decode(frame)
+
+
+async def send(stream: Duplex, data: bytes) -> Packet | SpecSplitError:
+    await stream.write(data)
+    return await answer(stream)
+
+
+def framed(data: bytes) -> bytes:
+    return stage_pb2.Frame(packet=data).SerializeToString()
+
+
+def lying(data: bytes, at: int, value: int) -> bytes:
+    """Return the packet with one byte of its header changed and the crc made right again."""
+    lied, header = bytearray(data), struct.calcsize("<4sHQIQBIIIBBIhhIQ")
+    lied[at] = value
+    struct.pack_into("<I", lied, header, zlib.crc32(lied[header + 4 :], zlib.crc32(lied[:header])))
+    return bytes(lied)
+
+
+async def test_malformed_damaged_and_lying_packets_are_answered_and_the_stage_lives() -> None:
+    async with alone(shards(()).stages[0]) as (_, peer):
+        stream = await peer.stream(CHAIN)
+        good = b"".join(encode(packet(1)))
+        assert isinstance(await send(stream, framed(good)), Packet)
+        damaged = bytearray(good)
+        damaged[80] ^= 1
+        for data, error in (
+            (b"\xff" * 40, CorruptPacket),
+            (framed(b""), CorruptPacket),
+            (framed(good[:-1]), CorruptPacket),
+            (framed(bytes(damaged)), CorruptPacket),
+            (framed(lying(good, 4, 9)), InvalidPacket),  # the version
+            (framed(lying(good, 35, 9)), InvalidPacket),  # the hidden size
+            (stage_pb2.Frame(draining=True).SerializeToString(), InvalidPacket),
+            (next(packet_frames(replace(packet(2), stage_from=4, stage_to=5))), InvalidPacket),
+        ):
+            assert type(await send(stream, data)) is error, data
+        after = await send(stream, next(packet_frames(packet(3))))
+        assert isinstance(after, Packet)
+        assert len(after.sessions[0].picks) == 1
+        stream.cancel()
+
+
+async def test_hidden_states_that_are_no_numbers_are_refused() -> None:
+    async with alone(shards((1, 2)).stages[1]) as (_, peer):
+        stream = await peer.stream(CHAIN)
+        session = PacketSession(0, 1, 0, hashes=(1, 2))
+        for value, kind in ((torch.nan, InvalidPacket), (1.0, Packet)):
+            payload = to_payload(torch.full((2, 32), value))
+            sent = Packet(1, StepKind.PREFILL, 32, PayloadType.FP32, -1, 0, (session,), payload)
+            assert type(await send(stream, next(packet_frames(sent)))) is kind
+        stream.cancel()
+
+
+async def test_a_message_beyond_grpcs_limit_ends_the_stream_and_not_the_stage() -> None:
+    async with alone(shards(()).stages[0]) as (_, peer):
+        stream = await peer.stream(CHAIN)
+        with pytest.raises(SpecSplitError):
+            await send(stream, bytes(17 << 20))
+        again = await peer.stream(CHAIN)
+        assert isinstance(await send(again, next(packet_frames(packet(1)))), Packet)
+        again.cancel()
+
+
+async def test_packets_in_several_frames_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened_remote(shards((1, 2), "coordinator")) as chain:
+        text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
+        monkeypatch.setattr(stage_frames, "PIECE_BYTES", 100)
+        assert await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3) == text
+
+
+async def test_calls_of_another_or_an_older_chain_are_refused() -> None:
+    async with alone(shards(()).stages[0]) as (_, peer):
+        other, older = ChainId("other", 1), ChainId("me", 0)
+        with pytest.raises(PeerMismatch, match="not configured for this coordinator"):
+            await peer.end(other, 0)
+        with pytest.raises(PeerMismatch):
+            await peer.stream(other)
+        with pytest.raises(StaleEpoch):
+            await peer.stream(older)
+        with pytest.raises(StaleEpoch):
+            await peer.configure(CHAIN, 0, 1, "", keep_slots=True)
+        with pytest.raises(InvalidRequest, match="no stage 2 among 2"):
+            await peer.configure(ChainId("me", 2), 2, 2, "", keep_slots=True)
+        with pytest.raises(InvalidRequest, match="address of the next"):
+            await peer.configure(ChainId("me", 2), 0, 2, "", keep_slots=True)
+        assert await peer.configure(ChainId("me", 2), 0, 1, "", keep_slots=True)
+        assert not await peer.configure(other, 0, 1, "", keep_slots=True), "nobody used it, and its slots are not ours"
+
+
+async def test_a_slot_travels_whole_or_not_at_all() -> None:
+    async with alone(shards(()).stages[0]) as (host, peer), alone(other_shard(0, 3)) as (_, to):
+        stream = await peer.stream(CHAIN)
+        await send(stream, next(packet_frames(packet(1))))
+        state = await host.stage.engine.export_kv(0)
+        assert state.num_rows == 3
+
+        async def pieces(damage: int = 0, repeat: int = 1) -> AsyncIterator[bytes]:
+            for _ in range(repeat):
+                for piece in state_pieces(state):
+                    message = stage_pb2.SlotPiece.FromString(piece)
+                    message.data = bytes([message.data[0] ^ damage]) + message.data[1:]
+                    yield message.SerializeToString()
+
+        with pytest.raises(CorruptPacket):
+            await to.import_slot(CHAIN, pieces(damage=1), 5.0)  # type: ignore[arg-type]
+        with pytest.raises(InvalidPacket, match="exceeds"):
+            await to.import_slot(CHAIN, pieces(repeat=2000), 5.0)  # type: ignore[arg-type]
+        assert await peer.move_slot(CHAIN, 0, to, 5.0) > 0
+        assert await peer.move_slot(CHAIN, 1, to, 5.0) == 0, "nothing to move"
+        with pytest.raises(InvalidPacket, match="no slot 9"):
+            await peer.move_slot(CHAIN, 9, to, 5.0)
+        stream.cancel()
+
+
+async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
+    async with alone(shards(()).stages[0]) as (host, _):
+        channel = WorkerChannel(host.address, "The stage")
+        for first in (b"", b"\xff\xff", next(packet_frames(packet(1)))):
+            stream = channel.duplex("/specsplit.v1.StageService/Forward")
+            await stream.write(first)
+            with pytest.raises(InvalidRequest):
+                await stream.read()
+        await channel.aclose()
+        await asyncio.sleep(0)
+        await wait_until(lambda: host.server.num_running == 0)

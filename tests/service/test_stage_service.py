@@ -1,0 +1,206 @@
+"""A target over stages behind gRPC: the text of one process, and what travels where."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.core.planner import Ends
+from specsplit.core.types import SamplingParams, SessionParams, Verdict
+from specsplit.model.loader import LoadedModel, load_model
+from specsplit.target.engine import TargetEngine
+from tests.chains import Shards
+from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.remote_chains import opened_remote
+from tests.rounds import plain_text, verdicts
+from tests.rpc_servers import wait_until
+
+SAMPLING = {"greedy": SamplingParams(), "hot": SamplingParams(temperature=1.0, top_p=0.9)}
+LENGTHS = (1, 9, 40)
+TEXT_LENGTH = 10
+_folders = TemporaryDirectory()
+
+
+@cache
+def folder() -> Path:
+    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
+
+
+@cache
+def whole() -> LoadedModel:
+    return load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
+
+
+@cache
+def shards(bounds: tuple[int, ...], ends: Ends) -> Shards:
+    return Shards.load(folder(), 3, bounds, ends)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def params(sampling: str, length: int) -> SessionParams:
+    return SessionParams(SAMPLING[sampling], seed=11, prompt_length=length, max_tokens=64)
+
+
+async def together(
+    target: TargetEngine, sampling: str, shape: str, texts: tuple[list[int], ...]
+) -> list[list[Verdict]]:
+    return await asyncio.gather(
+        *(
+            verdicts(target, prompt(length), params(sampling, length), text, seed, shape, rollback=0.15)
+            for seed, (length, text) in enumerate(zip(LENGTHS, texts, strict=True))
+        )
+    )
+
+
+@cache
+def expected(sampling: str, shape: str) -> tuple[tuple[list[int], ...], list[list[Verdict]]]:
+    async def main() -> tuple[tuple[list[int], ...], list[list[Verdict]]]:
+        target = TargetEngine(whole())
+        texts = [await plain_text(target, prompt(n), params(sampling, n), TEXT_LENGTH) for n in LENGTHS]
+        given = await together(target, sampling, shape, tuple(texts))
+        await target.aclose()
+        return tuple(texts), given
+
+    return asyncio.run(main())
+
+
+CASES: list[tuple[tuple[int, ...], Ends, str, str]] = [
+    ((), "stages", "greedy", "tree"),
+    ((1,), "coordinator", "hot", "chain"),
+    ((2,), "stages", "hot", "tree"),
+    ((1, 2), "stages", "greedy", "chain"),
+    ((1, 2), "coordinator", "hot", "tree"),
+]
+
+
+@pytest.mark.parametrize(("bounds", "ends", "sampling", "shape"), CASES)
+async def test_a_remote_chain_gives_the_verdicts_of_one_process(
+    bounds: tuple[int, ...], ends: Ends, sampling: str, shape: str
+) -> None:
+    texts, given = await asyncio.to_thread(expected, sampling, shape)
+    async with opened_remote(shards(bounds, ends)) as chain:
+        assert await together(chain.target, sampling, shape, texts) == given
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+        assert max(packet.batch for packet in chain.hosts[0].stage.seen) > 1, "sessions share packets"
+        for index, host in enumerate(chain.hosts):
+            directions = {(packet.stage_from, packet.stage_to) for packet in host.stage.seen}
+            assert directions == {(index - 1, index)}, "a chain, not a star"
+    assert (chain.link.statistics.num_connections, chain.link.statistics.num_late) == (1, 0)
+    num_bytes = chain.link.statistics.link_bytes
+    assert num_bytes[f"coordinator->{chain.hosts[0].address}"] > 0
+    answered = [num_bytes[f"{host.address}->coordinator"] > 0 for host in chain.hosts]
+    assert answered == [False] * len(bounds) + [True]
+
+
+async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> None:
+    async with opened_remote(shards((1, 2), "coordinator")) as chain:
+        await plain_text(chain.target, prompt(40), params("hot", 40), 3)
+        await chain.target.score(prompt(9), (8, 1, 4), ((5, 2.0),))
+        packets = [packet for host in chain.hosts for packet in host.stage.seen]
+        assert len(packets) >= 3 * (3 + 2 + 1)
+        for session in [session for packet in packets for session in packet.sessions]:
+            assert (session.token_ids, session.ask, session.picks, session.log_probs) == ((), None, (), ())
+        for host in chain.hosts:
+            identity = host.stage.identity
+            assert (identity.has_embedding, identity.has_head) == (False, False)
+            assert (await host.stage.engine.export_kv(0)).token_ids == ()
+
+
+async def test_chunks_of_a_prompt_are_in_several_stages_at_once() -> None:
+    async with opened_remote(shards((1, 2), "stages"), chunk_tokens=4) as chain:
+        under_way: set[int] = set()
+        most = 0
+
+        def enter(packet_id: int) -> None:
+            nonlocal most
+            under_way.add(packet_id)
+            most = max(most, len(under_way))
+
+        chain.hosts[0].hangs = lambda packet: enter(packet.request_id)
+        chain.hosts[2].hangs = lambda packet: under_way.discard(packet.request_id)
+        await plain_text(chain.target, prompt(40), params("greedy", 40), 1)
+        assert len(chain.hosts[2].stage.seen) == 10
+        assert 1 < most <= 8
+
+
+async def test_a_session_that_ends_frees_its_slot_in_every_stage() -> None:
+    async with opened_remote(shards((1,), "stages")) as chain:
+        await plain_text(chain.target, prompt(9), params("greedy", 9), 2)
+        assert [(await host.stage.engine.export_kv(0)).num_rows for host in chain.hosts] == [10, 10]
+        await chain.link.end(0)
+        assert [(await host.stage.engine.export_kv(0)).num_rows for host in chain.hosts] == [0, 0]
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_coordinator_that_leaves_frees_the_slots_and_leaves_nothing_behind() -> None:
+    async def use() -> None:
+        async with opened_remote(shards((1,), "stages")) as chain:
+            await plain_text(chain.target, prompt(9), params("greedy", 9), 2)
+            engines = [host.stage.engine for host in chain.hosts]
+            await chain.target.aclose()
+            await chain.link.aclose()
+            for host, engine in zip(chain.hosts, engines, strict=True):
+                await wait_until(lambda host=host: host.server.num_running == 0)
+                await wait_until(lambda engine=engine: engine._slots[0].num_rows == 0)
+
+    await use()
+    gc.collect()
+    tasks, descriptors = len(asyncio.all_tasks()), num_descriptors()
+    for _ in range(4):
+        await use()
+    gc.collect()
+    assert len(asyncio.all_tasks()) <= tasks
+    await wait_until(lambda: num_descriptors() <= descriptors)  # gRPC closes them in its own time
+
+
+async def test_a_draining_stage_is_left_for_a_spare_without_a_row_computed_twice() -> None:
+    model = shards((1, 2), "coordinator")
+    texts, _ = await asyncio.to_thread(expected, "hot", "tree")
+    async with opened_remote(model, [Shards.load(folder(), 3, (1, 2), "coordinator").stages[1]]) as chain:
+        half = asyncio.Event()
+
+        def count(packet: object) -> None:
+            if len(chain.hosts[2].stage.seen) == 6:
+                half.set()
+
+        chain.hosts[2].hangs = count
+        writing = asyncio.create_task(plain_text(chain.target, prompt(40), params("hot", 40), TEXT_LENGTH))
+        await half.wait()
+        await chain.hosts[1].server.drain(10.0)
+        assert await writing == texts[2]
+        assert chain.link.addresses[1] == chain.spares[0].address
+        assert chain.link.statistics.num_moved_slots == 1
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+        assert chain.spares[0].stage.seen
+        assert chain.resyncs == []
+
+
+async def test_slots_are_moved_to_a_spare_on_demand() -> None:
+    texts, given = await asyncio.to_thread(expected, "hot", "tree")
+    model = shards((1,), "stages")
+    async with opened_remote(model, [Shards.load(folder(), 3, (1,), "stages").stages[1]]) as chain:
+        moves = 0
+
+        async def move_between_rounds() -> None:
+            nonlocal moves
+            for _ in range(4):
+                source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+                moves += await chain.link.move_slots(source, target)
+
+        moving = asyncio.create_task(move_between_rounds())
+        assert await together(chain.target, "hot", "tree", texts) == given
+        await moving
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+        assert chain.link.statistics.num_moved_slots == moves > 0

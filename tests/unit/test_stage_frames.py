@@ -1,0 +1,104 @@
+"""Frames of stage streams: what protobuf would write, without its copies; whatever arrives, a typed error at worst."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specsplit.core import errors
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StageBehind, WorkerFailed
+from specsplit.core.packet import Packet, PacketSession, PayloadType, StepKind
+from specsplit.core.packet_codec import decode, encode
+from specsplit.rpc import stage_frames
+from specsplit.rpc.pb import stage_pb2
+from specsplit.rpc.stage_frames import PIECE_BYTES, FrameReader, error_frame, error_in, packet_frames
+
+
+def packet(num_rows: int, hidden_size: int = 32) -> Packet:
+    session = PacketSession(0, 1, 0, hashes=tuple(range(1, num_rows + 1)))
+    payload = bytes(index % 251 for index in range(4 * hidden_size)) * num_rows
+    return Packet(7, StepKind.PREFILL, hidden_size, PayloadType.FP32, 0, 1, (session,), payload)
+
+
+def test_the_service_has_the_names_of_the_protocol() -> None:
+    service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
+    assert {method.name for method in service.methods} == {
+        "Configure", "Forward", "EndSession", "Ping", "ExportKV", "ImportKV",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40, 300])
+def test_a_packets_frame_is_what_protobuf_reads_and_begins_aligned(num_rows: int) -> None:
+    (data,) = packet_frames(packet(num_rows))
+    whole = b"".join(encode(packet(num_rows)))
+    assert stage_pb2.Frame.FromString(data).packet == whole
+    assert data.find(b"SSPK") % 64 == 0
+    received = FrameReader("a link").read(data)
+    assert isinstance(received, memoryview)
+    assert received.obj is data, "not copied"
+    assert decode(received) == packet(num_rows)
+
+
+def test_a_packet_as_protobuf_writes_it_is_read_too() -> None:
+    whole = b"".join(encode(packet(3)))
+    assert FrameReader("a link").read(stage_pb2.Frame(packet=whole).SerializeToString()) == whole
+
+
+def test_a_large_packet_travels_in_frames_that_fit_a_message() -> None:
+    large = packet(300, 1 << 13)
+    frames = list(packet_frames(large))
+    assert len(frames) == 3
+    assert max(map(len, frames)) <= PIECE_BYTES + 200
+    reader = FrameReader("a link")
+    *early, last = [reader.read(frame) for frame in frames]
+    assert early == [None, None]
+    assert last is not None
+    assert not isinstance(last, stage_pb2.Frame)
+    assert decode(last) == large
+    assert reader.read(next(packet_frames(packet(2)))) == b"".join(encode(packet(2)))
+
+
+def test_a_packet_that_never_ends_is_refused_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_frames, "MAX_PACKET_BYTES", 100)
+    reader = FrameReader("a link")
+    piece = stage_pb2.Frame(packet=b"x" * 60, more=True).SerializeToString()
+    assert [reader.read(piece) for _ in range(5)] == [None] * 5
+    with pytest.raises(InvalidPacket, match="exceeds the limit"):
+        reader.read(stage_pb2.Frame(packet=b"x").SerializeToString())
+    assert reader.read(stage_pb2.Frame(packet=b"whole").SerializeToString()) == b"whole"
+    monkeypatch.setattr(stage_frames, "PIECE_BYTES", 10)
+    with pytest.raises(InvalidPacket, match="exceeds the limit"):
+        list(packet_frames(packet(1)))
+
+
+@given(st.binary(max_size=120), st.sampled_from([b"", b"\x0a\x00\x12", b"\x0a\x3c" + bytes(60) + b"\x12", b"\x22\x05"]))
+def test_whatever_arrives_is_a_packet_a_frame_or_damage(data: bytes, start: bytes) -> None:
+    try:
+        received = FrameReader("a link").read(start + data)
+    except CorruptPacket:
+        return
+    if received is not None and not isinstance(received, stage_pb2.Frame):
+        with pytest.raises(SpecSplitError):
+            decode(received)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StageBehind({0: 0, 3: 17}), CorruptPacket("a link"), InvalidPacket("Not a number."), errors.StaleEpoch("Over.")],
+)
+def test_an_error_comes_back_as_itself(error: SpecSplitError) -> None:
+    frame = FrameReader("a link").read(error_frame(error, 5))
+    assert isinstance(frame, stage_pb2.Frame)
+    back = error_in(frame.error, "The stage at x:1")
+    assert (type(back), str(back), frame.error.request_id) == (type(error), str(error), 5)
+    assert getattr(back, "have", None) == getattr(error, "have", None)
+    about_the_link = FrameReader("a link").read(error_frame(error, after=9))
+    assert isinstance(about_the_link, stage_pb2.Frame)
+    assert (about_the_link.error.HasField("request_id"), about_the_link.error.after) == (False, 9)
+
+
+def test_an_error_outside_the_tree_leaks_nothing_and_a_malformed_one_is_the_stages_fault() -> None:
+    assert b"secret" not in error_frame(RuntimeError("a secret"), 5)
+    for status in (b"", b"\xff\xff", b"\x08\x63"):
+        assert isinstance(error_in(stage_pb2.PacketError(status=status), "The stage at x:1"), WorkerFailed)
