@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Turn, Verdict
+from specsplit.core.types import Budget, Identity, Proposal, StreamLimits, Timings, Turn, Verdict
 from specsplit.target.stream import TargetStream
 from tests.fakes import FakeDraft, FakeTarget
 from tests.language import Guess, good_guess
@@ -105,6 +105,10 @@ class TimedTarget(FakeTarget):
     def __init__(self, diary: Diary, verify_s: Callable[[int], float], round_trip_s: float = 0.0) -> None:
         super().__init__()
         self.diary, self.verify_s, self.round_trip_s = diary, verify_s, round_trip_s
+
+    async def ping(self) -> Identity:
+        await asyncio.sleep(self.round_trip_s)
+        return await super().ping()
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> DelayedStream:
         async def leave(keeps_slot: bool) -> None:

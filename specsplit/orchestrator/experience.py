@@ -26,6 +26,7 @@ from specsplit.orchestrator.lookup import LookupTree
 from specsplit.orchestrator.token_tree import TokenTree
 
 MAX_DEPTH, MAX_BRANCHING = 16, 4
+MAX_STEPS_AWAY = 6
 _GRID = (1, 2, 3, 5, 9, 17, 33)
 _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
@@ -49,6 +50,7 @@ class Experience:
         """The same while the draft is at work: on one machine they slow each other down."""
         self._draft: DraftTimes | None = None
         self._round_trip = RunningMedian()
+        self._has_round_trip = False
         self._own = RunningMedian()
         self._hit_rate = 0.5
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
@@ -81,7 +83,19 @@ class Experience:
             self.verify.observe(rows, device_s)
             self.has_seen_plain |= rows == 1
         if wall_s is not None:
+            self._has_round_trip = True
             self._round_trip.observe(max(wall_s - device_s, 0.0))
+
+    def observe_ping(self, wall_s: float) -> None:
+        """Count a ping of the target, which tells its round trip while nothing else does."""
+        if not self._has_round_trip:
+            self._round_trip = RunningMedian(wall_s)
+
+    def steps_away(self, nodes: int) -> int:
+        """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
+        if self.verify is None:
+            return 0
+        return min(math.ceil(self._round_trip.value / self.verify.seconds(nodes + 1) - 0.1), MAX_STEPS_AWAY)
 
     def observe_propose(self, timings: Timings, wall_s: float) -> None:
         """Count a propose that was answered."""

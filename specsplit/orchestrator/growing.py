@@ -24,7 +24,10 @@ from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 4
-"""The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow."""
+"""The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow.
+
+For a streaming target it is more, by what the target does while messages travel.
+"""
 MAX_CAUGHT_UP = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
 _LOOKED_UP = Budget(8, 8, 2)
@@ -297,8 +300,9 @@ class Growing:
         """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
         assert self._drafting is not None
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
-        ahead = replace(budget, max_new_nodes=num_nodes, max_depth=2 * budget.max_depth + 1)
-        while self._tree.num_drafted < AHEAD_FACTOR * budget.max_new_nodes:
+        steps = self._experience.steps_away(num_nodes) if self.on_news is not None else 0
+        ahead = replace(budget, max_new_nodes=num_nodes, max_depth=(2 + steps) * (budget.max_depth + 1) - 1)
+        while self._tree.num_drafted < (AHEAD_FACTOR + 2 * steps) * budget.max_new_nodes:
             asked_position = len(self._committed)
             wanted = ahead if self._tree.num_drafted else replace(ahead, max_depth=budget.max_depth)  # soon, then deep
             answer = await self._drafting.ask_ahead(wanted, self._verified)

@@ -95,7 +95,10 @@ class Orchestrator:
         return await self._connect(self._persistence(None, Incidents()))
 
     async def _connect(self, persistence: Persistence) -> Identity:
+        began_s = asyncio.get_running_loop().time()
         target = await persistence.ask(self.verifier.ping)  # every request: it may be another one since the last
+        for experience in self._experiences.values():
+            experience.observe_ping(asyncio.get_running_loop().time() - began_s)
         if target != self._target:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(

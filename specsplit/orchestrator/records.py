@@ -99,7 +99,8 @@ class Speculation:
     """How rounds are run; `auto` chooses mode and shape again and again, by what it measures.
 
     In `pingpong` draft and target take turns, in `overlap` the draft goes on growing the tree while the target
-    verifies; in both, trees hold lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
+    verifies; in `stream` the target goes on by itself, and is sent nodes as they are grown. In all of these trees hold
+    lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
 
     `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
 

@@ -21,6 +21,8 @@ from specsplit.target.pace import Pace
 
 MAX_HELD = 1024
 """Nodes held below the text's end; clients keep far below it, since what is dropped is not sent again."""
+_LEAST_WAIT_S = 1e-4
+"""Timers are hardly more exact."""
 Verify = Callable[[Turn, Proposal], Awaitable[Verdict]]
 
 
@@ -52,11 +54,9 @@ class TargetStream:
         """Tokens at which the text must stop."""
         self._loop = asyncio.get_running_loop()
         self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_HELD)
-        self._pace = Pace(step_times)
+        self._pace = Pace(step_times, self._max_nodes)
         self._next_node = 1
         self._is_more_coming = False
-        self._missed: dict[int, float] = {}
-        """Positions of commits below which nothing was held, and when they were made."""
         self._unacknowledged: deque[int] = deque()
         """Positions of commits that the client has not heard of, as far as is known."""
         self._news = asyncio.Event()
@@ -70,13 +70,10 @@ class TargetStream:
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
         """Hold the nodes that hang below the text's end; raises InvalidRequest for what makes no sense."""
         self._tree.take(proposal)
-        position, now_s = proposal.root_position, self._loop.time()
-        missed_s = self._missed.pop(position, None) if len(proposal) else None
-        if missed_s is not None:
-            self._pace.observe_response(now_s - missed_s, _best_paths(proposal, self._max_nodes))
+        position = proposal.root_position
+        self._pace.answer(position, self._loop.time(), _paths(proposal))
         while self._unacknowledged and self._unacknowledged[0] <= position:
             self._unacknowledged.popleft()
-        self._missed = {at: when for at, when in self._missed.items() if at >= position}
         self._tree.forget(position)
         self._is_more_coming = is_more_coming
         self._news.set()
@@ -127,12 +124,18 @@ class TargetStream:
 
     def _next_tree(self) -> tuple[Proposal, list[int]]:
         """Return the nodes worth verifying now, and the client's numbers for them."""
-        room = self._end - self._tree.root_position - 2  # the bonus token takes the last place
-        nodes, paths = self._tree.ranked(min(self._limits.max_depth, room)) if room > 0 else ([], [])
-        nodes, paths = nodes[: self._max_nodes], paths[: self._max_nodes]
+        nodes, paths = self._held()
         proposal, numbers = self._tree.proposal(nodes[: self._pace.count(paths)], self._next_node)
         self._next_node += len(proposal)
         return proposal, numbers
+
+    def _held(self) -> tuple[list[int], list[float]]:
+        """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
+        room = self._end - self._tree.root_position - 2  # the bonus token takes the last place
+        if room <= 0:
+            return [], []
+        nodes, paths = self._tree.ranked(min(self._limits.max_depth, room))
+        return nodes[: self._max_nodes], paths[: self._max_nodes]
 
     def _commit(self, verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> None:
         """Take over what was committed, and tell the client in its own numbers."""
@@ -140,7 +143,7 @@ class TargetStream:
         self._tree.commit(verdict.token_ids)
         self._unacknowledged.append(self._tree.root_position)
         if not len(self._tree):
-            self._missed[self._tree.root_position] = self._loop.time()
+            self._pace.miss(self._tree.root_position, self._loop.time())
         accepted = tuple(numbers[number - first] for number in verdict.accepted)
         verified = tuple(numbers[number - first] for number in verdict.verified)
         self._commits.append(replace(verdict, accepted=accepted, verified=verified))
@@ -151,13 +154,15 @@ class TargetStream:
         return self._tree.root_position + 1 >= self._end or any(token in eos_ids for token in verdict.token_ids)
 
     async def _wait_for_the_client(self, told_s: float) -> None:
-        """Wait while commits are too far ahead, and for nodes as long as that promises more than a plain step."""
-        until_s = told_s + self._pace.wait_s()
+        """Wait while commits are too far ahead, and for nodes as long as that promises more than a step now."""
         await asyncio.sleep(0)  # what has arrived already is taken in first
-        while self._is_blocked or (not len(self._tree) and self._is_more_coming):
-            left_s = None if self._is_blocked else until_s - self._loop.time()
-            if left_s is not None and left_s <= 0:
-                return
+        while True:
+            left_s = None
+            if not self._is_blocked:
+                waited_s = self._loop.time() - told_s
+                left_s = self._pace.wait_s(self._held()[1], waited_s) if self._is_more_coming else 0.0
+                if left_s < _LEAST_WAIT_S:
+                    return
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -177,10 +182,10 @@ def _following(turn: Turn, verdict: Verdict) -> Turn:
     )
 
 
-def _best_paths(proposal: Proposal, count: int) -> list[float]:
-    """Return the log-probabilities of the `count` likeliest paths of a proposal; those below other ones' are no part."""
+def _paths(proposal: Proposal) -> list[float]:
+    """Return the log-probabilities of a proposal's paths; what hangs on nodes of other proposals is left out."""
     first, paths = proposal.first_node, list[float]()
     for parent, log_prob in zip(proposal.parents, proposal.log_probs, strict=True):
         above = 0.0 if parent == ROOT else paths[parent - first] if parent >= first else -math.inf
         paths.append(above + log_prob)
-    return sorted((path for path in paths if path > -math.inf), reverse=True)[:count]
+    return [path for path in paths if path > -math.inf]

@@ -30,7 +30,6 @@ FIXED: tuple[tuple[Mode, int, int], ...] = (
     ("pingpong", 8, 4),
     ("overlap", 4, 2),
     ("overlap", 8, 4),
-    ("stream", 8, 4),
 )
 
 

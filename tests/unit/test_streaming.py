@@ -1,0 +1,137 @@
+"""Mode stream: what the round trip costs, when the target waits, how far it runs ahead. Times are virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from specsplit.core.defaults import Mode
+from specsplit.core.types import StreamLimits, Timings
+from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.records import Request, Result, Speculation
+from specsplit.target.pace import Pace
+from tests.fakes import FakeTokenizer, empty_guess, good_guess, perfect_guess, random_guess
+from tests.language import Guess
+from tests.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.virtual_time import LoopClock, run_virtual
+
+VERIFY_S, LEVEL_S = 0.020, 0.001
+REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=121, seed=7, ignore_eos=True)
+
+
+def serve(
+    mode: Mode,
+    guess: Guess = perfect_guess,
+    *,
+    round_trip_s: float = 0.0,
+    level_s: float = LEVEL_S,
+    branching: int = 1,
+    reader_s: float = 0.0,
+    diary: Diary | None = None,
+) -> Result:
+    """Serve one request whose reader takes `reader_s` for each chunk."""
+    diary = diary or Diary()
+    target = TimedTarget(diary, lambda rows: VERIFY_S, round_trip_s)
+    draft = TimedDraft(diary, level_s, guess)
+    speculation = Speculation(mode=mode, lookup=False, nodes=6, depth=4, branching=branching)
+
+    async def main() -> Result:
+        owner = Orchestrator(target, None if mode == "plain" else draft, FakeTokenizer(), speculation, LoopClock())
+        result = None
+        async for chunk in owner.stream(REQUEST):
+            await asyncio.sleep(reader_s)
+            result = chunk.result
+        await asyncio.sleep(1)
+        await owner.aclose()
+        assert not target.slots
+        assert not draft.slots
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert result is not None
+        return result
+
+    return run_virtual(main)
+
+
+def test_no_round_trip_lies_between_two_steps_of_a_stream():
+    near, far, overlapped = serve("stream"), serve("stream", round_trip_s=0.03), serve("overlap", round_trip_s=0.03)
+    assert near.token_ids == far.token_ids == overlapped.token_ids
+    assert far.timings.decode_s == pytest.approx(near.timings.decode_s, rel=0.15)
+    assert overlapped.timings.decode_s > 1.8 * far.timings.decode_s
+
+
+def test_without_nodes_a_stream_decodes_as_if_it_were_near():
+    near, far = serve("plain"), serve("stream", empty_guess, round_trip_s=0.05)
+    assert near.token_ids == far.token_ids
+    assert far.timings.decode_s == pytest.approx(near.timings.decode_s, rel=0.1)
+
+
+def test_after_a_miss_the_target_waits_for_nodes_that_promise_more_than_a_plain_step():
+    stream = serve("stream", good_guess, branching=2, round_trip_s=0.004)
+    overlapped = serve("overlap", good_guess, branching=2, round_trip_s=0.004)
+    assert stream.token_ids == overlapped.token_ids
+    assert stream.timings.tokens_per_s > 0.95 * overlapped.timings.tokens_per_s
+
+
+@pytest.mark.parametrize(("guess", "level_s"), [(good_guess, 0.2), (random_guess, 0.001), (random_guess, 0.2)])
+def test_the_target_does_not_wait_for_a_draft_that_is_slow_or_useless(guess: Guess, level_s: float):
+    stream, plain = serve("stream", guess, level_s=level_s), serve("plain")
+    assert stream.timings.tokens_per_s > 0.95 * plain.timings.tokens_per_s
+
+
+def test_a_target_runs_only_so_far_ahead_of_a_slow_reader():
+    diary = Diary()
+    serve("stream", empty_guess, reader_s=0.5, diary=diary)
+    begun = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "begins")]
+    ahead = StreamLimits(1, 1).max_unacknowledged
+    assert begun[ahead - 1] < 0.5 < begun[ahead + 1]
+    assert sum(at < 0.5 for at in begun) in (ahead, ahead + 1)
+
+
+def pace(*, rate: float = 50.0) -> Pace:
+    """Return the pace of a target of 20 ms a forward and one more for each row, that gives `rate` tokens a second."""
+    found = Pace(tuple((rows, VERIFY_S + 0.001 * (rows - 1)) for rows in (1, 3, 9, 17)), max_nodes=8)
+    found.observe(Timings(num_forwards=1, num_tokens=1, device_ms=1e3 * VERIFY_S), 1, 1 / rate)
+    return found
+
+
+def answered(*answers: tuple[float, list[float]]) -> Pace:
+    """Return a pace that saw one miss answered: seconds after the commit, and probabilities of the paths."""
+    found = pace()
+    found.miss(9, 1.0)
+    for after_s, paths in answers:
+        found.answer(9, 1.0 + after_s, [math.log(path) for path in paths])
+    found.answer(10, 2.0, ())
+    return found
+
+
+def test_nodes_are_verified_while_they_are_worth_their_rows():
+    likely, unlikely = math.log(0.5), math.log(0.02)
+    assert pace().count([likely, likely, unlikely]) == 2  # a row costs 1 ms, which is 0.05 tokens
+    assert pace(rate=10).count([likely, likely, unlikely]) == 3
+    assert Pace((), 8).count([unlikely] * 4) == 4
+
+
+def test_nodes_are_waited_for_where_they_promise_more_than_a_step_now():
+    assert pace().wait_s([], 0.0) == 0.0  # nothing is known of a draft
+    quick = answered((0.010, [0.8, 0.6]))  # 2.4 tokens in 32 ms, against 1 in 20
+    assert quick.wait_s([], 0.0) == pytest.approx(0.010)
+    assert quick.wait_s([], 0.004) == pytest.approx(0.006)
+    assert quick.wait_s([math.log(0.05)], 0.0) == pytest.approx(0.010)
+    assert quick.wait_s([math.log(0.9)], 0.0) == 0.0  # 1.9 in 21 ms
+    assert answered((0.040, [0.8, 0.6])).wait_s([], 0.0) == 0.0
+    assert answered((0.010, [0.1, 0.1])).wait_s([], 0.0) == 0.0
+
+
+def test_nodes_that_are_late_are_waited_for_once_more_as_long_and_only_where_nothing_is_held():
+    quick = answered((0.010, [0.8, 0.6]))
+    assert quick.wait_s([], 0.012) == pytest.approx(0.008)
+    assert quick.wait_s([], 0.021) == 0.0
+    assert quick.wait_s([math.log(0.05)], 0.012) == 0.0
+
+
+def test_of_several_answers_the_one_worth_beginning_with_counts():
+    slow_but_better = answered((0.001, [0.1]), (0.008, [0.9, 0.8, 0.7]))
+    assert slow_but_better.wait_s([math.log(0.1)], 0.001) == pytest.approx(0.007)
+    assert answered((0.001, [0.9]), (0.060, [0.1])).wait_s([], 0.0) == pytest.approx(0.001)
