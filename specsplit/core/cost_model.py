@@ -11,10 +11,9 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import Literal
 
 Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
@@ -142,47 +141,6 @@ class Costs:
         return self.draft.seconds(depth, -(-nodes // depth)) if self.draft is not None and depth else 0.0
 
 
-def path_log_probs(log_probs: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """Return each node's log-probability that the whole path down to it is accepted."""
-    result: list[float] = []
-    for log_prob, parent in zip(log_probs, parents, strict=True):
-        result.append(log_prob if parent < 0 else result[parent] + log_prob)
-    return result
-
-
-def expected_tokens(log_probs: Sequence[float], parents: Sequence[int]) -> float:
-    """Return the expected tokens of a round that verifies this tree, E[A], the bonus token included."""
-    return 1 + sum(map(math.exp, path_log_probs(log_probs, parents)))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefixes:
-    """A tree's nodes by the probability of their paths, the likeliest first: every prefix is a tree."""
-
-    order: list[int]
-    """Node indices."""
-    log_probs: list[float]
-    """Of their paths, in this order."""
-    expected: list[float]
-    """E[A] of the first n nodes, at n from 0 to all."""
-
-
-def best_prefix(log_probs: Sequence[float], parents: Sequence[int]) -> Prefixes:
-    """Sort a tree's nodes so that the first n are the n best."""
-    paths = path_log_probs(log_probs, parents)
-    order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: parents stay first
-    ranked = [paths[node] for node in order]
-    return Prefixes(order, ranked, list(accumulate(map(math.exp, ranked), initial=1.0)))
-
-
-def best_count(expected: Sequence[float], verify: StepTimes, other_s: float) -> int:
-    """Return how many nodes to verify of a tree that is there already: the n that gains most tokens per second.
-
-    `expected` is E[A] by n; `other_s` what the round takes beside the verify.
-    """
-    return max(range(len(expected)), key=lambda nodes: expected[nodes] / (other_s + verify.seconds(nodes + 1)))
-
-
 def worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
     """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
 
@@ -198,11 +156,6 @@ def worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: Step
         if net > best:
             count, best = node, net
     return count
-
-
-def is_worth_waiting(wait_s: float, expected: float, nodes: int, verify: StepTimes) -> bool:
-    """Say whether a streaming target should wait for a tree rather than take a plain step of one token."""
-    return expected / (wait_s + verify.seconds(nodes + 1)) > 1 / verify.seconds(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +255,20 @@ def choose(
     limits: Limits,
     last: Choice | None = None,
     *,
+    reached: Mapping[Mode, float] | None = None,
     margin: float = 0.05,
     patience: int = 3,
 ) -> Choice:
     """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
 
+    `reached` says which part of what the model gives a mode really came of it, 1 where nothing is known.
     The `last` choice stands until another one is better by `margin` at `patience` decisions in a row; plain decoding
     needs no margin, so that speculating never stays where it only costs. A mode no longer offered is left at once.
     """
-    plans = _best_plans(profiles, costs, limits)
+    plans = _scaled(_best_plans(profiles, costs, limits), reached or {})
     best = plans[0]
-    current = _revised(last, profiles, costs, limits) if last is not None else None
+    revised = _revised(last, profiles, costs, limits) if last is not None else None
+    current = _scaled((revised,), reached or {})[0] if revised is not None else None
     if last is None or current is None:
         return _chosen(best, plans)
     needed = current.tokens_per_s * (1 + margin if best.nodes else 1)
@@ -323,19 +279,25 @@ def choose(
     return _chosen(current, plans, last.num_beaten + 1)
 
 
+def _scaled(plans: Sequence[Plan], reached: Mapping[Mode, float]) -> tuple[Plan, ...]:
+    """Return the plans with the rates that are to be expected, the best first."""
+    told = [replace(plan, tokens_per_s=plan.tokens_per_s * reached.get(plan.mode, 1.0)) for plan in plans]
+    return tuple(sorted(told, key=lambda plan: -plan.tokens_per_s))
+
+
 def _chosen(plan: Plan, plans: tuple[Plan, ...], num_beaten: int = 0) -> Choice:
     return Choice(plan.mode, plan.nodes, plan.depth, plan.tokens_per_s, plans, num_beaten)
 
 
 def _best_plans(profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> tuple[Plan, ...]:
-    """Return the best plan of each mode, the best of all first; of equals plain decoding, then the smaller tree."""
+    """Return the best plan of each mode; of equals the smaller tree."""
     shapes = [
         (depth, [(nodes, costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
         for depth in range(1, limits.max_depth + 1)
     ]
     plans = [Plan(PLAIN, 0, 0, 1 / _round_s(PLAIN, 0, costs.verify.seconds(1), 0.0, costs))]
     plans += [_best_plan(mode, profile, shapes, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
-    return tuple(sorted(plans, key=lambda plan: -plan.tokens_per_s))
+    return tuple(plans)
 
 
 def _best_plan(

@@ -137,9 +137,13 @@ class Session:
         trouble = self._drafting.trouble if self._drafting is not None else None
         has_draft = self._drafting is not None and trouble is None
         move = self._controller.next_move(len(self._committed), draft_context, has_draft=has_draft)
+        began_s = asyncio.get_running_loop().time()
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(move)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
+        if move.choice is not None:
+            round_s = asyncio.get_running_loop().time() - began_s
+            self._experience.observe_progress(move.mode, len(outcome.verdict.token_ids), round_s)
         if trouble is not None and self._mode == "auto" and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()

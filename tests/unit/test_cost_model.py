@@ -20,13 +20,8 @@ from specsplit.core.cost_model import (
     Profile,
     RunningMedian,
     StepTimes,
-    best_count,
-    best_prefix,
     choose,
     expected_by_nodes,
-    expected_tokens,
-    is_worth_waiting,
-    path_log_probs,
     round_s,
     tokens_per_s,
     worth_verifying,
@@ -143,47 +138,6 @@ def test_a_running_median_shrugs_at_stalls_and_forgets():
     assert median.value == 4.0
 
 
-def test_expected_tokens_add_the_probability_of_every_path_to_the_bonus_token():
-    log_probs, parents = logs(0.8, 0.5, 0.1, 0.9), [-1, 0, -1, 2]
-    assert path_log_probs(log_probs, parents) == pytest.approx(logs(0.8, 0.4, 0.1, 0.09))
-    assert expected_tokens(log_probs, parents) == pytest.approx(2.39)
-    assert expected_tokens([], []) == 1
-    prefixes = best_prefix(log_probs, parents)
-    assert prefixes.order == [0, 1, 2, 3]
-    assert prefixes.expected == pytest.approx([1, 1.8, 2.2, 2.3, 2.39])
-
-
-trees = st.lists(st.tuples(st.integers(0, 10**6), st.floats(-3, 0)), max_size=7).map(
-    lambda rows: ([row[1] for row in rows], [row[0] % (index + 1) - 1 for index, row in enumerate(rows)])
-)
-
-
-@given(trees)
-def test_the_first_n_nodes_are_the_best_tree_of_n(tree: tuple[list[float], list[int]]):
-    log_probs, parents = tree
-    prefixes = best_prefix(log_probs, parents)
-    for count in range(len(parents) + 1):
-        chosen = prefixes.order[:count]
-        assert all(parents[node] < 0 or parents[node] in chosen for node in chosen)
-        closed = (
-            nodes
-            for nodes in itertools.combinations(range(len(parents)), count)
-            if all(parents[node] < 0 or parents[node] in nodes for node in nodes)
-        )
-        paths = [math.exp(log_prob) for log_prob in path_log_probs(log_probs, parents)]
-        assert prefixes.expected[count] == pytest.approx(
-            1 + max(sum(paths[node] for node in nodes) for nodes in closed)
-        )
-
-
-def test_of_a_tree_at_hand_as_much_is_verified_as_gains_tokens_per_second():
-    smooth = StepTimes({1: 10e-3, 11: 20e-3})
-    assert best_count([1, 1.9, 2.7, 2.8, 2.85], smooth, 0) == 2  # 100, 173, 225, 215, 204 tokens per second
-    assert best_count([1, 1.9, 2.7, 2.8, 2.85], smooth, 40e-3) == 3  # a long way asks for more: 20, 37, 52, 53, 53
-    assert best_count([1, 1.0, 1.0], smooth, 0) == 0
-    assert best_count([1], smooth, 0) == 0
-
-
 def test_a_node_is_verified_if_it_is_worth_its_rows():
     smooth = StepTimes({1: 10e-3, 101: 110e-3})  # a row more costs 1 ms
     assert worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 300, smooth) == 3
@@ -197,13 +151,6 @@ def test_nodes_of_one_stair_are_weighed_together_and_rows_of_others_count():
     assert worth_verifying(some, 300, stairs) == 7, "the first alone is not worth its stair"
     assert worth_verifying(some, 300, stairs, rows=3) == 5, "the next stair is not"
     assert worth_verifying(some, 2000, stairs) == 0
-
-
-def test_a_streaming_target_waits_for_trees_that_are_near_and_good():
-    verify = StepTimes(FLAT)
-    assert is_worth_waiting(5e-3, 2.0, 4, verify)
-    assert not is_worth_waiting(15e-3, 2.0, 4, verify)
-    assert not is_worth_waiting(5e-3, 1.2, 4, verify)
 
 
 def grown_by_definition(profile: Profile, depth: int, branching: int, count: int) -> float:
@@ -393,3 +340,19 @@ def test_a_draft_that_becomes_good_is_taken_up_again():
     for _ in range(3):
         choice = choose({"pingpong": GOOD}, costs, LIMITS, choice)
     assert choice.mode == "pingpong"
+
+
+def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
+    profiles: dict[Mode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
+    costs = costs_of(FLAT)
+    promised = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
+    choice = choose(profiles, costs, LIMITS, reached={"overlap": 0.7, "stream": 0.9})
+    assert choice.mode == "stream"
+    assert choice.tokens_per_s == pytest.approx(0.9 * promised["stream"])
+    poor = choose(profiles, costs, LIMITS, reached={"overlap": 0.1, "stream": 0.1})
+    assert poor.mode == "plain"
+    last = choose(profiles, costs, LIMITS, reached={"stream": 0.9})
+    assert last.mode == "overlap"
+    for _ in range(3):
+        last = choose(profiles, costs, LIMITS, last, reached={"overlap": 0.7, "stream": 0.9})
+    assert last.mode == "stream"
