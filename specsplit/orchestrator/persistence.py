@@ -42,18 +42,17 @@ class Persistence:
     async def ask(self, send: Callable[[], Awaitable[Answer]], work_s: float = math.inf) -> Answer:
         """Return the answer of `send`, which is called again while the target is away, at fault or full.
 
-        The first attempt has the call's own limit, which is a long one: a prefill takes its time, and a peer that is
-        dead shows by its missing keepalives. Once it has failed, there may be something that lives and never answers.
-        So what is asked again gets what is left of `retry_s` and, beyond that, `work_s`: an upper bound on how long a
-        target that is well works on this answer, such as a whole prompt after a restart. It is infinite as long as
-        nobody knows; then the call's own limit is all there is.
+        A peer that is dead shows by its missing keepalives, but something may live and never answer. So an attempt gets
+        `retry_s`, or what is left of it, and beyond that `work_s`: an upper bound on how long a target that is well
+        works on this answer, such as a whole prompt after a restart. It is infinite as long as nobody knows; then the
+        call's own limit is all there is.
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
-            return await self._attempt(send)
+            return await self._attempt(send, max(self._retry_s, _LEAST_TRY_S) + work_s)
         except _RETRIED as error:
             return await self._ask_again(send, work_s, error)
 

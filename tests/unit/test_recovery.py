@@ -238,6 +238,15 @@ def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(ca
     assert 20 <= at_s - 0.02 * call <= 20 + longest_s
 
 
+def test_a_target_that_has_answered_and_then_never_does_is_an_error_after_twice_retry_s() -> None:
+    target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE))
+    target.late_s, target.after = 0.02, Fault.HUNG
+    said, at_s = fail(target, draft, DeadlineExceeded, Patience(retry_s=20))
+    assert "was reached, but gave no answer for" in said
+    longest_s = 8 * 0.02 * 8
+    assert 40 <= at_s - 0.02 * 3 <= 40 + 2 * longest_s
+
+
 def test_a_replay_may_take_longer_than_retry_s_as_long_as_it_is_worth_its_tokens() -> None:
     target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE) | {3: Fault.CRASHED, 4: Fault.LATE, 5: Fault.LATE})
     target.late_s = 0.5  # for a round of a few tokens; what it held is many more
