@@ -21,6 +21,7 @@ from specsplit.core.errors import InvalidSettings, ResourceError
 INTERRUPTED = 130
 Tell = Callable[[str], None]
 MODES = "plain,lookup,pingpong,overlap,auto"
+OVER_A_NETWORK = "plain,pingpong,overlap,stream,auto"
 PEERS = "generate,assisted,assisted-constant,lookup-4,lookup-10,bare"
 
 
@@ -52,16 +53,18 @@ class Sizes:
     rtts_ms: tuple[int, ...] = (0, 2, 10, 40)
     verify_ms: int = 25
     threads: int = 2
+    calibration_prompts: int = 24
 
 
 FULL = Sizes()
-TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), 6, 1)
+TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), 6, 1, 2)
 """Shows that every part works; its figures mean nothing."""
 
 
 def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
     """Return the commands in order; those that need the inflated target come after it."""
     target = models / f"inflated-{sizes.verify_ms}ms"
+    useless = models / "useless-draft"
     on_inflated = ("--target", str(target), "--draft", "embedded")
     at_once, rtts = (",".join(map(str, values)) for values in (sizes.at_once, sizes.rtts_ms))
 
@@ -76,6 +79,8 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
     run = ("--threads", str(sizes.threads))
     small = sized(sizes.inflated_prompts, sizes.inflated_tokens, sizes.sweep_rounds)
     trace, profile = folder / "inflated-overlap.trace.jsonl", folder / "profile.jsonl"
+    calibration = folder / "calibration.jsonl"
+    judged = ("--prompts", str(sizes.calibration_prompts), "--new-tokens", str(sizes.tokens))
     traced = ("--mode", "overlap", "--rtt-ms", "10", "--new-tokens", str(sizes.inflated_tokens), "--output", str(trace))
     inflate = ("benchmarks.inflate", "--to", str(target), "--target-ms", str(sizes.verify_ms), "--threads", "1")
     return [
@@ -84,12 +89,17 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
         Part("inflated target", inflate, target, minutes=1),
         measured("systems, inflated target", "inflated", 4, "run", "--systems",
                  f"{MODES},generate,lookup-10,bare", *run, *on_inflated, *small),
-        measured("round trip, inflated target", "round-trip", 6, "sweep", "--modes", "plain,pingpong,overlap,auto",
+        measured("round trip, inflated target", "round-trip", 7, "sweep", "--modes", OVER_A_NETWORK,
                  "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.sweep_rounds)),
+        Part("a useless draft", ("benchmarks.useless_draft", "--to", str(useless)), useless, minutes=0.1),
+        measured("a useless draft, inflated target", "useless-draft", 1, "sweep", "--modes", "plain,auto",
+                 "--target", str(target), "--draft", str(useless), *sized(2, sizes.link_tokens, sizes.rounds)),
         measured("sessions at once, embedded pair", "concurrency", 3, "sweep", "--modes", "plain,pingpong,overlap",
                  "--concurrency", at_once, *sized(sizes.at_once[-1], sizes.inflated_tokens, sizes.sweep_rounds)),
         measured("temperature, embedded pair", "temperature", 2, "sweep", "--modes", "plain,pingpong,overlap",
                  "--temperature", "0,0.6,1", *sized(sizes.inflated_prompts, sizes.tokens, sizes.sweep_rounds)),
+        Part("calibration, embedded pair",
+             ("benchmarks", "calibration", *judged, "--output", str(calibration)), calibration, minutes=0.8),
         Part("a trace", ("benchmarks", "trace", *traced, *on_inflated), trace, minutes=0.2),
         Part("a profile", ("benchmarks", "profile", "--output", str(profile)), profile, minutes=0.2),
     ]  # fmt: skip
@@ -129,6 +139,9 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
     code = _run(("benchmarks", "report", *files, *page))
     if code not in (0, INTERRUPTED):
         raise ResourceError("The report failed, see above.")
+    sweeps = [str(folder / f"{name}.jsonl") for name in ("round-trip", "useless-draft")]
+    if code == 0 and _run(("benchmarks.network_bars", *sweeps)) != 0:
+        raise ResourceError("The bars could not be checked, see above.")
     tell(f"{folder / 'report.html'} after {(time.monotonic() - start_s) / 60:.1f} minutes.")
     return code
 
