@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from benchmarks import report
+from benchmarks import calibration_study, report
 from benchmarks.pair import chosen_pair
 from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
@@ -340,6 +340,9 @@ def figures(
         output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
     )
     raise typer.Exit(code)
+
+
+app.command()(calibration_study.calibration)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,13 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, results_file, sweep_file, trace
+from benchmarks import calibration_study, plots, results_file, sweep_file, trace
 from benchmarks.plots import DARK, LIGHT, Palette, Plot
-from benchmarks.report_html import sections
+from benchmarks.report_html import calibration, sections
 from benchmarks.report_html.html import Section
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
-_KINDS = "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile` or `coupling_study`, nor a trace file"
+_KINDS = (
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration` or `coupling_study`, "
+    "nor a trace file"
+)
 _STYLE = """
 body { margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -62,6 +65,8 @@ def _sections(path: Path, first: Mapping[str, Any], name: str) -> list[Section]:
         return [sections.of_run(results_file.read(path), name)]
     if first.get("kind") == sweep_file.KIND:
         return [sections.of_sweep(sweep_file.read(path), name)]
+    if first.get("kind") == calibration_study.KIND:
+        return [calibration.of_calibration(path, name)]
     makers = {
         "smoke": sections.of_smoke,
         "sweep-tree": sections.of_tree,

@@ -1,0 +1,227 @@
+"""`calibration`: are the estimates that steer the trees right, and do they tell right nodes from wrong ones?
+
+Continues held-out prompts with the pair in this process and looks at every node that committed tokens decided, whether
+the target verified it or not. An estimate is the one that the tree held before those tokens were known, so learning as
+it goes it has not seen the outcome that it is judged by; the first prompts, when little was learned, count too. The
+second half of the prompts is also judged by the table as the first half left it, from which on it learns nothing.
+
+Three estimates are compared on the nodes that the draft proposed: the tree's calibrated one, what the draft sent (the
+softmax of its scores, noise included), and the draft's own probability (the softmax of its processed logits over the
+temperature, without noise). Greedily there is no noise: the last two are then one but for the rounding to a byte.
+Intervals resample prompts, so those of a handful are too narrow. In modes that draft ahead, which nodes come in time
+depends on the machine; no figure is a timing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from benchmarks import report, workloads
+from benchmarks.environment import provenance
+from benchmarks.peers.factories import Shape
+from benchmarks.results_file import SCHEMA
+from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
+from specsplit.assembly.models import require_worker_extra
+from specsplit.core import defaults
+from specsplit.core.defaults import DRAFTLESS, EMBEDDED, Mode
+from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
+
+if TYPE_CHECKING:
+    from benchmarks.calibration_measure import Found
+    from benchmarks.calibration_report import Node
+    from specsplit.assembly.models import Models
+
+KIND = "calibration"
+DEFAULT_PROMPTS = 24
+MODES = tuple(mode for mode in get_args(Mode) if mode not in DRAFTLESS)
+
+
+@dataclass(frozen=True, slots=True)
+class StudySettings:
+    """What is looked at, and on how much."""
+
+    modes: tuple[str, ...] = ("overlap",)
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    num_prompts: int = DEFAULT_PROMPTS
+    num_new_tokens: int = 96
+    seed: int = 0
+    """Of the first prompt; the next ones have the next seeds."""
+    threads: int = 1
+    target: str = EMBEDDED
+    draft: str = EMBEDDED
+    shape: Shape = field(default=Shape())
+
+    @property
+    def num_first_prompts(self) -> int:
+        """Prompts of the first half."""
+        return self.num_prompts // 2
+
+    def check(self) -> None:
+        """Refuse what cannot be studied.
+
+        Raises:
+            InvalidRequest: a mode is none, or asks no draft; a mode or a temperature is named twice.
+        """
+        for mode in self.modes:
+            if mode not in MODES:
+                raise InvalidRequest(f"There is no mode {mode!r} with a draft; there are {', '.join(MODES)}.")
+        for option, values in (("--modes", self.modes), ("--temperature", self.temperatures)):
+            if not values or len(set(values)) < len(values):
+                raise InvalidRequest(f"{option} must name at least one value, and each once.")
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings in JSON types."""
+        return {
+            "modes": list(self.modes),
+            "temperatures": list(self.temperatures),
+            "workload": workloads.CODE,
+            "num_prompts": self.num_prompts,
+            "num_new_tokens": self.num_new_tokens,
+            "seed": self.seed,
+            "threads": self.threads,
+            "target": self.target,
+            "draft": self.draft,
+            "dtype": "fp32",
+            "nodes": self.shape.nodes,
+            "depth": self.shape.depth,
+            "branching": self.shape.branching,
+            "bootstrap_seed": BOOTSTRAP_SEED,
+            "confidence": CONFIDENCE,
+        }
+
+
+def run(settings: StudySettings, tick: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[Found]]:
+    """Measure every mode at every temperature; return a record of each, and per mode one of all temperatures.
+
+    Raises:
+        SpecSplitError: the pair cannot be loaded, or the draft proposed nothing that was decided.
+    """
+    from benchmarks import calibration_measure as measuring
+
+    prompts = workloads.read_prompts(workloads.CODE_PROMPTS, settings.num_prompts)
+    models = measuring.load(settings)
+    header = _header(settings, models, prompts)
+    records: list[dict[str, Any]] = []
+    found: list[Found] = []
+    for mode in settings.modes:
+        points = [
+            measuring.measure(settings, models, prompts, mode, temperature, tick)
+            for temperature in settings.temperatures
+        ]
+        records += [{**header, **_point(mode, point.temperature, [point])} for point in points]
+        if len(points) > 1:
+            records.append({**header, **_point(mode, None, points)})
+        found += points
+    return records, found
+
+
+def _header(settings: StudySettings, models: Models, prompts: Sequence[workloads.Prompt]) -> dict[str, Any]:
+    assert models.draft is not None, "the modes ask one"
+    loaded = {"target": models.target, "draft": models.draft}
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "benchmark": KIND,
+        "provenance": provenance(),
+        "settings": settings.to_dict(),
+        "models": {
+            role: {"name": model.name, "weights_hash": model.weights_hash} for role, model in loaded.items()
+        },
+        "prompts": {"ids": [prompt.id for prompt in prompts], "sha256": workloads.fingerprint(prompts)},
+    }  # fmt: skip
+
+
+def _point(mode: str, temperature: float | None, points: Sequence[Found]) -> dict[str, Any]:
+    from benchmarks.calibration_report import summary
+
+    nodes: list[Node] = [node for point in points for node in point.nodes]
+    if not any(node.source != "lookup" for node in nodes):
+        raise ResourceError(f"In mode {mode} the draft proposed nothing that was decided; give it more tokens.")
+    return {
+        "mode": mode,
+        "temperature": temperature,
+        "num_tokens": sum(point.num_tokens for point in points),
+        "num_nodes": len(nodes),
+        "num_late_nodes": sum(point.num_late for point in points),
+        **summary(nodes),
+    }
+
+
+def title_of(record: Mapping[str, Any]) -> str:
+    """Return which run a record is of."""
+    temperature = record["temperature"]
+    return f"{record['mode']}, {'all temperatures' if temperature is None else f'T {temperature:g}'}"
+
+
+def write_nodes(path: Path, found: Sequence[Found]) -> None:
+    """Write every node as one JSON line.
+
+    Raises:
+        InvalidSettings: the file cannot be written.
+    """
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for point in found:
+                where = {"mode": point.mode, "temperature": point.temperature}
+                file.writelines(json.dumps({**where, **node._asdict()}) + "\n" for node in point.nodes)
+    except OSError as error:
+        raise InvalidSettings(f"The nodes cannot be written to {path} ({error.strerror}); check --nodes-to.") from error
+
+
+def calibration(
+    prompts: Annotated[int, typer.Option(min=2, help="How many of data/code_prompts.jsonl.")] = DEFAULT_PROMPTS,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt, unless the text ends before.")] = 96,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0,0.6,1",
+    modes: Annotated[str, typer.Option(help=f"Of {', '.join(MODES)}, separated by commas.")] = "overlap",
+    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the next ones have the next.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 1,
+    target: Annotated[str, typer.Option(metavar="M", help="embedded, a folder or a hub id.")] = EMBEDDED,
+    draft: Annotated[str, typer.Option(metavar="M", help="embedded, a folder or a hub id.")] = EMBEDDED,
+    nodes: Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")] = defaults.DEFAULT_NODES,
+    depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = defaults.DEFAULT_DEPTH,
+    branching: Annotated[int, typer.Option(min=1, help="Children of a node.")] = defaults.DEFAULT_BRANCHING,
+    nodes_to: Annotated[Path | None, typer.Option(help="Write every node to this file.", dir_okay=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Append the JSON lines to this file.", dir_okay=False)] = None,
+) -> None:
+    """Judge the estimates of acceptance on real text: reliability, and AUC against the draft's own probability."""
+    settings = StudySettings(
+        modes=tuple(name.strip() for name in modes.split(",") if name.strip()),
+        temperatures=_temperatures(temperature),
+        num_prompts=prompts,
+        num_new_tokens=new_tokens,
+        seed=seed,
+        threads=threads,
+        target=target,
+        draft=draft,
+        shape=Shape(nodes, depth, branching),
+    )
+    settings.check()
+    report.check_output(output)
+    require_worker_extra()
+    from benchmarks.calibration_report import show
+
+    console = report.new_console()
+    num_steps = len(settings.modes) * len(settings.temperatures) * prompts
+    with report.Progress(console).running("measuring", num_steps) as tick:
+        records, found = run(settings, tick)
+    for record in records:
+        show(console, record)
+        report.emit(record, output)
+    if nodes_to is not None:
+        write_nodes(nodes_to, found)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0,0.6,1") from error
+    if not all(0 <= value <= 10 for value in values):
+        raise typer.BadParameter("temperatures must be between 0 and 10")
+    return values
