@@ -144,7 +144,7 @@ class Session:
         if move.choice is not None:
             round_s = asyncio.get_running_loop().time() - began_s
             self._experience.observe_progress(move.mode, len(outcome.verdict.token_ids), round_s)
-        if trouble is not None and self._mode == "auto" and not is_prompt:
+        if trouble is not None and self._mode in ("auto", "stream") and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()
         if is_prompt:

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from specsplit.core.defaults import Mode
-from specsplit.core.types import StreamLimits, Timings
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Turn
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Request, Result, Speculation
 from specsplit.target.pace import Pace
@@ -135,3 +136,23 @@ def test_of_several_answers_the_one_worth_beginning_with_counts():
     slow_but_better = answered((0.001, [0.1]), (0.008, [0.9, 0.8, 0.7]))
     assert slow_but_better.wait_s([math.log(0.1)], 0.001) == pytest.approx(0.007)
     assert answered((0.001, [0.9]), (0.060, [0.1])).wait_s([], 0.0) == pytest.approx(0.001)
+
+
+def test_a_draft_that_is_away_is_said_and_costs_a_stream_nothing():
+    class Away(TimedDraft):
+        async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+            raise WorkerUnreachable("The draft is away.")
+
+    diary = Diary()
+
+    async def main() -> Result:
+        target, draft = TimedTarget(diary, lambda rows: VERIFY_S, 0.01), Away(diary, LEVEL_S)
+        owner = Orchestrator(target, draft, FakeTokenizer(), Speculation(mode="stream", lookup=False), LoopClock())
+        result = await owner.generate(REQUEST)
+        await owner.aclose()
+        return result
+
+    result, plain = run_virtual(main), serve("plain")
+    assert result.token_ids == plain.token_ids
+    assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "unreachable")}
+    assert result.timings.decode_s == pytest.approx(plain.timings.decode_s, rel=0.1)
