@@ -9,20 +9,27 @@ import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from specsplit.assembly.links import Note, connected
 from specsplit.assembly.models import Models
 from specsplit.assembly.orchestrators import Workers
 from specsplit.core.cost_model import Mode
-from specsplit.core.sections import WorkerSettings
+from specsplit.core.errors import SpecSplitError
+from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
 
 if TYPE_CHECKING:
+    from specsplit.assembly.stages import Coordinator
     from specsplit.engine.device import Device
     from specsplit.engine.engine import Engine
     from specsplit.model.loader import LoadedModel
+    from specsplit.model.runner import Runner
+    from specsplit.model.shard import LoadedShard
     from specsplit.rpc.server import Server
+    from specsplit.rpc.stage_chain import RemoteChain
+    from specsplit.target.chain import ChainRunner
+    from specsplit.target.engine import TargetEngine
 
 _MIN_CORES, _NUM_TIMED = 2, 8
 _WORTH_THREADS_S = 0.008
@@ -32,6 +39,8 @@ LOOK_S = 1.0
 """How often a server looks whether its device is well."""
 PATIENCE_S = 60.0
 """A device that was not well for so long, whatever was tried, does not recover by itself."""
+RECONNECT_S = 2.5
+"""A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
 
 
 def opened(settings: Settings, models: Models | None, note: Note | None = None) -> AbstractAsyncContextManager[Workers]:
@@ -151,6 +160,163 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         yield running
 
 
+@asynccontextmanager
+async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGenerator[Server]:
+    """Serve some layers for the length of the block; which sessions they belong to is the coordinator's to say.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+    """
+    from specsplit.engine.device import DeviceThread
+    from specsplit.rpc import server
+    from specsplit.target.stage import StageEngine
+
+    async with AsyncExitStack() as stack:
+        device = DeviceThread("stage", shard.threads)
+        stack.push_async_callback(device.close)
+        stage = StageEngine(shard, device=device)
+        stack.push_async_callback(stage.aclose)
+        running = await stack.enter_async_context(server.serving(listen=settings.listen, stage=stage))
+        stack.callback(asyncio.create_task(_watch(stage, running)).cancel)
+        yield running
+
+
+@asynccontextmanager
+async def serving_chain(
+    coordinator: Coordinator, settings: TargetSettings, note: Note | None = None
+) -> AsyncGenerator[Server]:
+    """Serve a target over stages elsewhere, or over those that it starts here, for the length of the block.
+
+    `note` is told what the user should know meanwhile.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+        PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
+    """
+    from specsplit.assembly.local_stages import local_stages
+    from specsplit.assembly.stages import connect_chain, layers_of
+    from specsplit.engine.device import DeviceThread
+    from specsplit.rpc import server
+    from specsplit.rpc.stage_chain import RemoteChain
+    from specsplit.rpc.transport import largest_request
+
+    model, ttl_s = coordinator.model, settings.session_ttl
+    async with AsyncExitStack() as stack:
+        stages = settings.stages
+        if coordinator.local_ranges:
+            started = local_stages(layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings), note)
+            stages = await stack.enter_async_context(started)
+        link = RemoteChain(stages, settings.spares, coordinator.wanted, reconnect_s=RECONNECT_S)
+        stack.push_async_callback(link.aclose)
+        await connect_chain(link, settings.retry, note)
+        device = DeviceThread("target", settings.threads)
+        stack.push_async_callback(device.close)
+        engine, runner = _chain_engine(coordinator, link, device, ttl_s)
+        stack.push_async_callback(engine.aclose)
+        await engine.measure()
+        running = await stack.enter_async_context(
+            server.serving(
+                listen=settings.listen,
+                verifier=engine,
+                num_sessions=lambda: engine.num_sessions,
+                max_message_bytes=largest_request(model.context, model.vocab_size),
+            )
+        )
+        incidents = _Incidents(link, runner)
+        stack.callback(incidents.tell)
+        for caring in (_sweep(engine, ttl_s / 4), _mend(engine, link), _watch_chain(engine, link, incidents, running)):
+            stack.callback(asyncio.create_task(caring).cancel)
+        yield running
+
+
+def _chain_engine(
+    coordinator: Coordinator, link: RemoteChain, device: Device, ttl_s: float
+) -> tuple[TargetEngine, ChainRunner]:
+    """Return the target over a chain as `chain_target` does, with the device and patience of a service."""
+    from specsplit.target.chain import ChainRunner
+    from specsplit.target.chain_target import ChainTarget
+    from specsplit.target.engine import TargetEngine
+
+    model, ends = coordinator.model, coordinator.ends
+    runner = ChainRunner(
+        link,
+        asyncio.get_running_loop(),
+        num_slots=model.max_sessions,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
+        ends=ends,
+    )
+    kind = TargetEngine if ends is not None else ChainTarget
+    return kind(model.loaded(cast("Runner", runner)), device, ttl_s=ttl_s), runner
+
+
+def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:
+    """Return what stages started here are told, so that nothing of it comes from their own settings."""
+    wanted = coordinator.wanted
+    given: dict[str, object] = {
+        "model": settings.model,
+        "ends": wanted.ends,
+        "dtype": wanted.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
+        "context": wanted.context,
+        "sessions": wanted.num_slots,
+        "drain": settings.drain,
+    }
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+class _Incidents:
+    """What happened to a chain, told to the log once: that it is not whole, and every row that was sent again."""
+
+    def __init__(self, link: RemoteChain, runner: ChainRunner) -> None:
+        self._link, self._statistics = link, runner.chain_statistics
+        self._last: object = None
+        self._was_whole = True
+        self._num_spares = self._num_moved = 0
+
+    def tell(self) -> None:
+        """Log what is new."""
+        trouble = self._link.trouble
+        if (trouble is None) != self._was_whole:
+            self._was_whole = trouble is None
+            if trouble is not None:
+                _log.warning("the chain is not whole: %s", trouble)
+            else:
+                _log.warning("the chain is whole again")
+        link = self._link.statistics
+        for address in link.spares_used[self._num_spares :]:
+            _log.warning("the spare at %s took a stage's place", address)
+        if link.num_moved_slots > self._num_moved:
+            _log.warning("%d slots were moved, with their rows", link.num_moved_slots - self._num_moved)
+        self._num_spares, self._num_moved = len(link.spares_used), link.num_moved_slots
+        resyncs = list(self._statistics.resyncs)
+        known = next((index for index, resync in enumerate(resyncs) if resync is self._last), -1)
+        for resync in resyncs[known + 1 :]:
+            _log.warning("sent again: %d tokens of slot %d (%s)", resync.num_tokens, resync.slot, resync.reason)
+        self._last = resyncs[-1] if resyncs else None
+
+
+async def _mend(engine: Engine, link: RemoteChain) -> None:
+    """Restore a chain that is not whole, though nobody sends work to a target that is not ready; then try it."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(SpecSplitError):  # health tells, and the next look tries again
+            if link.trouble is not None:
+                await link.mend()
+            await engine.check_device()
+
+
+async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _Incidents, server: Server) -> None:
+    """Tell health checks whether the chain is whole; a restart would not bring its stages back, so it lives on."""
+    while True:
+        incidents.tell()
+        is_ready = link.trouble is None and engine.is_well
+        await server.tell_health(is_ready=is_ready, is_live=engine.is_alive)
+        await asyncio.sleep(LOOK_S)
+
+
 async def _sweep(engine: Engine, period_s: float) -> None:
     while True:
         await asyncio.sleep(period_s)
@@ -168,7 +334,17 @@ async def _check(engine: Engine) -> None:
             await engine.check_device()
 
 
-async def _watch(engine: Engine, server: Server) -> None:
+class _Computing(Protocol):
+    """What tells how its device does."""
+
+    @property
+    def is_well(self) -> bool: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+
+async def _watch(engine: _Computing, server: Server) -> None:
     """Tell health checks whether the device is well; never waits for it, since it may hang."""
     loop = asyncio.get_running_loop()
     well_s, was_well = loop.time(), True

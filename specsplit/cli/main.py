@@ -15,7 +15,6 @@ import typer
 from specsplit.cli import options, plan
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
-from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
@@ -34,6 +33,19 @@ specsplit draft --model ./small --listen 0.0.0.0:7002
 specsplit target --model ./large --listen 0.0.0.0:7001
 
 specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --prompt Hi
+"""
+
+STAGE_EXAMPLES = """Examples:
+
+specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101
+
+specsplit stage --model ./large --layers 16:32 --listen 0.0.0.0:7102
+
+specsplit target --model ./large --stages host-a:7101,host-b:7102 --listen 0.0.0.0:7001
+"""
+CHECK_EXAMPLES = """Examples:
+
+specsplit stage-check --model ./large --stages host-a:7101,host-b:7102
 """
 
 app = typer.Typer(
@@ -105,38 +117,97 @@ def orchestrate(
     raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
-def _serving(role: Role) -> Callable[..., None]:
-    """Return the command that serves `role`; both take the same options."""
+@app.command(epilog=SERVICE_EXAMPLES)
+def draft(
+    ctx: typer.Context,
+    model: options.Model = defaults.EMBEDDED,
+    dtype: options.DtypeOption = None,
+    device: options.ServedDevice = defaults.DEVICE,
+    threads: options.ServedThreads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    listen: options.Listen = defaults.LISTEN,
+    sessions: options.Sessions = defaults.SERVED_SESSIONS,
+    session_ttl: options.SessionTtl = defaults.SESSION_TTL_S,
+    drain: options.Drain = defaults.DRAIN_S,
+    trace_file: options.TraceFile = None,
+    print_config: options.PrintConfig = False,
+) -> None:
+    """Serve a draft, which proposes token trees, until SIGTERM or Ctrl-C."""
+    from specsplit.cli.serve import run
 
-    def serve(
-        ctx: typer.Context,
-        model: options.Model = defaults.EMBEDDED,
-        dtype: options.DtypeOption = None,
-        device: options.ServedDevice = defaults.DEVICE,
-        threads: options.ServedThreads = None,
-        context: options.Context = None,
-        config: options.Config = None,
-        listen: options.Listen = defaults.LISTEN,
-        sessions: options.Sessions = defaults.SERVED_SESSIONS,
-        session_ttl: options.SessionTtl = defaults.SESSION_TTL_S,
-        drain: options.Drain = defaults.DRAIN_S,
-        trace_file: options.TraceFile = None,
-        print_config: options.PrintConfig = False,
-    ) -> None:
-        from specsplit.cli.serve import run
-
-        raise typer.Exit(_interruptible(partial(run, role), ctx))
-
-    return serve
+    raise typer.Exit(_interruptible(partial(run, "draft"), ctx))
 
 
-_UNTIL = "until SIGTERM or Ctrl-C."
-app.command("draft", epilog=SERVICE_EXAMPLES, help=f"Serve a draft, which proposes token trees, {_UNTIL}")(
-    _serving("draft")
-)
-app.command("target", epilog=SERVICE_EXAMPLES, help=f"Serve a target, which verifies token trees, {_UNTIL}")(
-    _serving("target")
-)
+@app.command(epilog=SERVICE_EXAMPLES)
+def target(
+    ctx: typer.Context,
+    model: options.Model = defaults.EMBEDDED,
+    dtype: options.DtypeOption = None,
+    device: options.ServedDevice = defaults.DEVICE,
+    threads: options.ServedThreads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    stages: options.Stages = None,
+    spares: options.Spares = None,
+    local_stages: options.LocalStages = None,
+    ends: options.Ends = defaults.ENDS,
+    retry: options.StageRetry = defaults.RETRY_S,
+    listen: options.Listen = defaults.LISTEN,
+    sessions: options.Sessions = defaults.SERVED_SESSIONS,
+    session_ttl: options.SessionTtl = defaults.SESSION_TTL_S,
+    drain: options.Drain = defaults.DRAIN_S,
+    trace_file: options.TraceFile = None,
+    print_config: options.PrintConfig = False,
+) -> None:
+    """Serve a target, which verifies token trees, until SIGTERM or Ctrl-C; its layers are here or on stages."""
+    from specsplit.cli.serve import run
+
+    raise typer.Exit(_interruptible(partial(run, "target"), ctx))
+
+
+@app.command(epilog=STAGE_EXAMPLES)
+def stage(
+    ctx: typer.Context,
+    model: options.Model = defaults.EMBEDDED,
+    layers: options.Layers = None,
+    ends: options.Ends = defaults.ENDS,
+    dtype: options.DtypeOption = None,
+    device: options.ServedDevice = defaults.DEVICE,
+    threads: options.ServedThreads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    listen: options.Listen = defaults.LISTEN,
+    sessions: options.Sessions = defaults.SERVED_SESSIONS,
+    drain: options.Drain = defaults.DRAIN_S,
+    trace_file: options.TraceFile = None,
+    print_config: options.PrintConfig = False,
+    parent: options.Parent = None,
+) -> None:
+    """Serve some layers of a target, until SIGTERM or Ctrl-C."""
+    from specsplit.cli.stage import run
+
+    raise typer.Exit(_interruptible(run, ctx))
+
+
+@app.command("stage-check", epilog=CHECK_EXAMPLES)
+def stage_check(
+    ctx: typer.Context,
+    model: options.Model = defaults.EMBEDDED,
+    stages: options.Stages = None,
+    ends: options.Ends = defaults.ENDS,
+    dtype: options.DtypeOption = None,
+    device: options.ServedDevice = defaults.DEVICE,
+    threads: options.ServedThreads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Send a known packet down a chain of stages and compare every boundary with the model in one process."""
+    from specsplit.cli.stage_check import run
+
+    raise typer.Exit(_interruptible(run, ctx))
+
 
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.core.defaults import Device, Dtype, Mode
+from specsplit.core.defaults import Device, Dtype, EndsAt, Mode
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
-_MODELS, _SERVICES, _OUTPUT = "Models", "Services", "Output"
+_MODELS, _STAGES, _SERVICES, _OUTPUT = "Models", "Stages", "Services", "Output"
 
 
 def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -55,7 +55,7 @@ LogitBias = Annotated[
 IgnoreEos = Annotated[bool, _option("--ignore-eos", _SAMPLING, "Go on after an end-of-sequence token.", "off")]
 
 ModeOption = Annotated[
-    Mode, _option("--mode", _SPECULATION, "overlap drafts while the target verifies; plain never speculates.")
+    Mode, _option("--mode", _SPECULATION, "overlap and stream draft while the target verifies; plain never speculates.")
 ]
 Lookup = Annotated[
     bool, _option("--lookup/--no-lookup", _SPECULATION, "Also guess what followed the same words before.")
@@ -114,6 +114,28 @@ SessionTtl = Annotated[
 Drain = Annotated[
     float, _option("--drain", _SERVICES, "When told to stop, finish for up to so many seconds.", metavar="S")
 ]
+
+Layers = Annotated[
+    str | None, _option("--layers", _STAGES, "From layer A to B - 1, counted from 0.", "none: name them", "A:B")
+]
+Stages = Annotated[
+    str | None,
+    _option("--stages", _STAGES, "Stages that hold the layers, in order.", "none", "HOST:PORT,..."),
+]
+Spares = Annotated[
+    str | None, _option("--spares", _STAGES, "Stages that take the place of a lost one.", "none", "HOST:PORT,...")
+]
+LocalStages = Annotated[
+    int | None, _option("--local-stages", _STAGES, "Start so many stages here, and keep them running.", "none", "N")
+]
+Ends = Annotated[
+    EndsAt, _option("--ends", _STAGES, "Where embedding and head are; with coordinator no stage sees a token.")
+]
+StageRetry = Annotated[
+    float, _option("--retry", _STAGES, "At the start, try unreachable stages again for so many seconds.", metavar="S")
+]
+Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
+"""The process that started this one, which shall not outlive it."""
 
 Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[

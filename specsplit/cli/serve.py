@@ -11,11 +11,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specsplit.assembly.models import load_worker, not_recorded
 from specsplit.assembly.workers import serving
@@ -23,38 +29,63 @@ from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core.defaults import Role
-from specsplit.core.sections import WorkerSettings
+from specsplit.core.sections import TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.telemetry.setup import trace_to_file
 
 if TYPE_CHECKING:
-    from specsplit.model.loader import LoadedModel
+    from specsplit.rpc.server import Server
 
-_NOT_SETTINGS = ("config", "trace_file", "print_config")
+T = TypeVar("T")
+NOT_SETTINGS = ("config", "trace_file", "print_config")
 
 
 def run(role: Role, given: Mapping[str, Any]) -> int:
     """Run the command of `role` with the options `given` on the command line; return its exit code."""
-    chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
+    chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose=role)
     if given.get("print_config"):
         print_config(effective, as_json=False, role=role)
         return 0
     set_up_logging(is_service=True)
     settings: WorkerSettings = getattr(effective.settings, role)
-    _check_listen(settings.listen)
-    trace_file = given.get("trace_file")
-    with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
-        with _terminable(), render.loading_bar() as progress:
-            model = load_worker(role, settings, progress)
-        gc.freeze()  # what lives as long as the process need not be looked at again
-        if not model.runner.is_recorded:
-            render.note(not_recorded(model))
-        asyncio.run(_serve(model, settings))
+    check_listen(settings.listen)
+    with tracing(given):
+        if isinstance(settings, TargetSettings) and settings.is_cut:
+            _serve_chain(settings)
+        else:
+            _serve_model(role, settings)
     return 0
 
 
-def _check_listen(listen: str) -> None:
+def _serve_model(role: Role, settings: WorkerSettings) -> None:
+    with terminable(), render.loading_bar() as progress:
+        model = load_worker(role, settings, progress)
+    gc.freeze()  # what lives as long as the process need not be looked at again
+    if not model.runner.is_recorded:
+        render.note(not_recorded(model))
+    ready = {"role": model.role, "model": model.name}
+    asyncio.run(serve_until_told(lambda: serving(model, settings), ready, settings.drain))
+
+
+def _serve_chain(settings: TargetSettings) -> None:
+    from specsplit.assembly.stages import load_coordinator
+    from specsplit.assembly.workers import serving_chain
+
+    with terminable():
+        coordinator = load_coordinator(settings)
+    gc.freeze()
+    ready = {"role": "target", "model": coordinator.model.name}
+    asyncio.run(serve_until_told(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
+
+
+def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Write spans for the length of the block, where `given` names a file for them."""
+    trace_file = given.get("trace_file")
+    return trace_to_file(Path(trace_file)) if trace_file else nullcontext()
+
+
+def check_listen(listen: str) -> None:
     """Refuse an address where nothing can listen before a model is loaded for it."""
     from specsplit.rpc.server import check_free
     from specsplit.rpc.transport import parse_address
@@ -63,7 +94,7 @@ def _check_listen(listen: str) -> None:
 
 
 @contextmanager
-def _terminable() -> Generator[None]:
+def terminable() -> Generator[None]:
     """Let SIGTERM end the process at once while nothing has been promised yet, in a container too."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -76,15 +107,24 @@ def _terminable() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-async def _serve(model: LoadedModel, settings: WorkerSettings) -> None:
+async def serve_until_told(
+    opening: Callable[[], AbstractAsyncContextManager[Server]], ready: Mapping[str, Any], drain_s: float
+) -> None:
+    """Serve what `opening` opens, say on stdout that, where and what (`ready`), and drain once told to stop.
+
+    Told so before anything is served, it ends what it began and says nothing.
+    """
     stop = _Stop()
-    async with serving(model, settings) as server:
-        ready = {"event": "ready", "role": model.role, "address": server.address, "model": model.name}
-        sys.stdout.write(json.dumps(ready) + "\n")
+    async with AsyncExitStack() as stack:
+        server = await stop.unless_asked(stack.enter_async_context(opening()))
+        if server is None:
+            return
+        line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
+        sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
         await stop.wait()
-        render.note(f"Draining for up to {settings.drain:g} s; a second signal ends at once.")
-        await server.drain(settings.drain)
+        render.note(f"Draining for up to {drain_s:g} s; a second signal ends at once.")
+        await server.drain(drain_s)
 
 
 class _Stop:
@@ -104,3 +144,14 @@ class _Stop:
     async def wait(self) -> None:
         """Wait for the first signal."""
         await self._asked.wait()
+
+    async def unless_asked(self, opening: Coroutine[Any, Any, T]) -> T | None:
+        """Return what `opening` gives; if a signal comes first, end it and return None."""
+        begun, asked = asyncio.create_task(opening), asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({begun, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+            begun.cancel()  # which does nothing once it has ended
+        await asyncio.wait({begun})
+        return None if begun.cancelled() else begun.result()

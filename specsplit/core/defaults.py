@@ -11,6 +11,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
 """Of a worker."""
+EndsAt = Literal["stages", "coordinator"]
+"""Where a target that is cut by layers has its embedding, final norm and head."""
 
 EMBEDDED = "embedded"
 """The model source that names the pair inside the package; each role finds its own half."""
@@ -21,6 +23,7 @@ ENV_DEBUG = "SPECSPLIT_DEBUG"
 """Set to anything but 0 to see the traceback of an error."""
 
 DEVICE: Device = "cpu"
+ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
 DEFAULT_NODES = 4

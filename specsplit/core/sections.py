@@ -6,6 +6,7 @@ An environment variable and the settings file may write a list in more than one 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, cast
 
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED, Device, Dtype, Mode
+from specsplit.core.defaults import EMBEDDED, Device, Dtype, EndsAt, Mode
 from specsplit.core.types import SamplingParams
 
 
@@ -62,11 +63,26 @@ def _remote(value: str) -> str:
     return value
 
 
+def _addresses(value: object) -> object:
+    """Read addresses from one string, comma-separated or a JSON list, or from a list of the settings file."""
+    if not isinstance(value, str) or value.lstrip().startswith('["'):
+        return _strings(value)
+    return [part.strip() for part in value.split(",")]
+
+
+def _layer_range(value: str) -> str:
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", value)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError("must look like A:B, from layer A to layer B - 1, such as 0:12")
+    return value
+
+
 _MAX_PORT = 65535
 ModelSource = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -98,9 +114,46 @@ class DraftSettings(WorkerSettings):
 
 
 class TargetSettings(WorkerSettings):
-    """The target."""
+    """The target; what follows the model is for one that is served, and cut by layers over stages."""
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
+    stages: Addresses = ()
+    """In the order of their layers."""
+    spares: Addresses = ()
+    local_stages: Positive | None = None
+    """So many stage processes are started here instead."""
+    ends: EndsAt = defaults.ENDS
+    retry: Seconds = defaults.RETRY_S
+    """How long stages that cannot be reached are tried again at the start."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its layers are on stages."""
+        return bool(self.stages) or self.local_stages is not None
+
+
+class StageSettings(_Frozen):
+    """One stage of a target: layers A to B - 1 of `layers` = A:B."""
+
+    model: ModelSource = EMBEDDED
+    layers: Annotated[str, AfterValidator(_layer_range)] | None = None
+    ends: EndsAt = defaults.ENDS
+    """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
+    listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
+    dtype: Dtype | None = None
+    device: Device = defaults.DEVICE
+    threads: Positive | None = None
+    context: Context | None = None
+    sessions: Positive = defaults.SERVED_SESSIONS
+    drain: Seconds = defaults.DRAIN_S
+
+    @property
+    def layer_range(self) -> range | None:
+        """Return the layers; None where none are named."""
+        if self.layers is None:
+            return None
+        start, end = map(int, self.layers.split(":"))
+        return range(start, end)
 
 
 class OrchestratorSettings(_Frozen):

@@ -20,12 +20,12 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
+from specsplit.core.sections import DraftSettings, OrchestratorSettings, StageSettings, TargetSettings
 
 _OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
 """Switches of the test suite and the benchmarks, no settings."""
-Purpose = Literal["generate", "draft", "target", "check"]
+Purpose = Literal["generate", "draft", "target", "stage", "check"]
 """What settings are read for: to generate, to serve a role, or to be looked at."""
 
 
@@ -43,6 +43,7 @@ class Settings(BaseSettings):
 
     draft: DraftSettings = DraftSettings()
     target: TargetSettings = TargetSettings()
+    stage: StageSettings = StageSettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
 
     @classmethod
@@ -95,6 +96,7 @@ class Settings(BaseSettings):
 _ROLES: dict[str, type[BaseModel]] = {
     "draft": DraftSettings,
     "target": TargetSettings,
+    "stage": StageSettings,
     "orchestrator": OrchestratorSettings,
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
@@ -112,7 +114,7 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
 """The settings by the names of the command line's options and of Pipeline's arguments."""
 SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     role: {field: (f"{role}.{field}",) for field in _ROLES[role].model_fields if field != "address"}
-    for role in ("draft", "target")
+    for role in ("draft", "target", "stage")
 }
 """The same for the command that serves a role."""
 
@@ -167,6 +169,8 @@ def load_settings(
     merged = {**(_from_file(Path(path)) if path else {}), **env_layer, **chosen}
     if not is_service:
         merged = _placed(merged, chosen)
+    elif purpose == "target":
+        merged = _cut(merged, chosen)
     settings = _validated(merged)
     if not is_service:
         _refuse_contradictions(settings, merged, purpose)
@@ -188,6 +192,35 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
         return {key: entry for key, entry in merged.items() if key not in addresses}
     here, elsewhere = chosen[local[0]][1].name, merged[addresses[0]][1].name
     raise InvalidSettings(f"{here} is for a model loaded here and {elsewhere} for a worker elsewhere; leave one out.")
+
+
+def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
+    """Decide where the layers of a served target are: stages elsewhere or started here, whichever is said nearer by.
+
+    Raises:
+        InvalidSettings: both are said in one place, or there are spares, ends or patience of stages without stages.
+    """
+    ways = [key for key in ("target.stages", "target.local_stages") if key in merged and merged[key][0]]
+    if len(ways) == 2:
+        near, far = sorted(ways, key=lambda key: _nearness(merged[key][1]), reverse=True)
+        if _nearness(merged[near][1]) == _nearness(merged[far][1]):
+            names = " and ".join(merged[key][1].name for key in ways)
+            raise InvalidSettings(f"{names} exclude each other: stages run elsewhere, or are started here.")
+        left = {far, "target.spares"} - chosen.keys() if far == "target.stages" else {far}
+        merged, ways = {key: entry for key, entry in merged.items() if key not in left}, [near]
+    if "target.spares" in merged and merged["target.spares"][0] and "target.stages" not in ways:
+        name = merged["target.spares"][1].name
+        raise InvalidSettings(f"{name} needs stages elsewhere to stand by for; name them with --stages.")
+    for key in ("target.ends", "target.retry"):
+        if key in chosen and not ways:
+            name = chosen[key][1].name
+            raise InvalidSettings(f"{name} is for a target cut into stages: name them with --stages, or leave it out.")
+    return merged
+
+
+def _nearness(origin: Origin) -> int:
+    """Return how close to the user a value was given; the closer one wins."""
+    return {"command line": 2, "argument": 2, "environment": 1}.get(origin.layer, 0)
 
 
 def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose) -> None:

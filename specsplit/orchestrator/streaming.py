@@ -13,7 +13,7 @@ from typing import Protocol
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound, WorkerFailed
 from specsplit.core.ports import VerifyStream
-from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict
+from specsplit.core.types import Proposal, StreamLimits, Verdict
 from specsplit.orchestrator.link import MAX_RAISES, Committed, TargetLink
 
 
@@ -34,8 +34,6 @@ class TargetStreaming:
         self._link, self._nodes, self._committed, self._limits = link, nodes, committed, limits
         self._loop = asyncio.get_running_loop()
         self._stream: VerifyStream | None = None
-        self._turn: Turn | None = None
-        """Of the stream's opening."""
         self._next_node = 1
         self._told: tuple[int, bool] = (0, False)
         """The position that was acknowledged last, and whether more was said to come."""
@@ -56,7 +54,7 @@ class TargetStreaming:
         num_raises = 0
         while True:
             try:
-                num_tokens = len(self._turn.tail) if self._turn is not None and self._stream is None else 1
+                num_tokens = 1 if self._stream is not None else len(self._committed)
                 verdict = await self._link.ask(self._read, num_tokens + self._limits.max_nodes)
             except SlotBehind as behind:
                 await self._link.fall_back(behind)
@@ -96,7 +94,7 @@ class TargetStreaming:
         return verdict
 
     def _open(self) -> None:
-        turn = self._turn = self._link.opening_turn()
+        turn = self._link.opening_turn()
         self._nodes.forget_sent()
         self._next_node, self._told = 1, (turn.base_length + len(turn.tail) - 1, False)
         self._stream = self._link.open_stream(turn, self._limits)
