@@ -13,8 +13,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, StaleEpoch, WorkerUnreachable
 from specsplit.core.packet import Packet
@@ -31,6 +29,7 @@ from tests.rounds import plain_text, verdicts
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 FAULTS: tuple[Fault, ...] = ("corrupt", "lost", "restart", "twice", "again-later")
 NUM_STAGES = 3
+ENDS: tuple[Ends, ...] = ("stages", "coordinator")
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 _folder = TemporaryDirectory()
@@ -117,21 +116,36 @@ def test_a_fault_costs_exactly_the_rows_that_it_lost(ends: Ends, fault: Fault, i
         assert statistics.num_tokens == sum(end - start for _, start, end in packets) + statistics.recomputed_tokens
 
 
-@settings(max_examples=settings().max_examples // 5)
-@given(st.integers(0, 1 << 20), st.sampled_from(["stages", "coordinator"]), st.sampled_from([0.01, 0.05, 0.15]))
-def test_whatever_goes_wrong_the_verdicts_are_the_same(seed: int, ends: Ends, rate: float) -> None:
-    rng = random.Random(seed)
+NUM_SCHEDULES, NUM_PARTS = (2000, 10) if FULL else (40, 4)
+RATES = (0.01, 0.05, 0.15)
+SESSIONS = 3
+"""At once, so that packets hold rows of several."""
 
-    def faults(packet: Packet, hop: int) -> Fault | None:
-        return rng.choice(FAULTS[: 2 if hop == NUM_STAGES else None]) if rng.random() < rate else None
 
-    expected, undisturbed_chain = run(ends, lambda packet, hop: None, num_sessions=3)
-    given_, chain = run(ends, faults, num_sessions=3, max_attempts=200)
-    assert given_ == expected
-    statistics = chain.runner.chain_statistics
-    needed = undisturbed_chain.runner.chain_statistics.num_tokens
-    assert statistics.num_tokens == needed + statistics.recomputed_tokens
-    assert statistics.recomputed_tokens == sum(resync.num_tokens for resync in statistics.resyncs)
+@cache
+def undisturbed_together(ends: Ends) -> tuple[list[list[Verdict]], int]:
+    """Return the verdicts of several sessions at once, and the tokens that were sent for them."""
+    given_, chain = run(ends, lambda packet, hop: None, num_sessions=SESSIONS)
+    return given_, chain.runner.chain_statistics.num_tokens
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_whatever_goes_wrong_the_verdicts_are_the_same(part: int) -> None:
+    for seed in range(part, NUM_SCHEDULES, NUM_PARTS):
+        rng, ends = random.Random(seed), ENDS[seed % 2]
+        rate = RATES[seed % len(RATES)]
+
+        def faults(packet: Packet, hop: int, rng: random.Random = rng, rate: float = rate) -> Fault | None:
+            return rng.choice(FAULTS[: 2 if hop == NUM_STAGES else None]) if rng.random() < rate else None
+
+        expected, needed = undisturbed_together(ends)
+        given_, chain = run(ends, faults, num_sessions=SESSIONS, max_attempts=200)
+        statistics = chain.runner.chain_statistics
+        assert given_ == expected, f"schedule {seed}"
+        assert statistics.num_tokens == needed + statistics.recomputed_tokens, f"schedule {seed}"
+        if len(statistics.resyncs) < (statistics.resyncs.maxlen or 0):
+            again = sum(resync.num_tokens for resync in statistics.resyncs)
+            assert statistics.recomputed_tokens == again, f"schedule {seed}"
 
 
 @pytest.mark.parametrize(("fault", "error"), [("corrupt", CorruptPacket), ("lost", WorkerUnreachable)])
