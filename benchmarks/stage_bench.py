@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -27,9 +24,9 @@ from benchmarks.environment import provenance
 from benchmarks.one_command import run_command
 from benchmarks.proxy import Proxy
 from benchmarks.statistics import Estimate, estimate, paired_speedup
+from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.models import require_worker_extra
-from specsplit.core.errors import ResourceError
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -63,33 +60,6 @@ class Measured:
     """Of a token of plain decoding."""
     prefill_s: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     """From the request to the first token behind `PREFILL_TOKENS`."""
-
-
-class Worker:
-    """One process that serves, until it is ended."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "specsplit", *arguments, "--listen", "127.0.0.1:0", "--threads", "1"]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-
-    def address(self) -> str:
-        """Return where it serves, once it does.
-
-        Raises:
-            ResourceError: it ended instead.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ResourceError("A worker ended before it served; run `specsplit stage` by hand to see why.")
-        return str(json.loads(line)["address"])
-
-    def end(self) -> None:
-        """Tell it to stop and wait until it has."""
-        self._process.terminate()
-        self._process.wait()
 
 
 def write_model(folder: Path) -> None:
@@ -147,19 +117,19 @@ class Bench:
         """Start a placement's processes and return the target's address."""
         model = ("--model", str(self._model))
         if not placement.num_stages:
-            return await asyncio.to_thread(self._worker("target", *model).address)
+            return await asyncio.to_thread(self._worker("target", *model).wait_ready)
         stages = [self._worker("stage", *model, "--layers", layers) for layers in cuts(placement.num_stages)]
-        addresses = [await asyncio.to_thread(stage.address) for stage in stages]
+        addresses = [await asyncio.to_thread(stage.wait_ready) for stage in stages]
         if placement.rtt_ms:
             proxies = [await self._links.enter_async_context(Proxy(address)) for address in addresses]
             for proxy in proxies:
                 proxy.set(latency_s=placement.rtt_ms / 2e3)
             addresses = [proxy.address for proxy in proxies]
         coordinator = self._worker("target", *model, "--stages", ",".join(addresses))
-        return await asyncio.to_thread(coordinator.address)
+        return await asyncio.to_thread(coordinator.wait_ready)
 
-    def _worker(self, *arguments: str) -> Worker:
-        worker = Worker(*arguments)
+    def _worker(self, *arguments: str) -> WorkerProcess:
+        worker = WorkerProcess(*arguments, "--threads", "1")
         self._processes.callback(worker.end)
         return worker
 

@@ -18,7 +18,7 @@ from benchmarks.pair import Pair
 from benchmarks.peers import costs
 from benchmarks.peers.factories import Shape
 from benchmarks.peers.ours import Ours
-from benchmarks.peers.ours_remote import Worker
+from benchmarks.peers.ours_remote import worker
 from benchmarks.proxy import Conditions, Proxy
 from benchmarks.statistics import median
 from benchmarks.systems import Sample, Task
@@ -101,7 +101,7 @@ class Points:
         for role in roles:  # this process is the workers' only parent, and has no settings of its own
             os.environ[f"{defaults.ENV_PREFIX}{role.upper()}_SESSIONS"] = str(sessions)
         try:
-            self._processes = {role: Worker(role, self._setup.threads, self._setup.pair) for role in roles}
+            self._processes = {role: worker(role, self._setup.threads, self._setup.pair) for role in roles}
             self._addresses |= {role: process.wait_ready() for role, process in self._processes.items()}
         except BaseException:
             self.__exit__()

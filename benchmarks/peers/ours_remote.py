@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
@@ -15,10 +12,10 @@ from benchmarks.peers import costs
 from benchmarks.peers.factories import ServedMode, Shape
 from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
+from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
 from specsplit.core.defaults import DRAFTLESS
-from specsplit.core.errors import ResourceError
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -30,40 +27,12 @@ _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
 
-class Worker:
-    """A worker process, from its ready line to the end of the block."""
-
-    def __init__(self, role: str, threads: int, pair: Pair) -> None:
-        command = [sys.executable, "-m", "specsplit", role, "--listen", "127.0.0.1:0", "--threads", str(threads)]
-        source = pair.target if role == "target" else pair.draft
-        command += ["--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
-        # A session of its own: Ctrl-C is for the benchmark, which ends its workers when it has finished a run.
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-
-    def wait_ready(self) -> str:
-        """Return the address once it serves.
-
-        Raises:
-            ResourceError: it ended instead.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ResourceError("A worker process ended before it served; run `specsplit target` by hand to see why.")
-        return str(json.loads(line)["address"])
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def end(self) -> None:
-        """Tell it to stop and wait until it has."""
-        self._process.terminate()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+def worker(role: str, threads: int, pair: Pair) -> WorkerProcess:
+    """Start a worker of the pair."""
+    source = pair.target if role == "target" else pair.draft
+    return WorkerProcess(
+        role, "--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device
+    )
 
 
 class Services:
@@ -106,7 +75,7 @@ class Loopback(Services):
         super().__init__(mode, {})
         roles = ("target",) if mode.mode in DRAFTLESS else ("target", "draft")
         share = max(1, threads // len(roles))
-        self._processes = {role: Worker(role, share, pair) for role in roles}
+        self._processes = {role: worker(role, share, pair) for role in roles}
 
     def __enter__(self) -> Loopback:
         try:
