@@ -22,6 +22,7 @@ from benchmarks.peers.ours_remote import worker
 from benchmarks.proxy import Conditions, Proxy
 from benchmarks.statistics import median
 from benchmarks.systems import Sample, Task
+from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
 from specsplit.core import defaults
@@ -92,7 +93,7 @@ class Points:
         self._links = AsyncExitStack()
         self._workers: dict[int, Workers] = {}
         self._systems: dict[tuple[int, str], AtOnce] = {}
-        self._processes: dict[str, Worker] = {}
+        self._processes: dict[str, WorkerProcess] = {}
         self._addresses = dict(setup.addresses)
 
     def __enter__(self) -> Points:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, cast
@@ -293,8 +294,11 @@ class _Incidents:
         self._num_spares, self._num_moved = len(link.spares_used), link.num_moved_slots
         resyncs = list(self._statistics.resyncs)
         known = next((index for index, resync in enumerate(resyncs) if resync is self._last), -1)
-        for resync in resyncs[known + 1 :]:
-            _log.warning("sent again: %d tokens of slot %d (%s)", resync.num_tokens, resync.slot, resync.reason)
+        for resync, count in Counter(resyncs[known + 1 :]).items():  # a chain that is down is tried often
+            times = f", {count} times" if count > 1 else ""
+            _log.warning(
+                "sent again: %d tokens of slot %d (%s)%s", resync.num_tokens, resync.slot, resync.reason, times
+            )
         self._last = resyncs[-1] if resyncs else None
 
 
