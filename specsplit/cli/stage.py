@@ -1,0 +1,53 @@
+"""`specsplit stage`: load some layers of a target, serve them, say where, and drain when told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from specsplit.assembly.stages import load_stage
+from specsplit.assembly.workers import serving_stage
+from specsplit.cli.logs import set_up_logging
+from specsplit.cli.print_config import print_config
+from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_told, terminable, tracing
+from specsplit.core.errors import InvalidSettings
+from specsplit.core.settings import load_settings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(given: Mapping[str, Any]) -> int:
+    """Run the command with the options `given` on the command line; return its exit code."""
+    if given.get("parent") is not None:
+        _end_with(given["parent"])
+    chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "parent")}
+    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="stage")
+    if given.get("print_config"):
+        print_config(effective, as_json=False, role="stage")
+        return 0
+    set_up_logging(is_service=True)
+    settings = effective.settings.stage
+    if settings.layers is None:
+        raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
+    check_listen(settings.listen)
+    with tracing(given):
+        with terminable():
+            shard = load_stage(settings)
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
+        asyncio.run(serve_until_told(lambda: serving_stage(shard, settings), ready, settings.drain))
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when the one that started it ends, however that happens; needs Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it has ended already
+        raise SystemExit(1)
