@@ -61,6 +61,8 @@ class Wire:
     """Per hop, what to deliver again in front of the next packets."""
     _locks: dict[int, asyncio.Lock] = field(default_factory=dict[int, asyncio.Lock])
 
+    is_down = False
+
     async def send(self, packet: Packet) -> Packet:
         for hop in range(len(self.stages) + 1):
             fault = self.faults(packet, hop)

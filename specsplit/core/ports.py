@@ -190,6 +190,11 @@ class Stage(Protocol):
 class StageLink(Protocol):
     """The way down a chain, as its coordinator sees it: where a packet goes and which stages it passes is hidden."""
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a stage is known to be lost that could not be replaced: sending again would only fail at once."""
+        ...
+
     async def send(self, packet: Packet) -> Packet:
         """Send a packet through the whole chain and return the last stage's answer to it.
 

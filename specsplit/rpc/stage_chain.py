@@ -108,6 +108,11 @@ class RemoteChain:
             return self._connection.lost
         return self._down[1] if self._down else WorkerUnreachable("The chain has not been connected.")
 
+    @property
+    def is_down(self) -> bool:
+        """Whether the last try to restore the chain failed."""
+        return self._down is not None
+
     async def connect(self) -> None:
         """Look at every stage and spare, and make a chain of the stages.
 

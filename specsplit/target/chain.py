@@ -163,7 +163,7 @@ class ChainRunner:
                 break
             fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
             num_late += any(isinstance(error, DeadlineExceeded) for error in errors.values())
-            if fatal or attempt == self._max_attempts or num_late == _MAX_LATE:
+            if fatal or attempt == self._max_attempts or num_late == _MAX_LATE or self._link.is_down:
                 raise [*fatal, *errors.values()][0]
             self._note_resyncs(errors)
         for share in shares:

@@ -14,6 +14,10 @@ class LocalChain:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
 
+    @property
+    def is_down(self) -> bool:
+        return False
+
     async def send(self, packet: Packet) -> Packet:
         """Send a packet through the whole chain and return the last stage's answer to it."""
         for stage in self._stages:
