@@ -40,7 +40,7 @@ class VerifyStream(Protocol):
         has left are dropped. `is_more_coming` says that it may pay to wait for further ones.
 
         Raises:
-            InvalidRequest: the tree is malformed; the stream is over.
+            InvalidRequest: the tree is malformed; a stream to another process says so with the next commit.
         """
         ...
 

@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length"]
 _MAX_BIAS = 1e4
 PROTOCOL_VERSION = 1
 """Of the messages between processes; two that differ do not talk."""
+MAX_STREAM_NODES = 1024
+"""Nodes below the text's end that a streaming target holds; one more is dropped, and never sent again."""
 ROOT = 0
 """The parent of a root's children in every message."""
 

@@ -52,6 +52,11 @@ class SessionTable:
         return len(self._sessions)
 
     @property
+    def ttl_s(self) -> float:
+        """How long a client may be silent."""
+        return self._ttl_s
+
+    @property
     def num_slots_used(self) -> int:
         return self._pool.num_used
 
@@ -93,18 +98,22 @@ class SessionTable:
             self._idle[session.key] = session
 
     def pin(self, key: str, epoch: int) -> None:
-        """Keep a session's slot, if it has or gets one, until `unpin`; any thread."""
-        self._pinned[key] = epoch
+        """Keep a session's slot, if it has or gets one, until `unpin`; the event loop's thread."""
+        self._pinned[key] = max(epoch, self._pinned.get(key, epoch))
 
     def is_pinned_by(self, key: str, epoch: int) -> bool:
-        """Whether no stream of a later epoch has taken the session over; any thread."""
+        """Whether no stream of a later epoch has taken the session over; the event loop's thread."""
         return self._pinned.get(key) == epoch
 
-    def unpin(self, key: str, epoch: int) -> None:
-        """Let go of a session, unless a stream of a later epoch has taken it over."""
-        if not self.is_pinned_by(key, epoch):
-            return
+    def is_pinned(self, key: str) -> bool:
+        return key in self._pinned
+
+    def unpin(self, key: str) -> None:
+        """Let go of a session; the event loop's thread, and `set_aside` on the device follows."""
         del self._pinned[key]
+
+    def set_aside(self, key: str) -> None:
+        """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
         session = self._sessions.get(key)
         if session is not None and not session.is_in_use:
             self._set_aside(session)

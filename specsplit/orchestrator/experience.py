@@ -54,6 +54,7 @@ class Experience:
         self._draft: DraftTimes | None = None
         self._round_trip = RunningMedian()
         self._has_round_trip = False
+        self._least_ping_s = math.inf
         self._own = RunningMedian()
         self._hit_rate = 0.5
         self._reached: dict[Mode, float] = {}
@@ -95,8 +96,9 @@ class Experience:
 
     def observe_ping(self, wall_s: float) -> None:
         """Count a ping of the target, which tells its round trip while nothing else does."""
-        if not self._has_round_trip:
-            self._round_trip = RunningMedian(wall_s)
+        if not self._has_round_trip:  # the first one may have had a connection to make
+            self._least_ping_s = min(wall_s, self._least_ping_s)
+            self._round_trip = RunningMedian(self._least_ping_s)
 
     def steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""

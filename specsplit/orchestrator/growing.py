@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
-from specsplit.core.types import ROOT, Budget, Proposal, Timings, Verdict, quantised_log_prob
+from specsplit.core.types import MAX_STREAM_NODES, ROOT, Budget, Proposal, Timings, Verdict, quantised_log_prob
 from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.incidents import Incidents
@@ -107,7 +107,8 @@ class Growing:
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
         """Return the nodes that the streaming target does not know yet, and whether the draft is at work on more."""
-        is_more_coming = self._growing is not None and not self._growing.done() and not self._is_aside
+        is_growing = self._growing is not None and not self._growing.done() and not self._is_aside
+        is_more_coming = is_growing and self._drafting is not None and self._drafting.trouble is None
         return self._tree.take_unsent(first_node), is_more_coming
 
     def forget_sent(self) -> None:
@@ -175,7 +176,8 @@ class Growing:
         token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
         now_s = self._loop.time()
         if outcome.is_streamed:
-            experience.observe_verify(outcome.verdict.timings, None, is_beside=True)
+            if outcome.verdict.timings.num_tokens == 1 + len(outcome.verdict.verified):  # else it took in text as well
+                experience.observe_verify(outcome.verdict.timings, None, is_beside=True)
         elif self._observed_s is not None:
             experience.observe_verify(outcome.verdict.timings, outcome.verify_s, is_beside=self._is_beside)
             experience.observe_own(now_s - self._observed_s - outcome.verify_s - self._waited_s)
@@ -294,7 +296,12 @@ class Growing:
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         self._growing = self._loop.create_task(work, name="specsplit-grow-ahead")
-        self._growing.add_done_callback(_report)
+        self._growing.add_done_callback(self._growing_ended)
+
+    def _growing_ended(self, growing: asyncio.Task[None]) -> None:
+        _report(growing)
+        if self.on_news is not None and not self._tree.num_drafted:
+            self.on_news()  # nothing is to be waited for
 
     async def _grow(self, budget: Budget) -> None:
         """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
@@ -302,7 +309,8 @@ class Growing:
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
         steps = self._experience.steps_away(num_nodes) if self.on_news is not None else 0
         ahead = replace(budget, max_new_nodes=num_nodes, max_depth=(2 + steps) * (budget.max_depth + 1) - 1)
-        while self._tree.num_drafted < (AHEAD_FACTOR + 2 * steps) * budget.max_new_nodes:
+        limit = min((AHEAD_FACTOR + 2 * steps) * budget.max_new_nodes, MAX_STREAM_NODES // 2)
+        while self._tree.num_drafted < limit:
             asked_position = len(self._committed)
             wanted = ahead if self._tree.num_drafted else replace(ahead, max_depth=budget.max_depth)  # soon, then deep
             answer = await self._drafting.ask_ahead(wanted, self._verified)

@@ -214,13 +214,14 @@ class TargetLink(Link):
         """Believe a target that says how little it holds."""
         await self._fall_back(self._have, behind)
 
-    def take(self, verdict: Verdict, seconds: float) -> None:
-        """Take note of a commit and of how long it took."""
+    def take(self, verdict: Verdict, waited_s: float) -> None:
+        """Take note of a commit and of how long it was waited for."""
         self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
         self._is_open = True
         self._sent_bytes += verdict.timings.sent_bytes
         self._received_bytes += verdict.timings.received_bytes
-        self._take_time(seconds, 1 + len(verdict.verified))
+        timings = verdict.timings
+        self._take_time(max(waited_s, timings.wall_ms / 1e3), max(timings.num_tokens, 1 + len(verdict.verified)))
 
     async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
         started_s = self._loop.time()

@@ -37,7 +37,8 @@ class TargetStreaming:
         self._next_node = 1
         self._told: tuple[int, bool] = (0, False)
         """The position that was acknowledged last, and whether more was said to come."""
-        self._committed_s = 0.0
+        self._asked_s = 0.0
+        """When the last commit began to be waited for."""
 
     @property
     def is_ready(self) -> bool:
@@ -63,9 +64,7 @@ class TargetStreaming:
                 if num_raises > MAX_RAISES:
                     raise
             else:
-                now_s = self._loop.time()
-                self._link.take(verdict, now_s - self._committed_s)
-                self._committed_s = now_s
+                self._link.take(verdict, self._loop.time() - self._asked_s)
                 return verdict
 
     async def close(self, *, keeps_slot: bool = False) -> None:
@@ -78,6 +77,7 @@ class TargetStreaming:
         await stream.close(keeps_slot=keeps_slot)
 
     async def _read(self) -> Verdict:
+        self._asked_s = self._loop.time()
         if self._stream is None:
             self._open()
         assert self._stream is not None
@@ -98,7 +98,6 @@ class TargetStreaming:
         self._nodes.forget_sent()
         self._next_node, self._told = 1, (turn.base_length + len(turn.tail) - 1, False)
         self._stream = self._link.open_stream(turn, self._limits)
-        self._committed_s = self._loop.time()
         self._nodes.on_news = self._push
 
     def _push(self) -> None:

@@ -217,6 +217,7 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
     accepted, verified = tuple(commit.accepted), tuple(commit.verified)
     require_at_most(MAX_NODES, verified, "verified")
     require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
+    require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
     require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
     return Verdict(accepted, tuple(commit.token_ids), commit.length, verified, timings)
 

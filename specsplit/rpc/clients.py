@@ -188,7 +188,14 @@ class RemoteVerifier(_RemoteWorker):
     def open_stream(self, turn: Turn, limits: StreamLimits) -> RemoteStream:
         """Begin to stream; what fails, the target's refusal included, shows with the first commit."""
         opening = calls.encode_open(turn, limits).SerializeToString()
-        return RemoteStream(self._channel, _SERVICES[self.role] + "VerifyStream", opening, self._peer)
+        return RemoteStream(
+            self._channel,
+            _SERVICES[self.role] + "VerifyStream",
+            opening,
+            self._peer,
+            max_waiting=limits.max_unacknowledged + 1,
+            timeout_s=self._call_timeout_s,
+        )
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

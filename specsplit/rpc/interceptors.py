@@ -29,7 +29,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
-_OF_SESSIONS = ("GenerateDrafts", "VerifyDrafts", "EndSession")
+_OF_SESSIONS = ("GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession")
 """What a draining worker still does for the sessions that it has."""
 
 
@@ -85,8 +85,12 @@ class Boundary(grpc.aio.ServerInterceptor):
             duplex = cast(Callable[[AsyncIterator[bytes], Context], AsyncGenerator[bytes]], handler.stream_stream)
 
             async def serve_duplex(requests: AsyncIterator[bytes], context: Context) -> None:
-                write_all = partial(_write_all, lambda: duplex(requests, context), context)
-                await self._run(write_all, 0, method, metadata, context, limit_s=None)
+                metered = _Metered(requests, self._budget)
+                write_all = partial(_write_all, lambda: duplex(metered, context), context)
+                try:
+                    await self._run(write_all, 0, method, metadata, context, limit_s=None)
+                finally:
+                    metered.give_back()
 
             return cast(Any, grpc.stream_stream_rpc_method_handler)(serve_duplex)
         if handler.response_streaming:
@@ -147,13 +151,40 @@ class Boundary(grpc.aio.ServerInterceptor):
             if self._is_draining and name not in _OF_SESSIONS:
                 raise draining()
             if not has_room:
-                raise NoFreeSlot("The worker has as many large requests in hand as it can take; try again in a moment.")
+                raise _no_room()
             with spans.span("rpc", parent=spans.extract(metadata), method=name):
                 return await _in_time(serve, limit_s)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)
             return status_of(error)
+
+
+def _no_room() -> NoFreeSlot:
+    return NoFreeSlot("The worker has as many large requests in hand as it can take; try again in a moment.")
+
+
+class _Metered:
+    """The messages of one stream; room for its first one, which may hold a whole prompt, is taken until the end."""
+
+    def __init__(self, requests: AsyncIterator[bytes], budget: ByteBudget) -> None:
+        self._requests, self._budget = requests, budget
+        self._num_taken: int | None = None
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await anext(self._requests)
+        if self._num_taken is None:
+            if not self._budget.take(len(data)):
+                raise _no_room()
+            self._num_taken = len(data)
+        return data
+
+    def give_back(self) -> None:
+        if self._num_taken is not None:
+            self._budget.give_back(self._num_taken)
 
 
 async def _write_all(begin: Callable[[], AsyncGenerator[bytes]], context: Context) -> None:

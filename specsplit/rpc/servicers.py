@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -64,9 +65,8 @@ def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.Generic
             yield piece.SerializeToString()
 
     async def verify_stream(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
-        if is_draining():
-            raise draining()
-        async with aclosing(serve_stream(verifier, requests)) as responses:
+        check_open = partial(_check_open, is_draining=is_draining)
+        async with aclosing(serve_stream(verifier, requests, check_open)) as responses:
             async for response in responses:
                 yield response
 
@@ -80,8 +80,8 @@ def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.Generic
 
 
 def _check_open(turn: Turn, is_draining: IsDraining) -> None:
-    if turn.opening is not None and is_draining():
-        raise draining()
+    if turn.opening is not None and turn.base_length == 0 and is_draining():
+        raise draining()  # what goes on in a new epoch is no new session
 
 
 def _handlers(

@@ -36,7 +36,7 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 _SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.max_concurrent_streams", 128),  # per connection; a client's further calls wait at the client
+    ("grpc.max_concurrent_streams", 1024),  # per connection; a client's further calls wait at the client
     ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
 ]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import InvalidRequest, SpecSplitError, WorkerFailed
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
-from specsplit.core.types import Proposal, Verdict
+from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import target_pb2
@@ -22,8 +22,12 @@ _CANCEL = target_pb2.VerifyStreamRequest(cancel=target_pb2.Cancel()).SerializeTo
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 
 
-async def serve_stream(verifier: Verifier, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+async def serve_stream(
+    verifier: Verifier, requests: AsyncIterator[bytes], check_open: Callable[[Turn], None]
+) -> AsyncGenerator[bytes]:
     """Yield the commits of one stream; where it is broken off, its session's slot is freed.
+
+    `check_open` refuses what a worker that drains does not begin any more.
 
     Raises:
         InvalidRequest: a message that makes no sense; and what a verify raises.
@@ -31,7 +35,10 @@ async def serve_stream(verifier: Verifier, requests: AsyncIterator[bytes]) -> As
     opening = await anext(requests, None)
     if opening is None:
         raise InvalidRequest("A stream begins with Open.")
-    stream = verifier.open_stream(*calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening)))
+    turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
+    check_open(turn)
+    stream = verifier.open_stream(turn, limits)
+    del turn, opening  # a prompt may be large
     failures: list[Exception] = []
     reader = asyncio.create_task(_read_all(requests, stream, failures), name="specsplit-verify-stream-reader")
     is_broken = True
@@ -78,10 +85,16 @@ async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failur
 
 
 class RemoteStream:
-    """One session's stream to a target in another process; implements VerifyStream."""
+    """One session's stream to a target in another process; implements VerifyStream.
 
-    def __init__(self, channel: WorkerChannel, method: str, opening: bytes, peer: str) -> None:
+    At most `max_waiting` answers may wait to be read, and one is waited for at most `timeout_s`.
+    """
+
+    def __init__(
+        self, channel: WorkerChannel, method: str, opening: bytes, peer: str, max_waiting: int, timeout_s: float
+    ) -> None:
         self._duplex, self._peer = channel.duplex(method), peer
+        self._max_waiting, self._timeout_s = max_waiting, timeout_s
         self._outgoing: deque[bytes] = deque([opening])
         self._incoming: deque[bytes] = deque()
         self._has_outgoing, self._has_incoming = asyncio.Event(), asyncio.Event()
@@ -105,12 +118,16 @@ class RemoteStream:
         return bool(self._incoming) or self._reader.done()
 
     async def next_commit(self) -> Verdict | None:
-        """Return the next commit; raises what the target does, or LinkError."""
-        while not self._incoming:
-            if self._reader.done():
-                return self._reader.result()
-            self._has_incoming.clear()
-            await self._has_incoming.wait()
+        """Return the next commit; raises what the target does, or LinkError, also after `timeout_s` without any."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not self._incoming:
+                    if self._reader.done():
+                        return self._reader.result()
+                    self._has_incoming.clear()
+                    await self._has_incoming.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._peer} gave no answer for {self._timeout_s:g} s.") from None
         data = self._incoming.popleft()
         sent, self._sent_bytes = self._sent_bytes, 0
         try:
@@ -145,6 +162,8 @@ class RemoteStream:
         try:
             while (data := await self._duplex.read()) is not None:
                 self._incoming.append(data)
+                if len(self._incoming) > self._max_waiting:
+                    raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
                 self._has_incoming.set()
         finally:
             self._has_incoming.set()

@@ -22,9 +22,7 @@ from specsplit.model.plan import Entry
 from specsplit.sampling.pick import pick
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
-from specsplit.target.stream import TargetStream
-
-_MAX_DEPTH = 64
+from specsplit.target.stream import MAX_DEPTH, TargetStream
 
 
 class TargetEngine(Engine):
@@ -41,25 +39,28 @@ class TargetEngine(Engine):
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to commit without being asked, from `turn` on; the slot stays as long as the stream is open."""
+        session, epoch = turn.session, turn.epoch
         stream = TargetStream(
             self.verify,
-            lambda keeps_slot: self._leave_stream(turn, keeps_slot=keeps_slot),
+            lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
             turn,
             limits,
             context=self._model.context,
             max_nodes=self._model.node_limit,
+            max_silence_s=self._sessions.ttl_s,
             step_times=self._identity.step_times,
         )
-        self._sessions.pin(turn.session, turn.epoch)
+        self._sessions.pin(session, epoch)
         return stream
 
-    async def _leave_stream(self, turn: Turn, *, keeps_slot: bool) -> None:
-        if not self._sessions.is_pinned_by(turn.session, turn.epoch):
+    async def _leave_stream(self, session: str, epoch: int, *, keeps_slot: bool) -> None:
+        if not self._sessions.is_pinned_by(session, epoch):
             return  # a later stream has taken the session over
+        self._sessions.unpin(session)
         with suppress(WorkerClosed):
-            await self._worker.run(None, at_once(lambda: self._sessions.unpin(turn.session, turn.epoch)))
-            if not keeps_slot:
-                await self.close(turn.session)
+            await self._worker.run(None, at_once(lambda: self._sessions.set_aside(session)))
+            if not keeps_slot and not self._sessions.is_pinned(session):
+                await self.close(session)
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
@@ -84,7 +85,7 @@ class TargetEngine(Engine):
             proposal,
             vocab_size=self._model.vocab_size,
             max_nodes=self._model.node_limit,
-            max_depth=min(_MAX_DEPTH, self._model.context - length),
+            max_depth=min(MAX_DEPTH, self._model.context - length),
         )
         if not turn.tail:
             raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")

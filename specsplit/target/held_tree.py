@@ -98,6 +98,8 @@ class HeldTree:
             )
         if len(proposal) and proposal.first_node <= self._last_number:
             raise InvalidRequest(f"Node {proposal.first_node} was proposed before in this stream.", param="first_node")
+        if len(self._places) + len(proposal) > 4 * self._max_held:
+            raise InvalidRequest("The stream has named more nodes than it may without going on.", param="proposal")
         before = len(self)
         nodes = zip(proposal.token_ids, proposal.parents, proposal.log_probs, strict=True)
         for number, (token_id, parent, log_prob) in enumerate(nodes, proposal.first_node):

@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
-from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, StaleRound
+from specsplit.core.types import MAX_STREAM_NODES, ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.pace import Pace
 
-MAX_HELD = 1024
-"""Nodes held below the text's end; clients keep far below it, since what is dropped is not sent again."""
+MAX_DEPTH = 64
 _LEAST_WAIT_S = 1e-4
 """Timers are hardly more exact."""
 Verify = Callable[[Turn, Proposal], Awaitable[Verdict]]
@@ -30,7 +29,7 @@ class TargetStream:
     """One session's stream over `verify`, from `turn` on; implements VerifyStream.
 
     `context` and `max_nodes` are the target's limits; `step_times` its forwards by rows. `leave` is
-    called at the end, with whether the slot is to stay.
+    called at the end, with whether the slot is to stay; a client that acknowledges nothing for `max_silence_s` is lost.
     """
 
     def __init__(
@@ -42,18 +41,20 @@ class TargetStream:
         *,
         context: int,
         max_nodes: int,
+        max_silence_s: float = math.inf,
         step_times: Sequence[tuple[int, float]] = (),
     ) -> None:
         if turn.opening is None or not turn.tail:
             raise InvalidRequest("A stream begins with the session's parameters and its last committed token.")
-        self._verify, self._leave, self._turn = verify, leave, turn
-        self._max_nodes = min(limits.max_nodes, max_nodes)
-        self._limits, self._opening = limits, turn.opening
+        self._verify, self._leave, self._first_turn = verify, leave, turn
+        self._max_nodes, self._max_depth = min(limits.max_nodes, max_nodes), min(limits.max_depth, MAX_DEPTH)
+        self._max_unacknowledged, self._max_silence_s = limits.max_unacknowledged, max_silence_s
+        self._opening = turn.opening
         opening = turn.opening
         self._end = min(context, opening.prompt_length + opening.max_tokens if opening.max_tokens else context)
         """Tokens at which the text must stop."""
         self._loop = asyncio.get_running_loop()
-        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_HELD)
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES)
         self._pace = Pace(step_times, self._max_nodes)
         self._next_node = 1
         self._is_more_coming = False
@@ -106,17 +107,18 @@ class TargetStream:
 
     @property
     def _is_blocked(self) -> bool:
-        return len(self._unacknowledged) >= self._limits.max_unacknowledged
+        return len(self._unacknowledged) >= self._max_unacknowledged
 
     async def _run(self) -> None:
-        turn, told_s = self._turn, self._loop.time()
+        turn, told_s, is_first = self._first_turn, self._loop.time(), True
+        del self._first_turn  # a prompt may be large
         while True:
             proposal, numbers = self._next_tree()
             verdict = await self._verify(turn, proposal)
             now_s = self._loop.time()
-            if turn is not self._turn:  # the first one may be a whole prompt
+            if not is_first:  # the first one may be a whole prompt
                 self._pace.observe(verdict.timings, len(verdict.token_ids), now_s - told_s)
-            turn, told_s = _following(turn, verdict), now_s
+            turn, told_s, is_first = _following(turn, verdict), now_s, False
             self._commit(verdict, proposal, numbers)
             if self._is_finished(verdict):
                 return
@@ -134,7 +136,7 @@ class TargetStream:
         room = self._end - self._tree.root_position - 2  # the bonus token takes the last place
         if room <= 0:
             return [], []
-        nodes, paths = self._tree.ranked(min(self._limits.max_depth, room))
+        nodes, paths = self._tree.ranked(min(self._max_depth, room))
         return nodes[: self._max_nodes], paths[: self._max_nodes]
 
     def _commit(self, verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> None:
@@ -157,15 +159,19 @@ class TargetStream:
         """Wait while commits are too far ahead, and for nodes as long as that promises more than a step now."""
         await asyncio.sleep(0)  # what has arrived already is taken in first
         while True:
-            left_s = None
-            if not self._is_blocked:
-                waited_s = self._loop.time() - told_s
+            waited_s = self._loop.time() - told_s
+            if self._is_blocked:
+                left_s = self._max_silence_s - waited_s
+                if left_s <= 0:
+                    await self._leave(False)
+                    raise DeadlineExceeded(f"The client of this stream was silent for {self._max_silence_s:g} s.")
+            else:
                 left_s = self._pace.wait_s(self._held()[1], waited_s) if self._is_more_coming else 0.0
                 if left_s < _LEAST_WAIT_S:
                     return
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(left_s if left_s < math.inf else None):
                     await self._news.wait()
 
 

@@ -1,0 +1,140 @@
+"""A target's stream and the slot under it: silence, takeover, limits, drain, a target that never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, NoFreeSlot, WorkerUnreachable
+from specsplit.core.types import Proposal, StreamLimits, Turn
+from specsplit.rpc.clients import RemoteVerifier
+from specsplit.rpc.server import serving
+from specsplit.target.engine import TargetEngine
+from specsplit.target.held_tree import HeldTree
+from specsplit.target.stream import TargetStream
+from tests.contract.session_contract import PROMPT, Script
+from tests.contract.stream_contract import LAST, commit, nodes, opened
+from tests.contract.verifier_contract import without_tree
+from tests.fakes import FakeTarget, Faults
+from tests.hash_model import hash_model
+from tests.rpc_servers import LOOPBACK, verifier_at
+from tests.virtual_time import run_virtual
+
+ONE = StreamLimits(8, 8, 1)
+
+
+def fake_stream(target: FakeTarget, turn: Turn, left: list[bool], max_silence_s: float = math.inf) -> TargetStream:
+    async def leave(keeps_slot: bool) -> None:
+        left.append(keeps_slot)
+
+    return TargetStream(target.verify, leave, turn, ONE, context=512, max_nodes=64, max_silence_s=max_silence_s)
+
+
+def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None:
+    async def main() -> None:
+        left: list[bool] = []
+        stream = fake_stream(FakeTarget(), Script().first(), left, max_silence_s=5.0)
+        await commit(stream)
+        await asyncio.sleep(4)
+        assert not left
+        with pytest.raises(DeadlineExceeded, match="silent for 5 s"):
+            await stream.next_commit()
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert left[0] is False
+        await stream.close()
+
+    run_virtual(main)
+
+
+class SteppedClock:
+    """Stands still until it is told how late it is."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+
+def engine(clock: SteppedClock) -> TargetEngine:
+    model, _ = hash_model("target", max_sessions=1, context=96)
+    return TargetEngine(model, ttl_s=60, grace_s=5, clock=clock)
+
+
+async def test_an_open_stream_keeps_its_slot_and_a_session_without_one_does_not() -> None:
+    clock = SteppedClock()
+    target = engine(clock)
+    script = Script()
+    stream = target.open_stream(script.first(), ONE)
+    await commit(stream)
+    clock.time_s = 3600.0
+    assert await target.sweep() == 0
+    with pytest.raises(NoFreeSlot):
+        await target.verify(Script().first(), without_tree(Script().first()))
+    await stream.close(keeps_slot=True)
+    assert await target.sweep() == 0, "it was used just now"
+    clock.time_s = 7200.0
+    assert await target.sweep() == 1
+    await target.aclose()
+
+
+async def test_a_late_stream_of_an_earlier_epoch_takes_nothing_from_the_one_that_is_open() -> None:
+    target = engine(SteppedClock())
+    script = Script()
+    late, now = script.first(), replace(script.first(), epoch=2, round=0)
+    stream = target.open_stream(now, ONE)
+    await commit(stream)
+    older = target.open_stream(late, ONE)
+    with pytest.raises(Exception, match="epoch"):
+        await older.next_commit()
+    await older.close()
+    assert target.num_sessions == 1
+    stream.propose(nodes(LAST + 1), is_more_coming=False)
+    await commit(stream)
+    await stream.close()
+    assert target.num_sessions == 0
+    await target.aclose()
+
+
+def test_a_stream_names_only_so_many_nodes_without_going_on() -> None:
+    tree = HeldTree(5, max_held=10)
+    tree.take(Proposal(1, 5, (7,), (0,), (-0.5,)))
+    for first in range(2, 37, 5):  # the same node again and again takes no room in the tree
+        tree.take(Proposal(first, 5, (7,) * 5, (0,) * 5, (-0.5,) * 5))
+    assert len(tree) == 1
+    with pytest.raises(InvalidRequest, match="more nodes than it may"):
+        tree.take(Proposal(37, 5, (7,) * 5, (0,) * 5, (-0.5,) * 5))
+
+
+async def test_a_worker_that_drains_goes_on_with_its_sessions_in_streams_and_in_rounds() -> None:
+    held = serving(listen=LOOPBACK, verifier=FakeTarget(), num_sessions=lambda: 1)
+    async with held as server, verifier_at(server) as worker:
+        script = Script()
+        first = await worker.verify(turn := script.first(), without_tree(turn))
+        draining = asyncio.create_task(server.drain(1.0))
+        await asyncio.sleep(0)
+        script.epoch, script.round = 2, 0
+        turn = script.turn((*PROMPT, *first.token_ids), len(PROMPT), is_open=False)
+        async with opened(worker, turn) as stream:
+            token = (await commit(stream)).bonus_token
+            await stream.close(keeps_slot=True)
+        script.epoch, script.round = 3, 0
+        turn = script.turn((*PROMPT, *first.token_ids, token), len(PROMPT), is_open=False)
+        await worker.verify(turn, without_tree(turn))
+        async with opened(worker, Script().first()) as stream:
+            with pytest.raises(WorkerUnreachable, match="shutting down"):
+                await stream.next_commit()
+        await draining
+
+
+async def test_a_target_that_never_answers_a_stream_is_an_error_after_the_calls_own_limit() -> None:
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server:
+        worker = RemoteVerifier(server.address, call_timeout_s=0.2)
+        async with opened(worker, Script().first()) as stream:
+            with pytest.raises(DeadlineExceeded):
+                await stream.next_commit()
+        await worker.aclose()
