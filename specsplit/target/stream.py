@@ -162,7 +162,7 @@ class TargetStream:
             waited_s = self._loop.time() - told_s
             if self._is_blocked:
                 left_s = self._max_silence_s - waited_s
-                if left_s <= 0:
+                if left_s < _LEAST_WAIT_S:
                     await self._leave(False)
                     raise DeadlineExceeded(f"The client of this stream was silent for {self._max_silence_s:g} s.")
             else:
