@@ -68,7 +68,8 @@ class Probe:
         self, prompts: Sequence[Prompt], depth: int, branching: int, temperature: float, num_tokens: int
     ) -> list[Result]:
         """Return one result per prompt, its seed being its number."""
-        speculation = Speculation(mode="pingpong", nodes=depth * branching, depth=depth, branching=branching)
+        shape = {"nodes": depth * branching, "depth": depth, "branching": branching}
+        speculation = Speculation(mode="pingpong", lookup=False, **shape)  # the draft's own acceptance
         workers = self.workers
         orchestrator = Orchestrator(workers.verifier, workers.drafter, workers.tokenizer, speculation)
         return [
