@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 from specsplit.assembly.links import Note
 from specsplit.core.errors import ResourceError, SpecSplitError, WorkerFailed
@@ -35,7 +36,7 @@ async def local_stages(
     `arguments` are those of `specsplit stage` that all of them get; `note` is told of every one that serves.
 
     Raises:
-        WorkerFailed: one ended before it served, and what it said last.
+        WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
         ResourceError: no process can be started.
     """
     stages = [_LocalStage(index, of, arguments, note) for index, of in enumerate(layers)]
@@ -84,13 +85,26 @@ class _LocalStage:
         assert process.stderr is not None
         self._said = ""
         self._forwarding = asyncio.create_task(self._forward(process.stderr))
-        line = await process.stdout.readline()
+        try:
+            line = await process.stdout.readline()
+        except ValueError:  # longer than any line should be
+            line = b"?"
         if not line:
             code = await process.wait()
             await self._forwarding
             reason = self._said.removeprefix("Error: ") or f"{_ending(code)}."
             raise WorkerFailed(f"{self._name} ended before it served: {reason}")
-        self.address = json.loads(line)["address"]
+        address = _address_in(line)
+        if address is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S):
+                    while await process.stdout.read(_LINE_BYTES):  # a full pipe would never be closed
+                        pass
+            await process.wait()
+            raise WorkerFailed(f"{self._name} did not say where it serves, and was ended; it said {line[:80]!r}.")
+        self.address = address
         if self._note is not None:
             self._note(f"{self._name} serves at {self.address}, process {process.pid}.")
 
@@ -146,6 +160,16 @@ class _LocalStage:
             self._said = line.decode(errors="replace").rstrip()
             if self._note is not None:
                 self._note(f"{self._name}: {self._said}")
+
+
+def _address_in(line: bytes) -> str | None:
+    """Return the address that a ready line names, None where the line is none."""
+    try:
+        ready = cast(object, json.loads(line))
+    except ValueError:
+        return None
+    address = cast("dict[str, object]", ready).get("address") if isinstance(ready, dict) else None
+    return address if isinstance(address, str) else None
 
 
 def _ending(code: int) -> str:

@@ -42,6 +42,8 @@ PATIENCE_S = 60.0
 """A device that was not well for so long, whatever was tried, does not recover by itself."""
 RECONNECT_S = 2.5
 """A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
+STEP_TIMEOUT_S = 30.0
+"""A stage that is on one step for so long hangs, even if it answers."""
 
 
 def opened(settings: Settings, models: Models | None, note: Note | None = None) -> AbstractAsyncContextManager[Workers]:
@@ -184,11 +186,16 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
 
 @asynccontextmanager
 async def serving_chain(
-    coordinator: Coordinator, settings: TargetSettings, note: Note | None = None
+    coordinator: Coordinator,
+    settings: TargetSettings,
+    note: Note | None = None,
+    *,
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> AsyncGenerator[Server]:
     """Serve a target over stages elsewhere, or over those that it starts here, for the length of the block.
 
-    `note` is told what the user should know meanwhile.
+    `note` is told what the user should know meanwhile. A stage that is on one step for longer than `step_timeout_s`
+    counts as lost.
 
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
@@ -207,7 +214,9 @@ async def serving_chain(
         if coordinator.local_ranges:
             started = local_stages(layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings), note)
             stages = await stack.enter_async_context(started)
-        link = RemoteChain(stages, settings.spares, coordinator.wanted, reconnect_s=RECONNECT_S)
+        link = RemoteChain(
+            stages, settings.spares, coordinator.wanted, reconnect_s=RECONNECT_S, step_timeout_s=step_timeout_s
+        )
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
         device = DeviceThread("target", settings.threads)
@@ -315,6 +324,7 @@ async def _mend(engine: Engine, link: RemoteChain) -> None:
 async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _Incidents, server: Server) -> None:
     """Tell health checks whether the chain is whole; a restart would not bring its stages back, so it lives on."""
     while True:
+        await link.look()
         incidents.tell()
         is_ready = link.trouble is None and engine.is_well
         await server.tell_health(is_ready=is_ready, is_live=engine.is_alive)

@@ -26,15 +26,17 @@ from specsplit.core.errors import (
 from specsplit.core.packet import Packet
 from specsplit.core.stage_identity import StageIdentity, WantedChain
 from specsplit.rpc.clients import CALL_TIMEOUT_S
+from specsplit.rpc.stage_admission import PING_S, admit, hanging, not_answered
 from specsplit.rpc.stage_connection import Connection
 from specsplit.rpc.stage_frames import ChainId
+from specsplit.rpc.stage_next import NextUnreachable
 from specsplit.rpc.stage_peer import StagePeer
 from specsplit.rpc.stage_statistics import RemoteChainStatistics
 
 RECONNECT_S = 5.0
+STEP_TIMEOUT_S = 30.0
 _AGAIN_S = 1.0
 """A chain that was down so recently is not tried again."""
-_ATTEMPT_S = 1.0
 _PAUSE_S = (0.05, 0.15)
 """Between two attempts, drawn at random so that coordinators do not come all at once."""
 
@@ -44,7 +46,8 @@ class RemoteChain:
 
     `stages` are addresses in the order of their layers, `spares` those of stages that may take the place of one with
     the same layers. `call_timeout_s` limits a packet's way down the chain and back, `reconnect_s` how long a packet
-    waits for a lost stage. `takeover` takes stages from another coordinator that still uses them.
+    waits for a lost stage. A stage that computes one step for longer than `step_timeout_s` hangs, and counts as lost
+    even while it answers. `takeover` takes stages from another coordinator that still uses them.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RemoteChain:
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
         reconnect_s: float = RECONNECT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S,
         takeover: bool = False,
     ) -> None:
         addresses = [*stages, *spares]
@@ -66,6 +70,7 @@ class RemoteChain:
         self._spares = [StagePeer(address) for address in spares]
         self._wanted = wanted
         self._call_timeout_s, self._reconnect_s, self._takeover = call_timeout_s, reconnect_s, takeover
+        self._step_timeout_s = step_timeout_s
         self._coordinator = secrets.token_hex(8)
         self._number = 0
         self._connection: Connection | None = None
@@ -146,7 +151,9 @@ class RemoteChain:
             async with asyncio.timeout(self._call_timeout_s):
                 return await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"The chain gave no answer within {self._call_timeout_s:g} s.") from None
+            late = f"The chain gave no answer within {self._call_timeout_s:g} s."
+            connection.lose(WorkerUnreachable(late))  # whichever stage is stuck, restoring it finds out
+            raise DeadlineExceeded(late) from None
         finally:
             connection.forget(packet.request_id)
 
@@ -154,6 +161,15 @@ class RemoteChain:
         """Restore a chain that is not whole, without a packet; raises as `send` does."""
         async with self._in_order:
             await self._ready()
+
+    async def look(self) -> None:
+        """Give up a chain that waits for a stage which hangs in a step, so that the next packet restores it."""
+        connection = self._connection
+        if connection is None or connection.lost is not None or not connection.num_in_flight:
+            return
+        error = await hanging(connection.peers, self._step_timeout_s)
+        if error is not None:
+            connection.lose(error)
 
     async def end(self, slot: int) -> None:
         """Have every stage forget what a slot holds; one that cannot be reached has nothing to forget."""
@@ -214,14 +230,13 @@ class RemoteChain:
             WorkerUnreachable, PeerMismatch: it cannot be, and which stage is missing.
         """
         loop = asyncio.get_running_loop()
-        patience_s = self._reconnect_s
+        is_again = self._down is not None
         if self._down is not None:
             since_s, error = self._down
             if loop.time() - since_s < _AGAIN_S:
                 raise error.with_traceback(None)
-            patience_s = min(patience_s, _ATTEMPT_S)
-        end_s = loop.time() + patience_s
-        error = WorkerUnreachable("The chain is down.")
+        end_s = loop.time() + self._reconnect_s
+        error = None
         while True:
             try:
                 async with asyncio.timeout_at(end_s):
@@ -229,10 +244,11 @@ class RemoteChain:
                 self._down = None
                 return connection
             except TimeoutError:
-                pass
+                error = error or not_answered([*self._peers, *self._spares], self._reconnect_s)
             except SpecSplitError as failure:
                 error = failure
-            if isinstance(error, PeerMismatch | WorkerClosed) or loop.time() + _PAUSE_S[1] > end_s:
+            is_final = is_again or isinstance(error, PeerMismatch | WorkerClosed)
+            if is_final or loop.time() + _PAUSE_S[1] > end_s:
                 break
             await asyncio.sleep(random.uniform(*_PAUSE_S))
         self._down = loop.time(), error
@@ -240,11 +256,25 @@ class RemoteChain:
 
     async def _attempt(self) -> Connection:
         self._check_open()
+        for peer in (*self._peers, *self._spares):
+            peer.is_awaited = False
         found = await asyncio.gather(*(self._alive(peer) for peer in self._peers))
         for index, error in enumerate(found):
             if error is not None and not await self._replace(index):
                 raise error
-        return await self._configure(self._peers, keep_slots=True)
+        try:
+            return await self._configure(self._peers, keep_slots=True)
+        except NextUnreachable as error:  # we reach both, and the one does not reach the other
+            index = self.addresses.index(error.address)
+            before = self._peers[index]
+            if not await self._replace(index):
+                raise
+        try:
+            return await self._configure(self._peers, keep_slots=True)
+        except BaseException:  # a spare that mends nothing has not taken over
+            self._swap(index, before)
+            del self._statistics.spares_used[-2:]
+            raise
 
     async def _alive(self, peer: StagePeer) -> SpecSplitError | None:
         """Return why a stage cannot serve in its place, None if it can."""
@@ -261,22 +291,14 @@ class RemoteChain:
 
     async def _admit_spare(self, spare: StagePeer) -> None:
         """Look at a spare, and check that it could stand somewhere in the chain; raises as `connect` does."""
-        identity = (await spare.ping(_ATTEMPT_S)).identity
+        identity = (await spare.ping(PING_S)).identity
         for like in self.identities:
             if like.layers == identity.layers:
                 return await self._admit(spare, like)
         raise PeerMismatch(f"The spare at {spare.address} has layers {identity.layers}, which no stage here has.")
 
     async def _admit(self, peer: StagePeer, like: StageIdentity) -> None:
-        """Look at a stage (anew), and check that it fits in the place of `like`; raises as `connect` does."""
-        ping = await peer.ping(_ATTEMPT_S)
-        identity = ping.identity
-        await asyncio.to_thread(self._wanted.check_stage, peer.address, identity)
-        if identity.layers != like.layers:
-            raise PeerMismatch(f"{peer.name} has layers {identity.layers}, and {like.layers} are needed in its place.")
-        if identity.weights_hash != like.weights_hash:
-            raise PeerMismatch(f"{peer.name} has other weights for layers {like.layers} than the stage there had.")
-        peer.admit(ping)
+        await admit(peer, like, self._wanted, self._step_timeout_s)
 
     async def _replace(self, index: int) -> bool:
         """Put a spare that fits in the place of a stage, and return whether there was one."""

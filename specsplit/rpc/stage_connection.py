@@ -23,6 +23,7 @@ from specsplit.core.packet_codec import decode
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.stage_frames import LEAVING, ChainId, FrameReader, error_in, packet_frames
+from specsplit.rpc.stage_next import NextUnreachable
 from specsplit.rpc.stage_peer import StagePeer
 
 _END_S = 1.0
@@ -51,7 +52,8 @@ class Connection:
         """Configure every stage, then open the streams, which is done once every stage reaches the next.
 
         Raises:
-            SpecSplitError: a stage refuses, or is lost; nothing stays open.
+            NextUnreachable: a stage cannot reach the next one.
+            SpecSplitError: a stage refuses, or is lost. Nothing stays open.
         """
         num_stages = len(self.peers)
         following = [peer.address for peer in self.peers[1:]] + [""]
@@ -60,11 +62,19 @@ class Connection:
             for index, (peer, address) in enumerate(zip(self.peers, following, strict=True))
         )
         await _all(configuring)
-        self._duplexes = await _all([peer.stream(self.chain) for peer in self.peers], undo=Duplex.cancel)
+        self._duplexes = await _all(map(self._stream, range(num_stages)), undo=Duplex.cancel)
         self._tasks = [
             asyncio.create_task(self._write(self._duplexes[0])),
             *(asyncio.create_task(self._read(index, duplex)) for index, duplex in enumerate(self._duplexes)),
         ]
+
+    async def _stream(self, index: int) -> Duplex:
+        try:
+            return await self.peers[index].stream(self.chain)
+        except NextUnreachable as error:
+            if index + 1 < len(self.peers):
+                error.address = self.peers[index + 1].address
+            raise
 
     @property
     def num_in_flight(self) -> int:
@@ -93,7 +103,7 @@ class Connection:
 
     async def aclose(self, *, in_order: bool = False) -> None:
         """Cut the streams; `in_order` tells the stages that nobody will come back to their slots."""
-        self._lose(WorkerUnreachable("The chain was closed during the call."))
+        self.lose(WorkerUnreachable("The chain was closed during the call."))
         if in_order:
             await self._end()
         for duplex in self._duplexes:
@@ -130,29 +140,34 @@ class Connection:
                     await first.write(frame)
                     self.sent_bytes += len(frame)
         except SpecSplitError as error:
-            self._lose(error)
+            self.lose(error)
 
     async def _read(self, index: int, duplex: Duplex) -> None:
         peer, reader = self.peers[index], self.readers[index]
         try:
             while (data := await duplex.read()) is not None:
-                self._take(peer, reader, data)
-            self._lose(WorkerUnreachable(f"{peer.name} ended the stream."))
+                self._take(index, reader, data)
+            self.lose(WorkerUnreachable(f"{peer.name} ended the stream."))
         except SpecSplitError as error:
-            self._lose(error)
+            self.lose(error)
 
-    def _take(self, peer: StagePeer, reader: FrameReader, data: bytes) -> None:
+    def _take(self, index: int, reader: FrameReader, data: bytes) -> None:
         try:
             received = reader.read(data)
             if isinstance(received, stage_pb2.Frame):
-                self._take_note(peer, received)
+                self._take_note(self.peers[index], received)
             elif received is not None:
-                self._take_answer(received, reader.link)
+                self._take_answer(index, received, reader.link)
         except (CorruptPacket, InvalidPacket) as error:
             self._fail_after(self._last_answered, error)
 
-    def _take_answer(self, data: Buffer, link: str) -> None:
-        answer = decode(data, link)
+    def _take_answer(self, index: int, data: Buffer, link: str) -> None:
+        answer, last = decode(data, link), len(self.peers) - 1
+        if (index, answer.stage_from) != (last, last):
+            name = self.peers[index].name
+            error = InvalidPacket(f"{name} answered as stage {answer.stage_from}; only the last one, {last}, does.")
+            self._fail(error, answer.request_id)
+            return
         self._last_answered = answer.request_id
         waiting = self._in_flight.get(answer.request_id)
         if waiting is None or waiting.done():
@@ -168,7 +183,7 @@ class Connection:
         elif kind == "error":
             error = error_in(frame.error, peer.name)
             if isinstance(error, WorkerUnreachable | PeerMismatch):  # the next stage: whatever is under way may be lost
-                self._lose(error)
+                self.lose(error)
             elif frame.error.HasField("request_id"):
                 self._fail(error, frame.error.request_id)
             else:
@@ -187,7 +202,8 @@ class Connection:
             if request_id > after and not waiting.done():
                 waiting.set_exception(error)
 
-    def _lose(self, error: SpecSplitError) -> None:
+    def lose(self, error: SpecSplitError) -> None:
+        """Give up the connection, and with it everything under way."""
         if self.lost is not None:
             return
         is_ours = isinstance(error, WorkerUnreachable | PeerMismatch | StaleEpoch)

@@ -98,7 +98,7 @@ class FrameReader:
 
         Raises:
             CorruptPacket: it is no frame.
-            InvalidPacket: the packet is too large; what follows of it is dropped.
+            InvalidPacket: the packet is too large, and what follows of it is dropped; or a piece of it is empty.
         """
         found = _split(data)
         if found is None:
@@ -114,6 +114,8 @@ class FrameReader:
 
     def _joined(self, piece: Buffer, has_more: bool) -> Buffer | None:
         num_bytes = memoryview(piece).nbytes
+        if has_more and not num_bytes:
+            raise InvalidPacket(f"An empty piece of a stage packet came over {self.link}.")
         self.num_bytes += num_bytes
         self._piece_bytes += num_bytes
         is_too_large = self._piece_bytes > MAX_PACKET_BYTES

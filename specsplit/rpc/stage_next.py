@@ -9,10 +9,16 @@ from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachabl
 from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
-from specsplit.rpc.stage_frames import READY, ChainId, hello_frame, packet_frames
+from specsplit.rpc.stage_frames import READY, ChainId, FrameReader, error_in, hello_frame, packet_frames
 
 FORWARD = "/specsplit.v1.StageService/Forward"
 OPEN_S = 2.0
+
+
+class NextUnreachable(WorkerUnreachable):
+    """A stage lives, and cannot reach the one that follows it, which is at `address`."""
+
+    address = ""
 
 
 async def open_stream(
@@ -21,6 +27,7 @@ async def open_stream(
     """Open a stream to a stage and return it once the stage has agreed.
 
     Raises:
+        NextUnreachable: the stage cannot reach the one that follows it.
         SpecSplitError: what the stage said; LinkError: it cannot be reached, or not in time.
     """
     duplex = channel.duplex(FORWARD)
@@ -29,7 +36,7 @@ async def open_stream(
             await duplex.write(hello_frame(chain, role))
             answer = await duplex.read()
         if answer != READY:
-            raise channel.cut()
+            raise _refusal(answer) or channel.cut()
     except TimeoutError:
         duplex.cancel()
         raise channel.cut() from None
@@ -37,6 +44,13 @@ async def open_stream(
         duplex.cancel()
         raise
     return duplex
+
+
+def _refusal(answer: bytes | None) -> NextUnreachable | None:
+    frame = FrameReader("a stream that begins").read(answer or b"")
+    if not isinstance(frame, stage_pb2.Frame) or frame.WhichOneof("other") != "error":
+        return None
+    return NextUnreachable(str(error_in(frame.error, "The stage")))
 
 
 class NextLink:

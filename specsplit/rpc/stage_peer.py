@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, WorkerFailed
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerFailed
 from specsplit.core.stage_identity import StageIdentity
 from specsplit.rpc import calls
 from specsplit.rpc.channel import Duplex, WorkerChannel
@@ -38,6 +38,8 @@ class StagePing:
     received_bytes: int
     """Of packets, since the start."""
     sent_bytes: int
+    computing_s: float
+    """For how long it has been on what it computes just now."""
 
 
 class StagePeer:
@@ -53,6 +55,8 @@ class StagePeer:
         self.identity: StageIdentity | None = None
         """As last admitted to the chain."""
         self.is_draining = False
+        self.is_awaited = False
+        """Whether its last answer is still awaited, or was when the caller gave up."""
         self._process = ""
         self._channel = WorkerChannel(address, self.name)
 
@@ -70,7 +74,8 @@ class StagePeer:
 
         def read() -> StagePing:
             identity = decode_identity(answer.identity)
-            return StagePing(identity, answer.version, answer.process, answer.received_bytes, answer.sent_bytes)
+            num_bytes = answer.received_bytes, answer.sent_bytes
+            return StagePing(identity, answer.version, answer.process, *num_bytes, answer.computing_us / 1e6)
 
         return self._read(read)
 
@@ -109,7 +114,8 @@ class StagePeer:
 
     async def stream(self, chain: ChainId) -> Duplex:
         """Open the coordinator's stream to the stage, which has its way to the next one open by then."""
-        return await open_stream(self._channel, chain, stage_pb2.STREAM_ROLE_COORDINATOR, 2 * CALL_S)
+        with self._awaited():
+            return await open_stream(self._channel, chain, stage_pb2.STREAM_ROLE_COORDINATOR, 2 * CALL_S)
 
     async def move_slot(self, chain: ChainId, slot: int, to: StagePeer, timeout_s: float) -> int:
         """Copy what a slot holds to another stage of the same layers; return its bytes, 0 where it holds nothing.
@@ -154,8 +160,19 @@ class StagePeer:
         await self._channel.aclose()
 
     async def _call(self, method: str, request: Message, kind: type[M], timeout_s: float) -> M:
-        answer = await self._channel.call(_SERVICE + method, request.SerializeToString(), timeout_s)
+        with self._awaited():
+            answer = await self._channel.call(_SERVICE + method, request.SerializeToString(), timeout_s)
         return self._read(lambda: calls.parse(kind, answer))
+
+    @contextmanager
+    def _awaited(self) -> Generator[None]:
+        self.is_awaited = True
+        try:
+            yield
+        except SpecSplitError:
+            self.is_awaited = False
+            raise
+        self.is_awaited = False
 
     def _read(self, decode: Callable[[], A]) -> A:
         try:

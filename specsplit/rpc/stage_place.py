@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, WorkerUnreachable
 from specsplit.core.packet import Buffer, Packet
@@ -75,16 +78,42 @@ class Inlet:
         self.last_id = 0
 
 
+class Stopwatch:
+    """Tells for how long a stage has been on what it does just now, one thing after the other."""
+
+    def __init__(self) -> None:
+        self._since_s, self._num_running = 0.0, 0
+
+    @property
+    def running_s(self) -> float:
+        """Return 0 while nothing runs."""
+        return time.monotonic() - self._since_s if self._num_running else 0.0
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Note that something runs, or waits for what runs before it, for the length of the block."""
+        if not self._num_running:
+            self._since_s = time.monotonic()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._since_s = time.monotonic()
+
+
 class Place:
     """Where a stage stands in one chain, until another one is configured."""
 
-    def __init__(self, stage: Stage, chain: ChainId, index: int, num_stages: int, next_address: str) -> None:
+    def __init__(
+        self, stage: Stage, watch: Stopwatch, chain: ChainId, index: int, num_stages: int, next_address: str
+    ) -> None:
         self.chain, self.index, self.num_stages = chain, index, num_stages
         self.coordinator: Outbox | None = None
         self.previous: Outbox | None = None
         self.answered_bytes = 0
         self._is_over = False
-        self._stage = stage
+        self._stage, self._watch = stage, watch
         self._next = NextLink(chain, index, next_address, self.report) if next_address else None
         self._room = asyncio.Semaphore(WINDOW)
         self._under_way: asyncio.Queue[asyncio.Task[Packet | None]] = asyncio.Queue()
@@ -136,7 +165,8 @@ class Place:
 
     async def _compute(self, packet: Packet) -> Packet | None:
         try:
-            return await self._stage.forward(packet)
+            with self._watch.running():
+                return await self._stage.forward(packet)
         except Exception as error:  # noqa: BLE001 - whatever a packet does, the coordinator hears of it and the stage lives
             if not isinstance(error, SpecSplitError):
                 _log.exception("computing a packet failed")

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,7 +20,15 @@ import grpc
 from google.protobuf.message import Message
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest, PeerMismatch, SpecSplitError, StaleEpoch
+from specsplit.core.errors import (
+    CorruptPacket,
+    InvalidPacket,
+    InvalidRequest,
+    PeerMismatch,
+    SpecSplitError,
+    StaleEpoch,
+    WorkerUnreachable,
+)
 from specsplit.core.ports import Stage
 from specsplit.core.slot_state import decode_state
 from specsplit.rpc import calls
@@ -27,11 +36,12 @@ from specsplit.rpc.interceptors import Context, draining
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
 from specsplit.rpc.stage_codec import encode_identity, state_pieces
-from specsplit.rpc.stage_frames import DRAINING, READY, ChainId, FrameReader
-from specsplit.rpc.stage_place import Inlet, Outbox, Place
+from specsplit.rpc.stage_frames import DRAINING, READY, ChainId, FrameReader, error_frame
+from specsplit.rpc.stage_place import Inlet, Outbox, Place, Stopwatch
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 GRACE_S = 10.0
+HELLO_S = 2.0
 MAX_STAGES = 1024
 _MAX_COORDINATOR = 64
 M = TypeVar("M", bound=Message)
@@ -47,6 +57,7 @@ class StageService:
         self._stage, self._grace_s = stage, grace_s
         self._process = secrets.token_hex(8)
         self._place: Place | None = None
+        self._watch = Stopwatch()
         self._changing = asyncio.Lock()
         self._abandoned: asyncio.Task[None] | None = None
         self._is_draining = False
@@ -68,6 +79,7 @@ class StageService:
         await self._stop_waiting()
         async with self._changing:
             await self._leave(draining())
+        await self._stop_waiting()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the service's calls."""
@@ -92,6 +104,7 @@ class StageService:
             time_us=time.time_ns() // 1000,
             received_bytes=self._received_bytes,
             sent_bytes=self._sent_bytes + (self._place.sent_bytes if self._place else 0),
+            computing_us=int(self._watch.running_s * 1e6),
         )
 
     async def _configure(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
@@ -109,10 +122,13 @@ class StageService:
             successor = "a newer chain of its coordinator" if same else "another coordinator"
             error = StaleEpoch if same else PeerMismatch
             await self._leave(error(f"The stage was taken over by {successor}."))
-            if not kept:
-                await self._stage.reset()
-            await self._stage.place(request.index, request.num_stages)
-            self._place = Place(self._stage, chain, request.index, request.num_stages, request.next_address)
+            with self._watch.running():
+                if not kept:
+                    await self._stage.reset()
+                await self._stage.place(request.index, request.num_stages)
+            where = request.index, request.num_stages, request.next_address
+            self._place = Place(self._stage, self._watch, chain, *where)
+            self._expect(self._grace_s)
         return stage_pb2.ConfigureResponse(kept=kept)
 
     def _check_change(self, before: Place | None, chain: ChainId, *, takeover: bool) -> None:
@@ -162,7 +178,11 @@ class StageService:
         reading: asyncio.Task[None] | None = None
         try:
             if role == _COORDINATOR:
-                await place.open()
+                try:
+                    await place.open()
+                except WorkerUnreachable as error:  # said in this place, it is about the next stage
+                    yield error_frame(error)
+                    return
             yield READY
             if self._is_draining and role == _COORDINATOR:
                 yield DRAINING
@@ -213,7 +233,16 @@ class StageService:
             return
         place.coordinator = None
         if place is self._place:
-            self._abandoned = asyncio.create_task(self._free(place, grace_s))
+            self._expect(grace_s)
+
+    def _expect(self, grace_s: float) -> None:
+        """Free the slots if no coordinator opens its stream in time, counted from now."""
+        place = self._place
+        if place is None or place.coordinator is not None:
+            return
+        if self._abandoned is not None:
+            self._abandoned.cancel()
+        self._abandoned = asyncio.create_task(self._free(place, grace_s))
 
     async def _free(self, place: Place, grace_s: float) -> None:
         await asyncio.sleep(grace_s)
@@ -221,7 +250,8 @@ class StageService:
         async with self._changing:
             if self._place is place and place.coordinator is None:
                 await self._leave(None)
-                await self._stage.reset()
+                with self._watch.running():
+                    await self._stage.reset()
 
     async def _stop_waiting(self) -> None:
         """Forget that the coordinator had left."""
@@ -246,6 +276,7 @@ class StageService:
                     piece = self._checked(data, len(content), is_first=is_first)
                     chain = ChainId.of(piece.chain) if is_first else chain
                     content += piece.data
+                    self._expect(self._grace_s)
                 except SpecSplitError as error:
                     refused = error
                     content.clear()
@@ -256,6 +287,7 @@ class StageService:
         async with self._changing:
             self._placed(chain)  # still: nothing of an old coordinator lands in the slots of a new one
             await self._stage.import_kv(state)
+            self._expect(self._grace_s)
         yield stage_pb2.ImportKVResponse().SerializeToString()
 
     def _checked(self, data: bytes, num_bytes: int, *, is_first: bool) -> stage_pb2.SlotPiece:
@@ -286,9 +318,11 @@ def _check_configuration(request: stage_pb2.ConfigureRequest) -> None:
 
 async def _hello(requests: AsyncIterator[bytes]) -> stage_pb2.Hello:
     frame = stage_pb2.Frame()
-    async for data in requests:
-        frame = calls.parse(stage_pb2.Frame, data)
-        break
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HELLO_S):
+            async for data in requests:
+                frame = calls.parse(stage_pb2.Frame, data)
+                break
     if frame.WhichOneof("other") != "hello" or frame.hello.role not in (_COORDINATOR, _PREVIOUS):
         raise InvalidRequest("A stream between stages begins with who opens it.", param="hello")
     return frame.hello

@@ -176,10 +176,7 @@ async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on
         assert [len(other.stage.seen) for other in chain.hosts] == [4, 4, 4]
         await host.start()
         async with asyncio.timeout(5):
-            while chain.link.trouble is not None:
-                with contextlib.suppress(WorkerUnreachable):
-                    await chain.link.mend()
-                await asyncio.sleep(0.01)
+            await mended(chain)
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
 
 
@@ -198,7 +195,7 @@ async def test_a_damaged_packet_is_sent_again(hop: int, damaged: int) -> None:
             addresses[index] = f"127.0.0.1:{free_port}"
             return addresses
 
-        free_port = await _proxy_port(stack, proxies)
+        free_port = await proxy_port(stack, proxies)
         async with opened_remote(shards("stages"), addresses=through_proxies, window=1) as chain:
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             price = [("corrupt", 24 if damaged == 1 else 1)]
@@ -209,7 +206,7 @@ async def test_a_damaged_packet_is_sent_again(hop: int, damaged: int) -> None:
             assert [host.num_starts for host in chain.hosts] == [1, 1, 1]
 
 
-async def _proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index: int = 0) -> int:
+async def proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index: int = 0) -> int:
     """Listen in front of a proxy that is made later, when the port behind it is known."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -253,7 +250,7 @@ async def test_whatever_happens_to_stages_and_links_the_text_is_the_same_and_eve
     rng, needed = random.Random(seed), await asyncio.to_thread(rows_needed)
     async with AsyncExitStack() as stack:
         proxies: list[DamagingProxy] = []
-        ports = [await _proxy_port(stack, proxies, index) for index in range(3)]
+        ports = [await proxy_port(stack, proxies, index) for index in range(3)]
 
         def through_proxies(addresses: list[str]) -> list[str]:
             damaged = [(rng.randrange(12), rng.random() < 0.7) for _ in addresses]
@@ -302,7 +299,7 @@ async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
         proxies: list[DamagingProxy] = []
-        port = await _proxy_port(stack, proxies)
+        port = await proxy_port(stack, proxies)
 
         def through_proxy(addresses: list[str]) -> list[str]:
             proxies.append(DamagingProxy(int(addresses[1].rpartition(":")[2]), lambda number, is_sent: False))
@@ -334,7 +331,7 @@ async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
         proxies: list[DamagingProxy] = []
-        port = await _proxy_port(stack, proxies)
+        port = await proxy_port(stack, proxies)
 
         def through_proxy(addresses: list[str]) -> list[str]:
             proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
@@ -352,3 +349,10 @@ async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
             async with asyncio.timeout(10):
                 assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             check_price(chain, [("lost", 1), ("behind", 44)])
+
+
+async def mended(chain: RemoteOpen) -> None:
+    while chain.link.trouble is not None:
+        with contextlib.suppress(WorkerUnreachable):
+            await chain.link.mend()
+        await asyncio.sleep(0.01)

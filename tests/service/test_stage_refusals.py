@@ -31,7 +31,7 @@ from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
 from specsplit.model.shard_payload import to_payload
-from specsplit.rpc import stage_frames
+from specsplit.rpc import stage_frames, stage_servicer
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
@@ -303,3 +303,74 @@ async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
         await channel.aclose()
         await asyncio.sleep(0)
         await wait_until(lambda: host.server.num_running == 0)
+
+
+async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_servicer, "HELLO_S", 0.05)
+    async with alone(shards(()).stages[0]) as (host, _):
+        channel = WorkerChannel(host.address, "The stage")
+        stream = channel.duplex("/specsplit.v1.StageService/Forward")
+        async with asyncio.timeout(5):
+            with pytest.raises(InvalidRequest, match="begins with who opens it"):
+                await stream.read()
+            await wait_until(lambda: host.server.num_running == 0)
+        await channel.aclose()
+
+
+@pytest.mark.parametrize("keep_slots", [True, False])
+async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(keep_slots: bool) -> None:
+    async with alone(shards(()).stages[0]) as (host, peer):
+        stream = await peer.stream(CHAIN)
+        assert isinstance(await send(stream, next(packet_frames(packet(1)))), Packet)
+        state = await host.stage.engine.export_kv(0)
+        service = host.server._stage
+        assert service is not None
+        await peer.configure(ChainId("me", 2), 0, 1, "", keep_slots=True)
+        assert (await host.stage.engine.export_kv(0)).num_rows == 3
+        service._grace_s = 0.05
+        await peer.configure(ChainId("me", 3), 0, 1, "", keep_slots=keep_slots)
+        if not keep_slots:  # slots that were moved here, for a chain that was never made
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for piece in state_pieces(state):
+                    yield piece
+
+            await peer.import_slot(ChainId("me", 3), pieces(), 5.0)  # type: ignore[arg-type]
+        await wait_until(lambda: host.stage.engine._slots[0].num_rows == 0)
+        stream.cancel()
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+async def test_no_stage_but_the_last_one_may_answer(ends: Ends) -> None:
+    async with opened_remote(shards((1, 2), ends)) as chain:
+        text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
+        engine = chain.hosts[0].stage.engine
+        forward, stands_wrong = engine.forward, True
+
+        async def forged(packet: Packet) -> Packet:
+            passed = await forward(packet)
+            if not stands_wrong:
+                return passed
+            answers = [
+                PacketSession(one.slot, one.epoch, one.start, num_logits=1, picks=(7,) if one.ask else ())
+                for one in packet.sessions
+            ]
+            payload = b"" if ends == "stages" else bytes(passed.payload)[-4 * 32 :]
+            return replace(passed, stage_to=-1, sessions=tuple(answers), payload=payload)
+
+        engine.forward = forged  # type: ignore[method-assign]
+        with pytest.raises(
+            InvalidPacket, match=rf"The stage at {chain.hosts[0].address} answered as stage 0; only .* 2"
+        ):
+            await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
+        stands_wrong = False
+        assert await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3) == text
+        last = chain.hosts[2].stage.engine
+        forward_last = last.forward
+
+        async def lying_about_itself(packet: Packet) -> Packet:
+            return replace(await forward_last(packet), stage_from=1)
+
+        last.forward = lying_about_itself  # type: ignore[method-assign]
+        with pytest.raises(InvalidPacket, match="answered as stage 1; only"):
+            await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)

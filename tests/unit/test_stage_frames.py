@@ -72,11 +72,20 @@ def test_a_packet_that_never_ends_is_refused_and_the_next_one_is_read(monkeypatc
         list(packet_frames(packet(1)))
 
 
+def test_an_empty_piece_is_refused_and_kept_nowhere() -> None:
+    reader = FrameReader("a link")
+    for _ in range(3):
+        with pytest.raises(InvalidPacket, match="An empty piece"):
+            reader.read(stage_pb2.Frame(more=True).SerializeToString())
+    assert not reader._pieces
+    assert reader.read(stage_pb2.Frame(packet=b"whole").SerializeToString()) == b"whole"
+
+
 @given(st.binary(max_size=120), st.sampled_from([b"", b"\x0a\x00\x12", b"\x0a\x3c" + bytes(60) + b"\x12", b"\x22\x05"]))
 def test_whatever_arrives_is_a_packet_a_frame_or_damage(data: bytes, start: bytes) -> None:
     try:
         received = FrameReader("a link").read(start + data)
-    except CorruptPacket:
+    except (CorruptPacket, InvalidPacket):
         return
     if received is not None and not isinstance(received, stage_pb2.Frame):
         with pytest.raises(SpecSplitError):

@@ -1,0 +1,150 @@
+"""Stages that hang while they answer, or that only their neighbour cannot reach: a spare, or an error that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import AsyncExitStack
+
+import pytest
+
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.packet import Packet
+from specsplit.rpc.channel import Duplex
+from specsplit.rpc.stage_next import NextLink
+from tests.remote_chains import DamagingProxy, opened_remote
+from tests.rounds import plain_text
+from tests.service.test_stage_faults import (
+    PARAMS,
+    PROMPT,
+    TEXT_LENGTH,
+    Freezable,
+    check_price,
+    mended,
+    proxy_port,
+    shards,
+    spare,
+    truth,
+)
+
+
+@pytest.mark.parametrize("finds_it", ["deadline", "look"])
+async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it: str) -> None:
+    text = await asyncio.to_thread(truth)
+    spares = [await asyncio.to_thread(spare, 1, "stages")]
+    options = {"call_timeout_s": 0.5 if finds_it == "deadline" else 20.0, "step_timeout_s": 0.3}
+    async with opened_remote(shards("stages"), spares, link_options=options) as chain:
+        host, stuck = chain.hosts[1], asyncio.Event()
+
+        def hangs(packet: Packet) -> bool:
+            if packet.sessions[0].start == 43:
+                stuck.set()
+            return stuck.is_set()
+
+        async def look() -> None:
+            await stuck.wait()
+            while not chain.link.statistics.spares_used:
+                await chain.link.look()
+                await asyncio.sleep(0.01)
+
+        host.hangs = hangs
+        looking = asyncio.create_task(look() if finds_it == "look" else stuck.wait())
+        async with asyncio.timeout(10):
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            await looking
+        check_price(chain, [("lost", 1), ("behind", 44)])
+        assert chain.link.statistics.spares_used == [chain.spares[0].address]
+
+
+async def test_a_stage_that_hangs_is_trouble_until_it_is_replaced() -> None:
+    options = {"step_timeout_s": 0.1, "reconnect_s": 0.4}
+    async with opened_remote(shards("stages"), link_options=options) as chain:
+        chain.hosts[1].hangs = lambda packet: True
+        writing = asyncio.create_task(plain_text(chain.target, PROMPT, PARAMS, 1))
+        async with asyncio.timeout(10):
+            while chain.link.trouble is None:
+                await chain.link.look()
+                await asyncio.sleep(0.01)
+            assert re.search(f"{chain.hosts[1].address} hangs", str(chain.link.trouble))
+            with pytest.raises(WorkerUnreachable, match=f"layers 1:2 is lost: .*{chain.hosts[1].address} hangs"):
+                await writing
+
+
+@pytest.mark.parametrize("helps", [True, False])
+async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that_helps(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = await asyncio.to_thread(truth)
+    spares = [await asyncio.to_thread(spare, 1, "stages")]
+    async with opened_remote(shards("stages"), spares, link_options={"reconnect_s": 0.4}) as chain:
+        assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
+        addresses, open_next = chain.link.addresses, NextLink.open
+
+        async def open_or_not(link: NextLink) -> Duplex:
+            if link._name.endswith(addresses[1]) or (link._name.startswith("Stage 0") and not helps):
+                raise WorkerUnreachable(f"{link._name}: nobody answers.")
+            return await open_next(link)
+
+        monkeypatch.setattr(NextLink, "open", open_or_not)
+        connection = chain.link._connection
+        assert connection is not None
+        connection.lose(WorkerUnreachable("The link between stage 0 and stage 1 was cut."))
+        if helps:
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            assert chain.link.statistics.spares_used == [chain.spares[0].address]
+            return
+        with pytest.raises(WorkerUnreachable, match="Stage 0 cannot reach stage 1"):
+            await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
+        assert (chain.link.addresses, chain.link.statistics.spares_used) == (addresses, [])
+        monkeypatch.setattr(NextLink, "open", open_next)
+        async with asyncio.timeout(5):
+            await mended(chain)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+
+
+async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+        port = await proxy_port(stack, proxies)
+
+        def through_proxy(addresses: list[str]) -> list[str]:
+            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
+            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+
+        options = {"reconnect_s": 0.3}
+        async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
+            (proxy,), connection = proxies, chain.link._connection
+            assert isinstance(proxy, Freezable)
+            assert connection is not None
+            proxy.frozen = True
+            connection.lose(WorkerUnreachable("A link was cut."))
+            with pytest.raises(WorkerUnreachable, match=rf"in 0.3 s. The stage at 127.0.0.1:{port} gave no answer.$"):
+                await chain.link.mend()
+            proxy.frozen = False
+
+
+async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_silent() -> None:
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        proxies: list[DamagingProxy] = []
+        port = await proxy_port(stack, proxies)
+
+        def through_proxy(addresses: list[str]) -> list[str]:
+            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
+            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+
+        spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 1.5}
+        async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
+            (proxy,), connection = proxies, chain.link._connection
+            assert isinstance(proxy, Freezable)
+            assert connection is not None
+            await chain.spares[0].stop()
+            proxy.frozen = True
+            connection.lose(WorkerUnreachable("A link was cut."))
+            with pytest.raises(WorkerUnreachable, match="is lost"):
+                await chain.link.mend()
+            await chain.spares[0].start()
+            async with asyncio.timeout(10):
+                await mended(chain)
+            assert chain.link.statistics.spares_used == [chain.spares[0].address]
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
