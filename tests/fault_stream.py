@@ -85,6 +85,7 @@ class FaultyStream:
                     raise WorkerUnreachable(f"The {host.name} has gone away.")
                 for task in done:
                     task.result()
+                await server.close(keeps_slot=True)  # it ended in order
             finally:
                 for task in (up, down):
                     task.cancel()

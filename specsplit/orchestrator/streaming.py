@@ -37,6 +37,8 @@ class TargetStreaming:
         self._next_node = 1
         self._told: tuple[int, bool] = (0, False)
         """The position that was acknowledged last, and whether more was said to come."""
+        self._has_commits = False
+        """Of this stream."""
         self._asked_s = 0.0
         """When the last commit began to be waited for."""
 
@@ -64,6 +66,7 @@ class TargetStreaming:
                 if num_raises > MAX_RAISES:
                     raise
             else:
+                self._has_commits = True
                 self._link.take(verdict, self._loop.time() - self._asked_s)
                 return verdict
 
@@ -96,6 +99,7 @@ class TargetStreaming:
     def _open(self) -> None:
         turn = self._link.opening_turn()
         self._nodes.forget_sent()
+        self._has_commits = False
         self._next_node, self._told = 1, (turn.base_length + len(turn.tail) - 1, False)
         self._stream = self._link.open_stream(turn, self._limits)
         self._nodes.on_news = self._push
@@ -115,5 +119,8 @@ class TargetStreaming:
         stream, self._stream = self._stream, None
         if stream is not None:
             self._nodes.on_news = None
-            self._link.lose_stream()
+            if self._has_commits:
+                self._link.lose_stream()
+            else:
+                self._link.begin_epoch()  # there is nothing that it could have done unseen
             await stream.close()

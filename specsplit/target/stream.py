@@ -163,7 +163,7 @@ class TargetStream:
             if self._is_blocked:
                 left_s = self._max_silence_s - waited_s
                 if left_s < _LEAST_WAIT_S:
-                    await self._leave(False)
+                    await to_its_end(self._leave(False))
                     raise DeadlineExceeded(f"The client of this stream was silent for {self._max_silence_s:g} s.")
             else:
                 left_s = self._pace.wait_s(self._held()[1], waited_s) if self._is_more_coming else 0.0

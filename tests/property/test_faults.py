@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import StaleEpoch, StaleRound
+from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.admission import Task
 from specsplit.engine.session import WorkerSession
@@ -149,8 +149,8 @@ def without_retry(patch: pytest.MonkeyPatch) -> None:
 def without_reopening(patch: pytest.MonkeyPatch) -> None:
     fall_back = Link._fall_back
 
-    def still_open(link: Link, turn: Turn, have: int) -> None:
-        fall_back(link, turn, have)
+    async def still_open(link: Link, believed: int, behind: SlotBehind) -> None:
+        await fall_back(link, believed, behind)
         link._is_open = True
 
     patch.setattr(Link, "_fall_back", still_open)

@@ -65,7 +65,8 @@ async def test_a_killed_worker_changes_no_token_in_any_mode(
         run = await generate(workers, settings, {4: lambda: restart(*killed)})
     assert run.done.token_ids == expected
     held = [] if who == "draft" else [Resync("target", 5, "slot_lost", run.lengths[4] - 1)]
-    assert resyncs_of(run.done, "target") == held
+    sent_again = [resync for resync in resyncs_of(run.done, "target") if resync.num_tokens]
+    assert sent_again == held
 
 
 @pytest.mark.parametrize("seed", range(4))

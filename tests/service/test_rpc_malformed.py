@@ -162,7 +162,7 @@ CASES: dict[str, tuple[tuple[str, bytes], grpc.StatusCode]] = {
     "a score beyond the context": (raw("Score", calls.encode_score_request((5,) * 100, (5,) * 100, ())), BAD),
     "a bias of NaN": (raw("Score", calls.encode_score_request((5,), (5,), ((5, float("nan")),))), BAD),
     "a method that there is not": (("Nonsense", b""), Code.UNIMPLEMENTED),
-    "a method of later": (("VerifyStream", b""), Code.UNIMPLEMENTED),
+    "a stream that is called like a single call": (("VerifyStream", b""), BAD),
 }
 
 
