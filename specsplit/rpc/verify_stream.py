@@ -147,10 +147,11 @@ class RemoteStream:
             self._send(_CANCEL)
             # A call broken off before the target has ended it would look like a client that is lost.
             await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
-        self._duplex.cancel()
+        # In this order: of a call that is broken off while it is read, grpc.aio may keep a task for ever.
         self._writer.cancel()
         self._reader.cancel()
         await to_its_end(asyncio.wait({self._writer, self._reader}))
+        self._duplex.cancel()
         if not self._reader.cancelled():
             self._reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
 
