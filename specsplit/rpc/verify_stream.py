@@ -18,7 +18,6 @@ from specsplit.telemetry import spans
 
 _FLUSH_S = 1.0
 """How long the end of a stream waits for its last message to leave."""
-_CANCEL = target_pb2.VerifyStreamRequest(cancel=target_pb2.Cancel()).SerializeToString()
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 
 
@@ -72,7 +71,7 @@ async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failur
         async for data in requests:
             message = calls.parse(target_pb2.VerifyStreamRequest, data)
             if message.WhichOneof("body") == "cancel":
-                is_broken = False
+                is_broken = message.cancel.frees_slot
                 break
             if message.WhichOneof("body") != "propose":
                 raise InvalidRequest("A stream goes on with Propose, and ends with Cancel.")
@@ -141,13 +140,13 @@ class RemoteStream:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
 
     async def close(self, *, keeps_slot: bool = False) -> None:
-        """End the stream; where the slot is to stay, the target is told so first."""
-        if keeps_slot and not self._is_ending:
+        """End the stream in order; one that the target does not end in time is broken off, which frees the slot."""
+        if not self._is_ending and not self._reader.done():
             self._is_ending = True
-            self._send(_CANCEL)
-            # A call broken off before the target has ended it would look like a client that is lost.
+            cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
+            self._send(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
+            # A call broken off before would look like a lost client, and grpc.aio may keep a task of it for ever.
             await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
-        # In this order: of a call that is broken off while it is read, grpc.aio may keep a task for ever.
         self._writer.cancel()
         self._reader.cancel()
         await to_its_end(asyncio.wait({self._writer, self._reader}))

@@ -88,7 +88,7 @@ Global___VerifyDraftsResponse: _TypeAlias = VerifyDraftsResponse  # noqa: Y015
 
 @_typing.final
 class VerifyStreamRequest(_message.Message):
-    """First Open, then Propose at any time, one at least after every Commit; Cancel last, so that the slot stays."""
+    """First Open, then Propose at any time, one at least after every Commit; Cancel last."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -179,12 +179,17 @@ Global___Propose: _TypeAlias = Propose  # noqa: Y015
 class Cancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FREES_SLOT_FIELD_NUMBER: _builtins.int
+    frees_slot: _builtins.bool
+    """Whether the session is over; else its slot stays."""
     def __init__(
         self,
+        *,
+        frees_slot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_slot", b"frees_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
