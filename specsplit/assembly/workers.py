@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from specsplit.assembly.links import Note, connected
 from specsplit.assembly.models import Models
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from specsplit.engine.device import Device
     from specsplit.engine.engine import Engine
     from specsplit.model.loader import LoadedModel
-    from specsplit.model.runner import Runner
     from specsplit.model.shard import LoadedShard
     from specsplit.rpc.server import Server
     from specsplit.rpc.stage_chain import RemoteChain
     from specsplit.target.chain import ChainRunner
-    from specsplit.target.engine import TargetEngine
 
 _MIN_CORES, _NUM_TIMED = 2, 8
 _WORTH_THREADS_S = 0.008
@@ -207,6 +205,7 @@ async def serving_chain(
     from specsplit.rpc import server
     from specsplit.rpc.stage_chain import RemoteChain
     from specsplit.rpc.transport import largest_request
+    from specsplit.target.chain_target import chain_target
 
     model, ttl_s = coordinator.model, settings.session_ttl
     async with AsyncExitStack() as stack:
@@ -221,7 +220,8 @@ async def serving_chain(
         await connect_chain(link, settings.retry, note)
         device = DeviceThread("target", settings.threads)
         stack.push_async_callback(device.close)
-        engine, runner = _chain_engine(coordinator, link, device, ttl_s)
+        loop = asyncio.get_running_loop()
+        engine, runner = chain_target(model, link, loop, coordinator.ends, device=device, ttl_s=ttl_s)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
         running = await stack.enter_async_context(
@@ -237,28 +237,6 @@ async def serving_chain(
         for caring in (_sweep(engine, ttl_s / 4), _mend(engine, link), _watch_chain(engine, link, incidents, running)):
             stack.callback(asyncio.create_task(caring).cancel)
         yield running
-
-
-def _chain_engine(
-    coordinator: Coordinator, link: RemoteChain, device: Device, ttl_s: float
-) -> tuple[TargetEngine, ChainRunner]:
-    """Return the target over a chain as `chain_target` does, with the device and patience of a service."""
-    from specsplit.target.chain import ChainRunner
-    from specsplit.target.chain_target import ChainTarget
-    from specsplit.target.engine import TargetEngine
-
-    model, ends = coordinator.model, coordinator.ends
-    runner = ChainRunner(
-        link,
-        asyncio.get_running_loop(),
-        num_slots=model.max_sessions,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        dtype=model.dtype,
-        ends=ends,
-    )
-    kind = TargetEngine if ends is not None else ChainTarget
-    return kind(model.loaded(cast("Runner", runner)), device, ttl_s=ttl_s), runner
 
 
 def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:

@@ -94,10 +94,13 @@ class Link:
                 self._raise_epoch()
                 verified = ()
             else:
-                self._is_open = True
-                self._sent_bytes += answer.timings.sent_bytes
-                self._received_bytes += answer.timings.received_bytes
+                self._take_answer(answer)
                 return turn, answer
+
+    def _take_answer(self, answer: Proposal | Verdict) -> None:
+        self._is_open = True
+        self._sent_bytes += answer.timings.sent_bytes
+        self._received_bytes += answer.timings.received_bytes
 
     async def _fall_back(self, believed: int, behind: SlotBehind) -> None:
         """Believe a worker that says how little it holds; one that lacks nothing that could be sent is at fault."""
@@ -217,9 +220,7 @@ class TargetLink(Link):
     def take(self, verdict: Verdict, waited_s: float) -> None:
         """Take note of a commit and of how long it was waited for."""
         self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
-        self._is_open = True
-        self._sent_bytes += verdict.timings.sent_bytes
-        self._received_bytes += verdict.timings.received_bytes
+        self._take_answer(verdict)
         timings = verdict.timings
         self._take_time(max(waited_s, timings.wall_ms / 1e3), max(timings.num_tokens, 1 + len(verdict.verified)))
 

@@ -16,7 +16,9 @@ from specsplit.core.errors import ModelDamaged
 from specsplit.core.packet import Ask
 from specsplit.core.ports import StageLink
 from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
+from specsplit.engine.device import Device
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession
+from specsplit.engine.sessions import TTL_S
 from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
 from specsplit.model.shard_coordinator import ChainModel
@@ -82,6 +84,8 @@ def chain_target(
     loop: asyncio.AbstractEventLoop,
     ends: Ends | None = None,
     *,
+    device: Device | None = None,
+    ttl_s: float = TTL_S,
     chunk_tokens: int = CHUNK_TOKENS,
     window: int = WINDOW,
     max_attempts: int = MAX_ATTEMPTS,
@@ -89,7 +93,8 @@ def chain_target(
     """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
 
     `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
-    computes on a thread of its own, since a forward waits for them.
+    computes on `device`, never the loop's own thread, since a forward waits for them; without one on a thread of its own.
+    Its sessions are freed when they were not used for `ttl_s`.
     """
     runner = ChainRunner(
         link,
@@ -104,5 +109,5 @@ def chain_target(
         max_attempts=max_attempts,
     )
     # A ChainRunner has of a Runner what engines use: forward, cache.move_rows, device, dtype, vocab_size, statistics.
-    loaded = model.loaded(cast(Runner, runner))
-    return (TargetEngine(loaded) if ends else ChainTarget(loaded)), runner
+    loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
+    return kind(loaded, device, ttl_s=ttl_s), runner
