@@ -93,8 +93,8 @@ def chain_target(
     """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
 
     `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
-    computes on `device`, never the loop's own thread, since a forward waits for them; without one on a thread of its own.
-    Its sessions are freed when they were not used for `ttl_s`.
+    computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
+    sessions are freed when they were not used for `ttl_s`.
     """
     runner = ChainRunner(
         link,
