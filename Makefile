@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 define DEMO_PROMPT
-def read_json(path):
-    """Read a JSON file and return its content."""
-    with open(path
+async def fetch(session, url, timeout=None):
+    """Fetch a URL and return its text."""
+    try:
 endef
 PROMPT ?= $(DEMO_PROMPT)
 export PROMPT

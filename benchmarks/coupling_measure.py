@@ -18,7 +18,7 @@ from specsplit.core.errors import ContextExceeded, ModelDamaged, VocabularyMisma
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.plan import Entry
 from specsplit.sampling.noise import NoiseRows, gumbel_rows
-from specsplit.sampling.pick import pick, scores, top_candidates
+from specsplit.sampling.pick import candidate_estimates, pick, scores
 
 COUPLED, RATIO_TEST, SPECINFER = "coupled picks", "ratio test", "SpecInfer"
 SEQUOIA, EXACT_MATCH, INDEPENDENT = "Sequoia", "exact match of top k", "independent tests"
@@ -136,7 +136,8 @@ def draws(position: Position, temperature: float, seeds: range, generator: Gener
     vocab_size = len(target)
     noise = torch.cat([gumbel_rows(seed, _DRAW_CHOICE, position.index, 1, vocab_size) for seed in seeds])
     picks = pick(scores(position.target.expand(num_draws, -1), temperature, noise))
-    candidates, _ = top_candidates(scores(position.draft.expand(num_draws, -1), temperature, noise), most)
+    offered, _ = candidate_estimates(scores(position.draft.expand(num_draws, -1), temperature, noise), most)
+    candidates = torch.tensor(offered)
     replaced = peers.replaced_candidates(draft, num_draws, most, generator)
     found: dict[Scheme, Draws] = {}
     for k in CANDIDATES:

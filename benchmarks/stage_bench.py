@@ -23,7 +23,7 @@ from benchmarks.bars import Bar
 from benchmarks.environment import provenance
 from benchmarks.one_command import run_command
 from benchmarks.proxy import Proxy
-from benchmarks.statistics import Estimate, estimate, paired_speedup
+from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.models import require_worker_extra
@@ -202,12 +202,14 @@ def main(
     listed = report.table(f"{NUM_LAYERS} layers x {HIDDEN}, one thread a process", "target", "tokens/s", "prefill ms")
     for name, seconds in found.token_s.items():
         rate = estimate([1 / value for value in seconds])
-        listed.add_row(name, _spread(rate, 0), _spread(estimate([1e3 * value for value in found.prefill_s[name]]), 0))
+        listed.add_row(
+            name, report.spread(rate, 0), report.spread(estimate([1e3 * value for value in found.prefill_s[name]]), 0)
+        )
     console.print(listed)
     bars = bars_of(found)
     for bar in bars:
         met = "met" if bar.is_met else "MISSED"
-        console.print(f"{bar.id}: {bar.measure} {_spread(bar.value, 2)}, bar {bar.relation} {bar.bound:g}: {met}")
+        console.print(f"{bar.id}: {bar.measure} {report.spread(bar.value, 2)}, bar {bar.relation} {bar.bound:g}: {met}")
     record = {
         "benchmark": "stages",
         "provenance": provenance(),
@@ -217,10 +219,6 @@ def main(
         "bars": [bar.to_dict() for bar in bars],
     }
     report.emit(record, output)
-
-
-def _spread(value: Estimate, digits: int) -> str:
-    return f"{value.median:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +63,10 @@ class Wire:
 
     is_down = False
 
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
     async def send(self, packet: Packet) -> Packet:
         for hop in range(len(self.stages) + 1):
             fault = self.faults(packet, hop)
@@ -91,6 +95,23 @@ class Wire:
         for repeat in deliveries[:-1]:
             repeat.exception()
         return deliveries[-1].result()
+
+
+@dataclass
+class HeldForSlot:
+    """Sends packets, and keeps the answers of one slot's to itself until it may give them."""
+
+    slot: int
+    send: Callable[[Packet], Awaitable[Packet]]
+    is_held: asyncio.Event = field(default_factory=asyncio.Event)
+    is_free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, packet: Packet) -> Packet:
+        answer = await self.send(packet)
+        if any(session.slot == self.slot for session in packet.sessions):
+            self.is_held.set()
+            await self.is_free.wait()
+        return answer
 
 
 @dataclass

@@ -16,9 +16,11 @@ from benchmarks.report_html.html import Section
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
 _KINDS = (
-    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration` or `coupling_study`, "
-    "nor a trace file"
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study` or "
+    "`stage_sessions`, nor a trace file"
 )
+_LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions")
+"""Kinds whose files have a section per line; of others the last line counts."""
 _STYLE = """
 body { margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -72,13 +74,15 @@ def _sections(path: Path, first: Mapping[str, Any], name: str) -> list[Section]:
         "sweep-tree": sections.of_tree,
         "profile": sections.of_profile,
         "coupling_study": sections.of_coupling,
+        "stage_sessions": sections.of_stage_sessions,
     }
-    make = makers.get(str(first.get("benchmark")))
+    kind = str(first.get("benchmark"))
+    make = makers.get(kind)
     if make is None:
         raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        chosen = lines if make is sections.of_coupling else lines[-1:]  # a study has a line per temperature
+        chosen = lines if kind in _LINES_OF_THEIR_OWN else lines[-1:]
         return [make(json.loads(line), path, name) for line in chosen]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"The last line of {path} is damaged; measure again.", param="file") from error

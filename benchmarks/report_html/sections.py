@@ -13,6 +13,7 @@ from benchmarks.report import BUSY_SHARE
 from benchmarks.report_html import blocks
 from benchmarks.report_html.html import Section, inflated, number, shown, spread
 from benchmarks.results_file import RunFile
+from benchmarks.statistics import estimate
 from benchmarks.sweep_file import SweepFile
 from benchmarks.sweep_grid import AXES
 from benchmarks.trace import Timeline
@@ -251,6 +252,30 @@ def of_coupling(record: Record, path: Path, name: str) -> Section:
                 number(test["p_value"] if test else None, 3),
             )
             for scheme, rate, test in listed
+        ],
+    )
+    section.facts("Settings", settings)
+    section.facts("Provenance", record["provenance"])
+    return section
+
+
+def of_stage_sessions(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one line of `stage_sessions`."""
+    settings = record["settings"]
+    ways = list(next(iter(record["tokens_per_s"].values())))
+    section = Section(f"{path.name}: {settings['sessions']} sessions on {settings['stages']} stages")
+    section.text(
+        f"{f'Lookup of {settings["nodes"]} nodes' if settings['nodes'] else 'Plain decoding'}, {settings['tokens']} "
+        f"tokens a session, {settings['rounds']} alternating rounds; steps one after the other, or one under way per "
+        "stage; tokens per second of all sessions together."
+    )
+    _warn(section, record, record)
+    section.table(
+        "Steps of different sessions, by round trip added to every link",
+        ("round trip", *ways, "ratio"),
+        [
+            (rtt, *(spread(estimate(rates[way]).to_dict(), 0) for way in ways), spread(record["ratio"][rtt]))
+            for rtt, rates in record["tokens_per_s"].items()
         ],
     )
     section.facts("Settings", settings)

@@ -45,7 +45,7 @@ def describe() -> None:
     """Train the embedded pair: corpus, tokenizer, target, distilled draft, evaluation, export."""
 
 
-def _run(work: Path, device: str = "auto", threads: int = CORES, compiled: bool | None = None, layers: int = 1) -> Run:
+def _run(work: Path, device: str = "auto", threads: int = CORES, compiled: bool | None = None, layers: int = 2) -> Run:
     require_worker_extra()
     from benchmarks.train_pair.recipe import RECIPES, this_machine
     from benchmarks.train_pair.stages import Run
@@ -72,11 +72,11 @@ def _prepare(run: Run, corpus: Path | None, pip_arguments: str, max_megabytes: f
 @app.command("all")
 def run_all(
     work: Work,
-    minutes: Minutes = 130,
+    minutes: Minutes = 260,
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
-    draft_layers: DraftLayers = 1,
+    draft_layers: DraftLayers = 2,
     corpus: Corpus = None,
     pip_args: PipArguments = "",
     max_mb: MaxMegabytes = None,
@@ -135,7 +135,7 @@ def distill(
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
-    draft_layers: DraftLayers = 1,
+    draft_layers: DraftLayers = 2,
 ) -> None:
     """Let the target write text for a quarter of the minutes, then distil the draft."""
     from benchmarks.train_pair import stages

@@ -101,9 +101,10 @@ def _recipe(record: dict[str, Any]) -> str:
     machine = target["provenance"]["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in target["provenance"]["versions"].items())
     lines += ["", f"Machine: {machine['cpu']}, {machine['cores']} cores. Versions: {versions}."]
+    num_texts = record["continuations"]["rows"]
     lines += [
         "",
-        f"The draft learned from {record['continuations']['rows']:,} texts by the target and as much human text.",
+        f"Half of what the draft saw was human text, half {num_texts:,} texts by the target, gone over several times.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks.train_pair.continuations import ROW_TOKENS
-from benchmarks.train_pair.data import BLOCK_TOKENS, Stream
+from benchmarks.train_pair.data import BLOCK_TOKENS
 from benchmarks.train_pair.forward import Forward
 from benchmarks.train_pair.losses import Losses
+from benchmarks.train_pair.teacher import Teacher
 from benchmarks.train_pair.train import Batches, length_at
 
 MAX_TV_WEIGHT = 0.8
@@ -29,35 +29,30 @@ def tv_weight(fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DraftTask:
-    """Soft targets on two streams in turns; a position counts blocks of each. `own` None leaves human text only."""
+    """Soft targets on two texts in turns; a position counts blocks of each. `own` None leaves human text only."""
 
     model: LlamaForCausalLM
     forward: Forward
-    target: Forward
     losses: Losses
-    human: Stream
-    own: Stream | None
+    human: Teacher
+    own: Teacher | None
     batches: Batches
-    seed: int
 
     def backward(self, position: int, fraction: float) -> tuple[float, int, int]:
-        """Accumulate the gradients of one batch of each stream."""
-        streams = [(self.human, length_at(fraction))]
+        """Accumulate the gradients of one batch of each text."""
+        texts = [(self.human, length_at(fraction))]
         if self.own is not None:
-            streams.append((self.own, ROW_TOKENS))
+            texts.append((self.own, ROW_TOKENS))
         parts = self.batches.blocks // self.batches.micro_blocks
+        weight = tv_weight(fraction)
         total = torch.zeros((), device=self.model.device)
-        for stream, length in streams:
+        for teacher, length in texts:
             for part in range(parts):
                 first = position + part * self.batches.micro_blocks
-                inputs, _ = stream.batch(self.seed, first, self.batches.micro_blocks, length)
-                loss = self._loss(inputs.to(self.model.device), tv_weight(fraction)) / (parts * len(streams))
+                ids, states = teacher.batch(first, self.batches.micro_blocks, length)
+                x = self.forward.hidden(ids)
+                loss = self.losses.distillation(x, self.forward.head, states, teacher.head, weight)
+                loss = loss / (parts * len(texts))
                 loss.backward()
                 total += loss.detach()
-        return total.item(), self.batches.blocks, len(streams) * self.batches.blocks * BLOCK_TOKENS
-
-    def _loss(self, inputs: Tensor, weight: float) -> Tensor:
-        with torch.no_grad():
-            target_x, target_head = self.target.hidden(inputs), self.target.head
-        x = self.forward.hidden(inputs)
-        return self.losses.distillation(x, self.forward.head, target_x, target_head, weight)
+        return total.item(), self.batches.blocks, len(texts) * self.batches.blocks * BLOCK_TOKENS

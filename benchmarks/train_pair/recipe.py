@@ -47,6 +47,8 @@ class Recipe:
     held_out_windows: int = 64
     num_prompts: int = 50
     num_table_prompts: int = 12
+    num_kept_blocks: int = 0
+    """Blocks of each text that distillation goes over again and again, the target's states kept: 1 MB each."""
     seed: int = 2026
 
 
@@ -54,21 +56,22 @@ CPU = Recipe(
     packages=SMALL_LIST,
     vocab_size=4096,
     target=Shape(num_layers=10, hidden=256, mlp=512, num_heads=4, num_kv_heads=2),
-    draft=Shape(num_layers=1, hidden=256, mlp=1024, num_heads=4, num_kv_heads=2),
+    draft=Shape(num_layers=2, hidden=256, mlp=1024, num_heads=4, num_kv_heads=2),
     target_batches=Batches(blocks=4, micro_blocks=1),
     draft_batches=Batches(blocks=2, micro_blocks=1),
     continuation_batch=128,
-    shares=Shares(target=0.70, continuations=0.06, distill=0.19),
+    shares=Shares(target=0.65, continuations=0.06, distill=0.25),
+    num_kept_blocks=3000,
 )
 CUDA = Recipe(
     packages=FULL_LIST,
     vocab_size=4096,
-    target=Shape(num_layers=14, hidden=320, mlp=640, num_heads=5, num_kv_heads=1),
-    draft=Shape(num_layers=1, hidden=320, mlp=1024, num_heads=5, num_kv_heads=1),
+    target=Shape(num_layers=13, hidden=320, mlp=640, num_heads=5, num_kv_heads=1),
+    draft=Shape(num_layers=2, hidden=320, mlp=768, num_heads=5, num_kv_heads=1),
     target_batches=Batches(blocks=64, micro_blocks=32),
     draft_batches=Batches(blocks=32, micro_blocks=32),
     continuation_batch=2048,
-    shares=Shares(target=0.60, continuations=0.10, distill=0.20),
+    shares=Shares(target=0.55, continuations=0.10, distill=0.25),
 )
 RECIPES: dict[Device, Recipe] = {"cpu": CPU, "cuda": CUDA}
 

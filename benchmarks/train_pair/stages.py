@@ -26,6 +26,7 @@ from benchmarks.train_pair.losses import Losses
 from benchmarks.train_pair.optimizer import Optimizers
 from benchmarks.train_pair.recipe import Machine, Recipe
 from benchmarks.train_pair.sources import Package
+from benchmarks.train_pair.teacher import Teacher
 from benchmarks.train_pair.train import TargetTask
 from benchmarks.train_pair.workspace import Workspace
 
@@ -143,15 +144,15 @@ def distill_draft(run: Run, minutes: float) -> None:
     space, recipe, machine = run.space, run.recipe, run.machine
     target = model.load(space.require(space.target, "target")).to(machine.device).requires_grad_(False)
     draft = model.new_draft(recipe.draft, target, recipe.seed).to(machine.device)
+    reader = Forward(target, machine.dtype, machine.compiled)
+    human, own = Stream.open(space.train_tokens), Stream.open(space.require(space.continuations, "distill"))
     task = DraftTask(
         model=draft,
         forward=Forward(draft, machine.dtype, machine.compiled),
-        target=Forward(target, machine.dtype, machine.compiled),
         losses=Losses.new(machine.compiled),
-        human=Stream.open(space.train_tokens),
-        own=Stream.open(space.require(space.continuations, "distill")),
+        human=Teacher(human, reader, recipe.seed + 1, recipe.num_kept_blocks),
+        own=Teacher(own, reader, recipe.seed + 1, recipe.num_kept_blocks),
         batches=recipe.draft_batches,
-        seed=recipe.seed + 1,
     )
     _run_loop(run, "draft", task, Optimizers(draft, recipe.draft_rates), minutes)
     _save(run, draft, space.draft)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import pairwise
+from operator import le, mul
 from typing import Literal
 
 Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
@@ -59,6 +61,12 @@ class StepTimes:
         self._seconds = self._measured
         self._known: dict[float, float] = {}
         """What was asked for since the last correction: a decision asks for the same rows many times."""
+        self._middles = [math.sqrt(low * high) for low, high in pairwise(self._rows)]
+        """Where another grid point becomes the nearest, in ratio."""
+        self._parts = [
+            [0.5 ** (abs(math.log2(other / rows)) / _HALVING) for other in self._rows] for rows in self._rows
+        ]
+        """Which part of a point's correction each of the others believes."""
         self._corrections = [0.0] * len(self._rows)
         """Logarithms of what the measured times are multiplied by."""
         self._ratios: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._rows]
@@ -79,18 +87,15 @@ class StepTimes:
         """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
         if rows <= 0 or not 0 < seconds < math.inf:
             return
-        nearest = min(range(len(self._rows)), key=lambda point: abs(math.log(self._rows[point] / rows)))
+        nearest = bisect_left(self._middles, rows)
         ratios = self._ratios[nearest]
         ratios.append(math.log(seconds / _interpolate(self._rows, self._measured, rows)))
         if len(ratios) < _MIN_OBSERVED:
             return
         shift = _STEP * (_median(ratios) - self._corrections[nearest])
-        for point, other in enumerate(self._rows):
-            doublings = abs(math.log2(other / self._rows[nearest]))
-            self._corrections[point] += shift * 0.5 ** (doublings / _HALVING)
-        self._seconds = _non_decreasing(
-            [base * math.exp(log_ratio) for base, log_ratio in zip(self._measured, self._corrections, strict=True)]
-        )
+        corrections = [old + shift * part for old, part in zip(self._corrections, self._parts[nearest], strict=True)]
+        self._corrections = corrections
+        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, corrections))))
         self._known.clear()
 
 
@@ -346,6 +351,8 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], at: float) -> fl
 
 def _non_decreasing(values: Sequence[float]) -> list[float]:
     """Return the nearest non-decreasing values: where they fall, their mean (pool adjacent violators)."""
+    if all(map(le, values, values[1:])):
+        return list(values)
     blocks: list[tuple[float, int]] = []
     for value in values:
         total, count = value, 1

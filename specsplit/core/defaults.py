@@ -28,8 +28,8 @@ MODE: Mode = "auto"
 
 DEFAULT_NODES = 4
 """Tree nodes verified per round; this and the next two were measured on the embedded pair."""
-DEFAULT_DEPTH = 2
-DEFAULT_BRANCHING = 3
+DEFAULT_DEPTH = 3
+DEFAULT_BRANCHING = 2
 DEFAULT_MAX_NODES = 32
 """What mode auto may verify per round."""
 LOOKUP = True

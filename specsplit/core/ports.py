@@ -191,6 +191,9 @@ class StageLink(Protocol):
     """The way down a chain, as its coordinator sees it: where a packet goes and which stages it passes is hidden."""
 
     @property
+    def num_stages(self) -> int: ...
+
+    @property
     def is_down(self) -> bool:
         """Whether a stage is known to be lost that could not be replaced: sending again would only fail at once."""
         ...

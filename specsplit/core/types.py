@@ -160,6 +160,10 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def timed(self, timings: Timings) -> Proposal:
+        """Return the same with other timings."""
+        return Proposal(self.first_node, self.root_position, self.token_ids, self.parents, self.log_probs, timings)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -178,6 +182,10 @@ class Verdict:
     @property
     def bonus_token(self) -> int:
         return self.token_ids[-1]
+
+    def timed(self, timings: Timings) -> Verdict:
+        """Return the same with other timings."""
+        return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings)
 
 
 @dataclass(frozen=True, slots=True)

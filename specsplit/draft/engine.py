@@ -6,7 +6,6 @@ Its picks only decide what is offered; the text is the target's whatever happens
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class DraftEngine(Engine):
         proposal, timings = await self._worker.run(
             turn.session, lambda: self._propose(turn, known_nodes, budget), this_round
         )
-        return replace(proposal, timings=timings)
+        return proposal.timed(timings)
 
     def _check(self, turn: Turn, budget: Budget) -> None:
         length = turn.base_length + len(turn.tail)
@@ -162,8 +161,7 @@ class _Grower:
             raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")
         tree.is_root_expanded = True
         for node, children, estimates in zip(frontier, token_ids, log_probs, strict=True):
-            for token_id, log_prob in zip(children, estimates, strict=True):
-                tree.add(node, token_id, log_prob)
+            tree.add_children(node, children, estimates)
 
     def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
         tree = self._tree

@@ -40,15 +40,20 @@ class DraftTree:
 
     def add(self, parent: int, token_id: int, log_prob: float) -> int:
         """Add a child and return its index."""
-        is_top = parent == ROOT_INDEX
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.depths.append(1 if is_top else self.depths[parent] + 1)
-        self.log_probs.append(log_prob)
-        self.path_log_probs.append(log_prob if is_top else self.path_log_probs[parent] + log_prob)
-        self.rows.append(NO_ROW)
-        self.numbers.append(0)
+        self.add_children(parent, [token_id], [log_prob])
         return len(self.token_ids) - 1
+
+    def add_children(self, parent: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """Add the children of one parent, each with its estimate, given the parent's acceptance."""
+        count, is_top = len(token_ids), parent == ROOT_INDEX
+        above = 0.0 if is_top else self.path_log_probs[parent]
+        self.token_ids += token_ids
+        self.parents += [parent] * count
+        self.depths += [1 if is_top else self.depths[parent] + 1] * count
+        self.log_probs += log_probs
+        self.path_log_probs += [above + log_prob for log_prob in log_probs]
+        self.rows += [NO_ROW] * count
+        self.numbers += [0] * count
 
     def place(self, node: int) -> None:
         """Give a node the next KV row: it is forwarded now."""
@@ -74,21 +79,24 @@ class DraftTree:
 
     def best_unsent(self, count: int, max_depth: int) -> list[int]:
         """Return the `count` most probable nodes not yet sent; with those sent before they are a tree."""
-        unsent = [node for node, number in enumerate(self.numbers) if not number and self.depths[node] <= max_depth]
-        return sorted(unsent, key=self._rank)[:count]
+        ranks, depths = self.path_log_probs, self.depths
+        unsent = [
+            (-ranks[node], node) for node, number in enumerate(self.numbers) if not number and depths[node] <= max_depth
+        ]
+        unsent.sort()
+        return [node for _, node in unsent[:count]]
 
     def worth_expanding(self, count: int, max_depth: int) -> list[int]:
         """Return the nodes without children whose children may be among the `count` best unsent, the likeliest first.
 
         A child ranks behind its parent. So once this is empty, no growth would change what is best.
         """
-        best = self.best_unsent(count, max_depth)
-        last = self._rank(best[-1]) if len(best) == count else (math.inf, 0)
-        childless = (node for node, row in enumerate(self.rows) if row == NO_ROW and self.depths[node] < max_depth)
-        return sorted((node for node in childless if self._rank(node) < last), key=self._rank)
-
-    def _rank(self, node: int) -> tuple[float, int]:
-        return -self.path_log_probs[node], node
+        ranks, depths, best = self.path_log_probs, self.depths, self.best_unsent(count, max_depth)
+        last = (-ranks[best[-1]], best[-1]) if len(best) == count else (math.inf, 0)
+        childless = [
+            (-ranks[node], node) for node, row in enumerate(self.rows) if row == NO_ROW and depths[node] < max_depth
+        ]
+        return [rank[1] for rank in sorted(childless) if rank < last]
 
     def preorder(self, nodes: Sequence[int]) -> list[int]:
         """Order nodes depth first, the likeliest child first, so that the likeliest path lies contiguous in a slot."""

@@ -65,6 +65,8 @@ class Task:
     submitted_s: float = field(default_factory=time.perf_counter)
     work: Work | None = None
     entry: Entry | None = None
+    is_under_way: bool = False
+    """Its entry is in a step that has not ended."""
     cancelled: bool = False
     begun_s: float = 0.0
     device_ms: float = 0.0

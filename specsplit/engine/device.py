@@ -22,6 +22,11 @@ class Steppable(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to do now, and not only to be waited for."""
+        ...
+
     def step(self) -> None: ...
 
     def abandon(self) -> None:
@@ -38,7 +43,10 @@ class Device(Protocol):
         ...
 
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
-        """Call `accept`, then step `worker` until it has no work left; from the event loop only."""
+        """Call `accept`, then step `worker` until it has no work left.
+
+        From the event loop; of a DeviceThread also from any other thread.
+        """
         ...
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
@@ -93,7 +101,8 @@ class DeviceThread:
         while self._workers or not self._is_ending:
             self._receive()
             for worker in list(self._workers):
-                worker.step()
+                if worker.can_step:
+                    worker.step()
                 if not worker.has_work:
                     del self._workers[worker]
 
@@ -112,7 +121,7 @@ class DeviceThread:
 
     def _receive(self) -> None:
         """Take in what has arrived, waiting for it only when there is nothing to do."""
-        is_idle = not self._workers
+        is_idle = not any(worker.can_step for worker in self._workers)
         while is_idle or not self._inbox.empty():
             message = self._inbox.get()
             is_idle = False

@@ -20,7 +20,8 @@ from specsplit.core.types import Timings
 from specsplit.engine.admission import Line, Round, Task, Work
 from specsplit.engine.condition import Condition
 from specsplit.engine.device import Device, DeviceThread
-from specsplit.model.runner import Runner
+from specsplit.engine.step import Step
+from specsplit.model.runner import Flight, Runner
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -36,8 +37,14 @@ def at_once(action: Callable[[], Any]) -> Callable[[], Work]:
     return work
 
 
+def _nothing() -> None:
+    """Accept nothing: the device is only told that something came back."""
+
+
 class Worker:
     """Runs tasks over one model, packing all that are ready into one forward a step.
+
+    Where the runner's forwards are computed elsewhere several steps may be under way at once.
 
     Without a `device` it owns a thread, with `threads` for the operators; a shared one is its owner's to close.
     """
@@ -47,6 +54,7 @@ class Worker:
         self._lines: dict[str, Line] = {}
         self._waiting: list[Task] = []
         self._running: dict[Task, None] = {}
+        self._under_way: dict[Step, Flight] = {}
         self._is_closed = False
         self._condition = Condition()
         self._owns_device = device is None
@@ -159,6 +167,14 @@ class Worker:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do something now; all work may be under way elsewhere."""
+        num_under_way = len(self._under_way)
+        if not num_under_way or self._waiting or any(flight.is_done for flight in self._under_way.values()):
+            return self.has_work
+        return num_under_way < self._runner.max_under_way and not all(task.is_under_way for task in self._running)
+
     def step(self) -> None:
         """Begin what can begin, then forward all that is ready; a mistake here ends the tasks, not the device."""
         self._condition.begin_step()
@@ -177,6 +193,7 @@ class Worker:
         tasks = [*self._running, *self._waiting]
         self._running.clear()
         self._waiting.clear()
+        self._under_way.clear()
         for task in tasks:
             self._close(task)
             self._finish(task, error=error)
@@ -185,8 +202,17 @@ class Worker:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
             self._begin(task)
-        if self._running:
-            self._forward(list(self._running))
+        for step, flight in list(self._under_way.items()):
+            if flight.is_done:
+                del self._under_way[step]
+                self._end(step, flight.result)
+        idle = [task for task in self._running if not task.is_under_way]
+        ready = [task for task in idle if not self._end_if_cancelled(task)]
+        if self._runner.max_under_way > 1:
+            self._send_off(ready)
+        elif ready:
+            step = Step(ready)
+            self._end(step, lambda: self._runner.forward(step.entries))
 
     def _begin(self, task: Task) -> None:
         task.begun_s = time.perf_counter()
@@ -196,37 +222,33 @@ class Worker:
         else:
             self._advance(task, None)
 
-    def _forward(self, ready: list[Task]) -> None:
-        ready = [task for task in ready if not self._end_if_cancelled(task)]
-        if not ready:
+    def _send_off(self, ready: list[Task]) -> None:
+        """Begin a step that is computed elsewhere, if there is room for one; what is ready goes together."""
+        if not ready or len(self._under_way) == self._runner.max_under_way:
             return
-        start_s, start_ns = time.perf_counter(), time.time_ns()
-        entries = [task.entry for task in ready if task.entry is not None]
+        step = Step(ready)
         try:
-            logits = self._runner.forward(entries)
+            flight = self._runner.begin(step.entries)
+        except Exception as error:  # noqa: BLE001 - as in `_end`
+            self._fail(step, error)
+        else:
+            self._under_way[step] = flight
+            flight.when_done(lambda: self._device.submit(self, _nothing))
+
+    def _end(self, step: Step, logits_of: Callable[[], list[Tensor]]) -> None:
+        try:
+            logits = logits_of()
         except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-            for task in ready:
-                self._close(task)
-                self._finish(task, error=_translated(error))
+            self._fail(step, error)
             return
-        elapsed_ms, end_ns = (time.perf_counter() - start_s) * 1e3, time.time_ns()
-        for task, entry, rows in zip(ready, entries, logits, strict=True):
-            task.device_ms += elapsed_ms
-            task.num_forwards += 1
-            task.num_tokens += len(entry.token_ids)
-            task.batch_size = max(task.batch_size, len(entries))
-            if task.context is not None:
-                spans.record(
-                    "forward",
-                    task.context,
-                    start_ns,
-                    end_ns,
-                    worker=self._name,
-                    num_tokens=len(entry.token_ids),
-                    base_length=entry.base_length,
-                    batch_size=len(entries),
-                )
+        step.end(self._name)
+        for task, rows in zip(step.tasks, logits, strict=True):
             self._advance(task, rows)
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        for task in step.tasks:
+            self._close(task)
+            self._finish(task, error=_translated(error))
 
     def _advance(self, task: Task, logits: Tensor | None) -> None:
         try:

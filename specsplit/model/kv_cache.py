@@ -72,7 +72,7 @@ class KVCache:
         source, target = torch.tensor(moved, device=device).T
         for block in self._blocks.values():
             rows = block[:, slot]
-            rows[:, :, target] = rows[:, :, source]
+            rows.index_copy_(2, target, rows.index_select(2, source))
 
 
 class Slot:

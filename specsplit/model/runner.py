@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,21 @@ class ForwardStatistics:
     device_s: float = 0.0
 
 
+class Flight(Protocol):
+    """A forward that is computed elsewhere."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call `call` once it is done, from whatever thread notices."""
+        ...
+
+    def result(self) -> list[Tensor]:
+        """Return what `forward` returns, or raise what that raises; waits for it."""
+        ...
+
+
 class Runner:
     """Owns the model's memory; not thread-safe, so exactly one worker thread drives it."""
 
@@ -47,6 +62,15 @@ class Runner:
         self._forward: Forward = self._model_forward
         self.is_recorded = False
         self.statistics = ForwardStatistics()
+
+    @property
+    def max_under_way(self) -> int:
+        """Steps that may be under way at once: one of a device in this process."""
+        return 1
+
+    def begin(self, entries: Sequence[Entry]) -> Flight:
+        """Begin a forward that is computed elsewhere."""
+        raise AssertionError("a forward in this process ends as it is called")
 
     @torch.inference_mode()
     def forward(self, entries: Sequence[Entry]) -> list[Tensor]:

@@ -125,8 +125,7 @@ class Growing:
         accepted = tuple(number_of[number] for number in verdict.accepted if number in number_of)
         told = replace(verdict, accepted=accepted, verified=tuple(range(1, len(nodes) + 1)))
         timings, self._drafted = self._drafted, Timings()
-        proposal = replace(offer.proposal, timings=timings)
-        return replace(offer, proposal=proposal, is_kept=self._is_kept), told
+        return self._offered(offer, timings), told
 
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
@@ -147,7 +146,10 @@ class Growing:
         elif move.shadow is not None:
             self._look_aside(move.shadow)
         self._is_beside = self._growing is not None and not self._growing.done()
-        return replace(offer, proposal=replace(offer.proposal, timings=timings), is_kept=self._is_kept)
+        return self._offered(offer, timings)
+
+    def _offered(self, offer: Offer, timings: Timings) -> Offer:
+        return Offer(offer.proposal.timed(timings), offer.depths, offer.draft_numbers, self._is_kept)
 
     def _look_up(self, move: Move) -> None:
         if self._lookup is not None and (move.budget or move.choice) is not None:

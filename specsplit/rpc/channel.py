@@ -98,6 +98,8 @@ class Duplex:
 
     def __init__(self, call: Any, channel: WorkerChannel) -> None:
         self._call, self._channel = call, channel
+        self._lost: SpecSplitError | None = None
+        """What a write failed with."""
 
     async def write(self, data: bytes) -> None:
         """Send a message, once the peer has room for it.
@@ -108,7 +110,11 @@ class Duplex:
         try:
             await self._call.write(data)
         except grpc.aio.AioRpcError as failure:
-            raise self._channel.error(failure) from failure
+            # Its own INTERNAL is how grpc.aio says that the call ended under the write.
+            is_cut = failure.code() is grpc.StatusCode.INTERNAL
+            self._lost = self._channel.cut() if is_cut else self._channel.error(failure)
+            self._let_go()
+            raise self._lost from failure
         except asyncio.InvalidStateError:
             await self.read()  # raises what the call failed with
             raise self._channel.cut() from None
@@ -124,6 +130,8 @@ class Duplex:
             raise self._channel.error(failure) from failure
         except asyncio.CancelledError:
             self._channel.raise_if_closed()
+            if self._lost is not None:
+                raise self._lost from None
             raise
         return None if data is grpc.aio.EOF else cast(bytes, data)
 
@@ -135,3 +143,9 @@ class Duplex:
     def cancel(self) -> None:
         """Break the call off; again does nothing."""
         self._call.cancel()
+
+    def _let_go(self) -> None:
+        """Break off beneath grpc.aio: for a call whose write met its end it does nothing itself and keeps a task."""
+        beneath = getattr(self._call, "_cython_call", None)
+        if beneath is not None:
+            beneath.cancel("a write failed")

@@ -83,14 +83,15 @@ class RemoteChain:
     @property
     def statistics(self) -> RemoteChainStatistics:
         """Return what was counted until now."""
-        now = replace(
-            self._statistics,
-            spares_used=list(self._statistics.spares_used),
-            link_bytes=dict(self._statistics.link_bytes),
-        )
+        counted = self._statistics
+        now = replace(counted, spares_used=list(counted.spares_used), link_bytes=dict(counted.link_bytes))
         if self._connection is not None:
             now.add(self._connection)
         return now
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._peers)
 
     @property
     def addresses(self) -> list[str]:

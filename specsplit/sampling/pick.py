@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -28,45 +30,46 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
 
 def pick(scores: Tensor) -> Tensor:
     """Return the best token of each row, int64 [N]; of equal scores the lowest id wins."""
-    if scores.device.type == "cpu":  # numpy finds the same first maximum in a tenth of the time, but knows no bf16
-        exact = scores if scores.dtype == torch.float64 else scores.float()
-        return torch.from_numpy(exact.numpy().argmax(axis=-1))
+    if scores.device.type == "cpu":  # numpy finds the same first maximum in a tenth of the time
+        return torch.from_numpy(_as_array(scores).argmax(axis=-1))
     return scores.argmax(dim=-1)
 
 
-def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return each row's k best token ids and their scores, both [N, min(k, V)], best first, ties to the lower id.
-
-    Their law is that of k tokens sampled without replacement; the first is `pick`'s. Where the processors left
-    fewer than k tokens, the rest have score -inf and ids that mean nothing.
-    """
-    remaining = scores
-    columns: list[tuple[Tensor, Tensor]] = []
-    for rank in range(min(k, scores.shape[-1])):
-        best_ids = pick(remaining).unsqueeze(-1)
-        columns.append((best_ids, remaining.gather(-1, best_ids)))
-        if rank + 1 < k:
-            # k is a branching limit, so k scans beat a topk, which moreover breaks ties as it likes.
-            remaining = scores.clone() if rank == 0 else remaining
-            remaining.scatter_(-1, best_ids, -torch.inf)
-    ids, values = zip(*columns, strict=True)
-    return torch.cat(ids, dim=-1), torch.cat(values, dim=-1)
+def picked(scores: Tensor) -> tuple[list[int], list[float]]:
+    """Return `pick` of each row and its score; of a row with a NaN, the NaN."""
+    if scores.device.type != "cpu":
+        token_ids = pick(scores)
+        return token_ids.tolist(), scores.gather(-1, token_ids.unsqueeze(-1)).flatten().tolist()
+    rows = _as_array(scores)
+    best = rows.argmax(axis=-1)
+    return best.tolist(), rows[np.arange(len(rows)), best].tolist()
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return `top_candidates` as lists, with the log of each one's share of exp(scores) instead of its score.
+    """Return each row's k best token ids, best first, and the logs of their shares of exp(scores).
 
-    The share is the draft's estimate that the target picks the same token. Left out are tokens that the processors cut
-    and what is not a number; of equals behind the first, any may come first.
+    Their law is that of k tokens sampled without replacement. The share is the draft's estimate that the target picks
+    the same token. The first is `pick`'s; of equals in float32 behind it the lower id comes first. Left out are tokens
+    that the processors cut and what is not a number.
     """
-    k = min(k, scores.shape[-1])
-    shares = scores.float().log_softmax(-1)
-    token_ids = pick(scores).unsqueeze(-1) if k == 1 else scores.topk(k).indices
-    log_probs: list[list[float]] = shares.gather(-1, token_ids).tolist()
-    if k > 1 and any(
-        row[0] == row[1] for row in log_probs
-    ):  # topk orders equals as it likes, and the first must be pick's
-        token_ids, _ = top_candidates(scores, k)
-        log_probs = shares.gather(-1, token_ids).tolist()
-    kept = [[log_prob for log_prob in row if log_prob > -math.inf] for row in log_probs]
-    return [row[: len(some)] for row, some in zip(token_ids.tolist(), kept, strict=True)], kept
+    best = pick(scores).tolist()
+    shares = scores.float().log_softmax(-1).cpu().numpy()
+    token_ids: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    for first, row in zip(best, shares, strict=True):
+        row_ids, row_log_probs = list[int](), list[float]()
+        token_id, log_prob = first, row.item(first)
+        while log_prob > -math.inf and len(row_ids) < k:
+            row_ids.append(token_id)
+            row_log_probs.append(log_prob)
+            row[token_id] = -math.inf
+            token_id = int(row.argmax())  # k scans of a row take less time than a topk
+            log_prob = row.item(token_id)
+        token_ids.append(row_ids)
+        log_probs.append(row_log_probs)
+    return token_ids, log_probs
+
+
+def _as_array(scores: Tensor) -> NDArray[np.floating]:
+    """Return the scores as numpy has them, which knows no bf16."""
+    return (scores if scores.dtype == torch.float64 else scores.float()).numpy()

@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,6 +109,34 @@ class _Sent:
     shares: tuple[tuple[Share, Part], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Packets under way, and the answer or error of each."""
+
+    sent: Sequence[_Sent]
+    outcomes: Future[list[Packet | Exception]]
+
+
+class ChainFlight:
+    """A step on its way through the chain."""
+
+    def __init__(self, runner: ChainRunner, shares: Sequence[Share], attempt: Attempt) -> None:
+        self._runner, self._shares, self._attempt = runner, shares, attempt
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all packets of the first attempt have their answers or errors."""
+        return self._attempt.outcomes.done()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call `call` once it is done, from whatever thread notices."""
+        self._attempt.outcomes.add_done_callback(lambda _: call())
+
+    def result(self) -> list[Tensor]:
+        """Return what `forward` returns, or raise what that raises; sends again what went wrong."""
+        return self._runner.land(self._shares, self._attempt)
+
+
 class ChainRunner:
     """Runs packed entries through a chain of stages; like every runner it is driven by one thread.
 
@@ -127,6 +156,7 @@ class ChainRunner:
         chunk_tokens: int = CHUNK_TOKENS,
         window: int = WINDOW,
         max_attempts: int = MAX_ATTEMPTS,
+        max_under_way: int | None = None,
     ) -> None:
         self.cache = HeldRows(num_slots)
         self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
@@ -137,10 +167,15 @@ class ChainRunner:
         self._link, self._loop, self._ends = link, loop, ends
         self._payload_type: PayloadType = payload_type(dtype)
         self._chunk_tokens, self._max_attempts = chunk_tokens, max_attempts
+        self._max_under_way = max_under_way
         self._window = asyncio.Semaphore(window)
         self._request_ids = itertools.count(1)
 
-    @torch.inference_mode()
+    @property
+    def max_under_way(self) -> int:
+        """Steps that may be under way at once: one a stage, so that each has something to do."""
+        return self._max_under_way or self._link.num_stages
+
     def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
         """Run all entries through the chain; per entry what it wants.
 
@@ -151,34 +186,47 @@ class ChainRunner:
             LinkError: a stage is lost or does not behave.
             ModelDamaged, OutOfMemory: a stage said so.
         """
+        return self.begin(entries).result()
+
+    @torch.inference_mode()
+    def begin(self, entries: Sequence[Entry]) -> ChainFlight:
+        """Send the entries down the chain; those of steps under way at once are of different slots."""
         with contextlib.suppress(RuntimeError):  # of a thread without a loop
             assert asyncio.get_running_loop() is not self._loop, "a forward would wait for its own event loop"
         shares = [Share(entry, self.cache.slots[entry.slot]) for entry in entries]
+        return ChainFlight(self, shares, self._attempt(shares))
+
+    @torch.inference_mode()
+    def land(self, shares: Sequence[Share], attempt: Attempt) -> list[Tensor]:
+        """Return what came of an attempt; what went wrong is sent again."""
         results: dict[Share, Tensor] = {}
         num_late = 0
-        for attempt in range(1, self._max_attempts + 1):
-            left = [share for share in shares if not share.is_done]
-            errors = self._attempt(left, results)
+        for number in itertools.count(1):
+            errors = self._take_in(attempt, results)
             if not errors:
                 break
             fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
             num_late += any(isinstance(error, DeadlineExceeded) for error in errors.values())
-            if fatal or attempt == self._max_attempts or num_late == _MAX_LATE or self._link.is_down:
+            if fatal or number == self._max_attempts or num_late == _MAX_LATE or self._link.is_down:
                 raise [*fatal, *errors.values()][0]
             self._note_resyncs(errors)
+            attempt = self._attempt([share for share in shares if not share.is_done])
         for share in shares:
             share.commit()
         self.statistics.num_forwards += 1
-        self.statistics.num_tokens += sum(len(entry.token_ids) for entry in entries)
+        self.statistics.num_tokens += sum(len(share.entry.token_ids) for share in shares)
         return [results[share] for share in shares]
 
-    def _attempt(self, shares: Sequence[Share], results: dict[Share, Tensor]) -> dict[Share, Exception]:
-        """Send what is left of the shares, take in the answers, and return what first went wrong with each share."""
+    def _attempt(self, shares: Sequence[Share]) -> Attempt:
+        """Send what is left of the shares."""
         sent = self._packets(shares)
         sending = self._send_all([one.packet for one in sent])
-        outcomes = asyncio.run_coroutine_threadsafe(sending, self._loop).result()
+        return Attempt(sent, asyncio.run_coroutine_threadsafe(sending, self._loop))
+
+    def _take_in(self, attempt: Attempt, results: dict[Share, Tensor]) -> dict[Share, Exception]:
+        """Take in the answers of an attempt, and return what first went wrong with each share."""
         failed: list[tuple[_Sent, Exception]] = []
-        for one, outcome in zip(sent, outcomes, strict=True):
+        for one, outcome in zip(attempt.sent, attempt.outcomes.result(), strict=True):
             if isinstance(outcome, Exception):
                 failed.append((one, outcome))
             else:

@@ -15,6 +15,10 @@ class LocalChain:
         self._stages = stages
 
     @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    @property
     def is_down(self) -> bool:
         return False
 

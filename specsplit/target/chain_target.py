@@ -89,12 +89,14 @@ def chain_target(
     chunk_tokens: int = CHUNK_TOKENS,
     window: int = WINDOW,
     max_attempts: int = MAX_ATTEMPTS,
+    max_under_way: int | None = None,
 ) -> tuple[TargetEngine, ChainRunner]:
     """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
 
     `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
     computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
-    sessions are freed when they were not used for `ttl_s`.
+    sessions are freed when they were not used for `ttl_s`. `max_under_way` steps of different sessions are on their way
+    at once, by default one a stage.
     """
     runner = ChainRunner(
         link,
@@ -107,7 +109,9 @@ def chain_target(
         chunk_tokens=chunk_tokens,
         window=window,
         max_attempts=max_attempts,
+        max_under_way=max_under_way,
     )
-    # A ChainRunner has of a Runner what engines use: forward, cache.move_rows, device, dtype, vocab_size, statistics.
+    # A ChainRunner has of a Runner what engines use: forward, begin, max_under_way, cache.move_rows, device, dtype,
+    # vocab_size, statistics.
     loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
     return kind(loaded, device, ttl_s=ttl_s), runner

@@ -19,7 +19,7 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.engine.worker import at_once
 from specsplit.model.plan import Entry
-from specsplit.sampling.pick import pick
+from specsplit.sampling.pick import picked
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
 from specsplit.target.stream import MAX_DEPTH, TargetStream
@@ -35,7 +35,7 @@ class TargetEngine(Engine):
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
         verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal), this_round)
-        return replace(verdict, timings=timings)
+        return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to commit without being asked, from `turn` on; the slot stays as long as the stream is open."""
@@ -144,14 +144,13 @@ class TargetEngine(Engine):
         row_depths = [0, *depths(tree)]
         with torch.inference_mode():
             scores = sampler.scores(logits, session.ids, row_depths, paths)
-            picks = pick(scores)  # of a row with a NaN, the NaN
-            picked: list[float] = scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).flatten().tolist()
-            if any(map(math.isnan, picked)):
-                raise ModelDamaged(
-                    f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
-                    f"{self._model.identity.dtype}: try --dtype fp32."
-                )
-            return picks.tolist()
+            token_ids, best = picked(scores)
+        if any(map(math.isnan, best)):
+            raise ModelDamaged(
+                f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+                f"{self._model.identity.dtype}: try --dtype fp32."
+            )
+        return token_ids
 
 
 def _last_number(session: WorkerSession) -> int:

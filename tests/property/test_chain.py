@@ -21,7 +21,7 @@ from specsplit.core.types import Proposal, SamplingParams, SessionParams, Verdic
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.plan import Entry
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards, opened
+from tests.chains import HeldForSlot, Shards, opened
 from tests.model_zoo import FAMILIES, VOCAB, save_model
 from tests.rounds import plain_text, script, verdicts
 from tests.stage_models import Whole, largest_difference
@@ -113,11 +113,31 @@ async def test_a_chain_gives_the_verdicts_of_one_process(
     expected = await together(target, family, sampling, shape)
     scores = await target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
     await target.aclose()
-    async with opened(shards(family, tuple(CUTS[cut]), ends)) as chain:
+    bounds, shares_packets = tuple(CUTS[cut]), sampling == "greedy" or not CUTS[cut]
+    async with opened(shards(family, bounds, ends), max_under_way=1 if shares_packets else None) as chain:
         assert await together(chain.target, family, sampling, shape) == expected
         ours = await chain.target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
         assert ours.log_probs == pytest.approx(scores.log_probs, abs=1e-4)
-        assert max(packet.batch for _, packet in chain.wire.seen) > 1, "sessions share packets"
+        if shares_packets:
+            assert max(packet.batch for _, packet in chain.wire.seen) > 1, "sessions share packets"
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = PROMPT_LENGTHS[0], PROMPT_LENGTHS[1]
+    texts_ = await asyncio.to_thread(texts, "llama", "hot")
+    async with opened(shards("llama", (1,), ends)) as chain:
+        send = HeldForSlot(0, chain.wire.send)
+        monkeypatch.setattr(chain.wire, "send", send)
+        held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
+        await asyncio.wait_for(send.is_held.wait(), 20)
+        text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
+        assert not held.done()
+        send.is_free.set()
+        assert [await held, text] == list(texts_[:2])
         assert chain.runner.chain_statistics.recomputed_tokens == 0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specsplit.core.types import SamplingParams
 from specsplit.sampling.noise import NoiseRows, gumbel_rows
-from specsplit.sampling.pick import pick, scores, top_candidates
+from specsplit.sampling.pick import candidate_estimates, pick, scores
 from specsplit.sampling.processors import PenaltyContext, TokenCounts, bias_row, process_logits
 from specsplit.sampling.verify import walk
 
@@ -46,18 +46,22 @@ def processed(model: Tensor, params: SamplingParams) -> Tensor:
     return process_logits(model, params, bias=bias_row(params, V))
 
 
+def candidates(scored: Tensor, branching: int) -> Tensor:
+    """Return the children that a draft offers below each row [N, branching], -1 where its processors left fewer."""
+    found, _ = candidate_estimates(scored, branching)
+    return torch.tensor([[*row, *[-1] * (branching - len(row))] for row in found])
+
+
 def grow(draft: Tensor, noise: Tensor, temperature: float, branching: int) -> tuple[list[int], list[list[int]]]:
     """Return the parents of a two-level tree, the same for all samples, and each sample's token ids.
 
     A child that the draft's processors cut becomes token -1, which no pick can match.
     """
     level = scores(draft[:1].expand(S, V), temperature, noise[:, 0])
-    children, values = top_candidates(level, branching)
-    children = children.masked_fill(values == -torch.inf, -1)
+    children = candidates(level, branching)
     rows = draft[1 + children.flatten()]
     level = scores(rows, temperature, noise[:, 1].repeat_interleave(branching, dim=0))
-    grandchildren, values = top_candidates(level, branching)
-    grandchildren = grandchildren.masked_fill(values == -torch.inf, -1).view(S, branching * branching)
+    grandchildren = candidates(level, branching).view(S, branching * branching)
     parents = [-1] * branching + [child for child in range(branching) for _ in range(branching)]
     return parents, torch.cat([children, grandchildren], dim=-1).tolist()
 
@@ -153,7 +157,7 @@ def test_accepted_tokens_keep_the_law_given_acceptance_or_not(params: SamplingPa
 
 def test_candidates_are_sampled_without_replacement() -> None:
     logits = table(21)[0]
-    ids, _ = top_candidates(scores(logits.expand(S, V), 1.0, noise_by_position(21)[:, 0]), 2)
+    ids = candidates(scores(logits.expand(S, V), 1.0, noise_by_position(21)[:, 0]), 2)
     counts = torch.zeros(V, V)
     counts.index_put_((ids[:, 0], ids[:, 1]), torch.ones(S), accumulate=True)
     law = torch.softmax(logits.double(), dim=-1)
@@ -208,7 +212,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(params: SamplingParams, d
             logits = model[1 + chain[-1] if chain else root_row].unsqueeze(0)
             rows = process_logits(logits, params, chain_context(counts, chain, params), bias)
             level_noise = draft_noise.rows(position + level, 1)
-            ids, _ = top_candidates(scores(rows, params.temperature, level_noise), 2)
+            ids = candidates(scores(rows, params.temperature, level_noise), 2)
             chain.append(int(ids[0, 0]))
         paths = [chain[:length] for length in range(depth + 1)]
         context = counts.rows(paths) if params.has_penalties else None

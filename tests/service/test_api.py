@@ -113,7 +113,7 @@ async def test_an_async_stream_closed_or_cancelled_early_frees_the_slot_too(pipe
         ([], {}, "The prompt is empty"),
         ([4096], {}, "outside the vocabulary"),
         ([-1], {}, "outside the vocabulary"),
-        ([1] * 3000, {}, "leaves no room"),
+        ([1] * 9000, {}, "leaves no room"),
         ("a", {"temperature": -1}, "temperature must be between"),
         ("a", {"seed": 2**64}, "seed must be less than"),
         ("a", {"chat": True}, "no chat template"),

@@ -223,6 +223,20 @@ async def proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index:
     return int(server.sockets[0].getsockname()[1])
 
 
+async def in_front_of_stage_1(
+    stack: AsyncExitStack, make: Callable[[int], DamagingProxy]
+) -> tuple[Callable[[list[str]], list[str]], list[DamagingProxy], int]:
+    """Return what puts a proxy before stage 1 of three, where the proxy will be, and the port that it listens at."""
+    proxies: list[DamagingProxy] = []
+    port = await proxy_port(stack, proxies)
+
+    def through_proxy(addresses: list[str]) -> list[str]:
+        proxies.append(make(int(addresses[1].rpartition(":")[2])))
+        return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+
+    return through_proxy, proxies, port
+
+
 @cache
 def rows_needed() -> int:
     """Return how many rows three sessions take that nothing happens to."""
@@ -298,13 +312,9 @@ async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_dead
 async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        proxies: list[DamagingProxy] = []
-        port = await proxy_port(stack, proxies)
-
-        def through_proxy(addresses: list[str]) -> list[str]:
-            proxies.append(DamagingProxy(int(addresses[1].rpartition(":")[2]), lambda number, is_sent: False))
-            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
-
+        through_proxy, proxies, _ = await in_front_of_stage_1(
+            stack, lambda port: DamagingProxy(port, lambda number, is_sent: False)
+        )
         async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
             once(chain.hosts[1], 43, proxies[0].cut)
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
@@ -330,13 +340,7 @@ class Freezable(DamagingProxy):
 async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        proxies: list[DamagingProxy] = []
-        port = await proxy_port(stack, proxies)
-
-        def through_proxy(addresses: list[str]) -> list[str]:
-            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
-            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
-
+        through_proxy, proxies, _ = await in_front_of_stage_1(stack, Freezable)
         spares = [await asyncio.to_thread(spare, 1, "stages")]
         async with opened_remote(shards("stages"), spares, addresses=through_proxy) as chain:
             (proxy,) = proxies

@@ -12,7 +12,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.stage_next import NextLink
-from tests.remote_chains import DamagingProxy, opened_remote
+from tests.remote_chains import opened_remote
 from tests.rounds import plain_text
 from tests.service.test_stage_faults import (
     PARAMS,
@@ -20,8 +20,8 @@ from tests.service.test_stage_faults import (
     TEXT_LENGTH,
     Freezable,
     check_price,
+    in_front_of_stage_1,
     mended,
-    proxy_port,
     shards,
     spare,
     truth,
@@ -104,13 +104,7 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
 
 async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
     async with AsyncExitStack() as stack:
-        proxies: list[DamagingProxy] = []
-        port = await proxy_port(stack, proxies)
-
-        def through_proxy(addresses: list[str]) -> list[str]:
-            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
-            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
-
+        through_proxy, proxies, port = await in_front_of_stage_1(stack, Freezable)
         options = {"reconnect_s": 0.3}
         async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
@@ -126,13 +120,7 @@ async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
 async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_silent() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        proxies: list[DamagingProxy] = []
-        port = await proxy_port(stack, proxies)
-
-        def through_proxy(addresses: list[str]) -> list[str]:
-            proxies.append(Freezable(int(addresses[1].rpartition(":")[2])))
-            return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
-
+        through_proxy, proxies, _ = await in_front_of_stage_1(stack, Freezable)
         spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 1.5}
         async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection

@@ -15,7 +15,7 @@ from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards
+from tests.chains import HeldForSlot, Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
 from tests.remote_chains import opened_remote
 from tests.rounds import plain_text, verdicts
@@ -87,10 +87,11 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
     bounds: tuple[int, ...], ends: Ends, sampling: str, shape: str
 ) -> None:
     texts, given = await asyncio.to_thread(expected, sampling, shape)
-    async with opened_remote(shards(bounds, ends)) as chain:
+    async with opened_remote(shards(bounds, ends), max_under_way=1 if sampling == "greedy" else None) as chain:
         assert await together(chain.target, sampling, shape, texts) == given
         assert chain.runner.chain_statistics.recomputed_tokens == 0
-        assert max(packet.batch for packet in chain.hosts[0].stage.seen) > 1, "sessions share packets"
+        if sampling == "greedy":
+            assert max(packet.batch for packet in chain.hosts[0].stage.seen) > 1, "sessions share packets"
         for index, host in enumerate(chain.hosts):
             directions = {(packet.stage_from, packet.stage_to) for packet in host.stage.seen}
             assert directions == {(index - 1, index)}, "a chain, not a star"
@@ -99,6 +100,20 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
     assert num_bytes[f"coordinator->{chain.hosts[0].address}"] > 0
     answered = [num_bytes[f"{host.address}->coordinator"] > 0 for host in chain.hosts]
     assert answered == [False] * len(bounds) + [True]
+
+
+async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, _ = await asyncio.to_thread(expected, "hot", "chain")
+    async with opened_remote(shards((1, 2), "stages")) as chain:
+        send = HeldForSlot(0, chain.link.send)
+        monkeypatch.setattr(chain.link, "send", send)
+        first, second = LENGTHS[:2]
+        held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
+        await asyncio.wait_for(send.is_held.wait(), 20)
+        text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
+        assert not held.done()
+        send.is_free.set()
+        assert [await held, text] == list(texts[:2])
 
 
 async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> None:

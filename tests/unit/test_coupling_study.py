@@ -40,7 +40,7 @@ from benchmarks.rejection_schemes import Draws
 from specsplit.core.errors import ContextExceeded, ModelDamaged, VocabularyMismatch
 from specsplit.model.plan import Entry
 from specsplit.sampling.noise import gumbel_rows
-from specsplit.sampling.pick import pick, scores, top_candidates
+from specsplit.sampling.pick import candidate_estimates, pick, scores
 from tests.model_zoo import FAMILIES, save_model
 
 S = 20_000
@@ -176,7 +176,7 @@ def test_the_exact_acceptance_of_coupled_picks_lies_within_its_bounds_and_our_no
     assert (1 - distance) / (1 + distance) <= exact[1] <= 1 - distance
     noise = gumbel_rows(seed, 0, 0, S, 40)
     picks = pick(scores(target.expand(S, -1), 0.7, noise)).unsqueeze(-1)
-    candidates, _ = top_candidates(scores(draft.expand(S, -1), 0.7, noise), 2)
+    candidates = torch.tensor(candidate_estimates(scores(draft.expand(S, -1), 0.7, noise), 2)[0])
     for k, expected in exact.items():
         rate = (candidates[:, :k] == picks).any(-1).double().mean().item()
         assert rate == pytest.approx(expected, abs=4 * math.sqrt(0.25 / S))
@@ -203,7 +203,7 @@ def test_every_scheme_gets_its_candidates_from_the_seeds_that_serve():
     for row, seed in enumerate(seeds[:20]):
         noise = gumbel_rows(seed, 0, 17, 1, 50)
         picked = pick(scores(position.target.unsqueeze(0), 0.8, noise))
-        candidates, _ = top_candidates(scores(position.draft.unsqueeze(0), 0.8, noise), 2)
+        candidates, _ = candidate_estimates(scores(position.draft.unsqueeze(0), 0.8, noise), 2)
         assert found[COUPLED, 2].emitted[row] == picked[0]
         assert found[COUPLED, 2].acceptance[row] == float(picked[0] in candidates[0])
     accepted = [found[COUPLED, k].acceptance for k in CANDIDATES]

@@ -100,7 +100,7 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 ) -> None:
     worker, _ = worker_on(LoopDevice(1), model)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_forward", lambda ready: 1 // 0)
+        patch.setattr(worker, "_end", lambda step, logits_of: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await worker.run("a", lambda: work("a", 1))
     assert (await worker.run("b", lambda: work("b", 1)))[0] == "b"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from specsplit.sampling.noise import gumbel_rows
-from specsplit.sampling.pick import pick, scores, top_candidates
+from specsplit.sampling.pick import candidate_estimates, pick, picked, scores
 
 
 def test_scores_are_divided_and_summed_in_float64() -> None:
@@ -63,22 +65,37 @@ def test_candidates_are_ranked_by_score_then_id(dtype: torch.dtype, k: int, leve
     generator = torch.Generator().manual_seed(k)
     rows = torch.randint(0, levels, (9, 40), generator=generator).to(dtype)
     before = rows.clone()
-    ids, values = top_candidates(rows, k)
-    for row, found in zip(rows.tolist(), ids.tolist(), strict=True):
-        assert found == sorted(range(40), key=lambda token: (-row[token], token))[:k]
-    assert torch.equal(values, rows.gather(-1, ids))
-    assert torch.equal(ids[:, 0], pick(rows))
+    ids, log_probs = candidate_estimates(rows, k)
+    shares = rows.float().log_softmax(-1)
+    for row, share, found, estimates in zip(rows.tolist(), shares, ids, log_probs, strict=True):
+        possible = [token for token in range(40) if share[token] > -torch.inf]
+        assert found == sorted(possible, key=lambda token: (-row[token], token))[:k]
+        assert estimates == share[found].tolist()
+    assert [row[0] for row in ids] == pick(rows).tolist()
     assert torch.equal(rows, before)
 
 
 def test_more_candidates_than_tokens_returns_them_all() -> None:
-    ids, values = top_candidates(torch.tensor([[1.0, 3.0, 2.0]]), 7)
-    assert ids.tolist() == [[1, 2, 0]]
-    assert values.tolist() == [[3.0, 2.0, 1.0]]
+    ids, _ = candidate_estimates(torch.tensor([[1.0, 3.0, 2.0]]), 7)
+    assert ids == [[1, 2, 0]]
 
 
-def test_cut_tokens_come_last_without_a_score() -> None:
-    row = torch.tensor([[-torch.inf, 2.0, -torch.inf, 1.0]])
-    ids, values = top_candidates(row, 4)
-    assert ids[0, :2].tolist() == [1, 3]
-    assert values.tolist() == [[2.0, 1.0, -torch.inf, -torch.inf]]
+def test_cut_tokens_and_what_is_no_number_are_no_candidates() -> None:
+    nan, inf = float("nan"), torch.inf
+    ids, log_probs = candidate_estimates(torch.tensor([[-inf, 2.0, -inf, 1.0], [0.0, nan, 1.0, 2.0]]), 4)
+    assert ids == [[1, 3], []]
+    assert log_probs[0] == pytest.approx([-0.31326, -1.31326], abs=1e-5)
+
+
+def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly_at_the_top() -> None:
+    row = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
+    assert candidate_estimates(row, 2)[0] == [[1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_picks_come_with_their_scores(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0], [0.5, float("nan"), 2.0]], dtype=dtype)
+    token_ids, best = picked(rows)
+    assert token_ids == pick(rows).tolist() == [1, 1]
+    assert best[0] == 3.0
+    assert math.isnan(best[1])

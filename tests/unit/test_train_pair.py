@@ -27,6 +27,7 @@ from benchmarks.train_pair.model import Shape
 from benchmarks.train_pair.optimizer import Optimizers, Rates, orthogonalised, schedule
 from benchmarks.train_pair.recipe import CPU, CUDA, Machine, Recipe, Shares
 from benchmarks.train_pair.sources import SMALL_LIST, Package
+from benchmarks.train_pair.teacher import Teacher
 from benchmarks.train_pair.train import Batches, TargetTask
 from benchmarks.train_pair.workspace import Interrupted, Workspace
 from specsplit.core.errors import InvalidSettings
@@ -170,15 +171,14 @@ def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
     draft = model.new_draft(DRAFT, target, 3)
     held_out = HeldOut.of(stream, tokenizer.bytes_of_tokens(words), 1)
     before = held_out.agreement(target, draft)
+    reader = Forward(target, torch.float32)
     distilling = DraftTask(
         model=draft,
         forward=Forward(draft, torch.float32),
-        target=Forward(target, torch.float32),
         losses=Losses.new(),
-        human=stream,
-        own=stream,
+        human=Teacher(stream, reader, 2),
+        own=Teacher(stream, reader, 2, num_kept=3),
         batches=Batches(1, 1),
-        seed=2,
     )
     Loop("draft", distilling, Optimizers(draft, Rates()), Budget(1.0, 12), tmp_path, SILENT).run()
     after = held_out.agreement(target, draft)
@@ -186,6 +186,30 @@ def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
     assert after["coupled"] > before["coupled"] + 0.1
     assert (1 - (1 - after["one_minus_tv"])) / (2 - after["one_minus_tv"]) - 0.05 <= after["coupled"]
     assert after["coupled"] <= after["one_minus_tv"] + 0.05
+
+
+def test_a_teacher_computes_a_block_it_keeps_once_and_says_the_same_again(stream: Stream):
+    target = toy()
+    reader = Forward(target, torch.float32)
+    num_computed = 0
+
+    def counted(token_ids: torch.Tensor) -> torch.Tensor:
+        nonlocal num_computed
+        num_computed += 1
+        return Forward.hidden(reader, token_ids)
+
+    teacher = Teacher(stream, SimpleNamespace(hidden=counted, head=reader.head), 2, num_kept=3)
+    passes = [[teacher.batch(3 * number + place, 1, ROW_TOKENS) for place in range(3)] for number in range(4)]
+    assert num_computed == 3
+    texts = {ids.numpy().tobytes() for ids, _ in passes[0]}
+    assert len(texts) == 3
+    for batches in passes:
+        assert {ids.numpy().tobytes() for ids, _ in batches} == texts
+        for ids, states in batches:
+            torch.testing.assert_close(states, reader.hidden(ids))
+    ids, states = teacher.batch(0, 2, BLOCK_TOKENS)  # another length is computed
+    assert num_computed == 5
+    torch.testing.assert_close(states, reader.hidden(ids))
 
 
 def test_continuations_are_what_the_target_picks_and_differ_when_sampled():

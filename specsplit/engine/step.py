@@ -1,0 +1,41 @@
+"""One step of a worker: the tasks whose entries are forwarded together, and what it cost them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from specsplit.engine.admission import Task
+from specsplit.telemetry import spans
+
+
+class Step:
+    """Begins when it is made; nothing else of its tasks is done before it ends."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.entries = [task.entry for task in tasks if task.entry is not None]
+        self._start_s, self._start_ns = time.perf_counter(), time.time_ns()
+        for task in tasks:
+            task.is_under_way = True
+
+    def end(self, worker: str) -> None:
+        """Count the forward for every task, and record it for those that have a span."""
+        elapsed_ms, end_ns = (time.perf_counter() - self._start_s) * 1e3, time.time_ns()
+        for task, entry in zip(self.tasks, self.entries, strict=True):
+            task.is_under_way = False
+            task.device_ms += elapsed_ms
+            task.num_forwards += 1
+            task.num_tokens += len(entry.token_ids)
+            task.batch_size = max(task.batch_size, len(self.entries))
+            if task.context is not None:
+                spans.record(
+                    "forward",
+                    task.context,
+                    self._start_ns,
+                    end_ns,
+                    worker=worker,
+                    num_tokens=len(entry.token_ids),
+                    base_length=entry.base_length,
+                    batch_size=len(self.entries),
+                )
