@@ -262,12 +262,12 @@ def of_coupling(record: Record, path: Path, name: str) -> Section:
 def of_stage_sessions(record: Record, path: Path, name: str) -> Section:
     """Return the section of one line of `stage_sessions`."""
     settings = record["settings"]
+    decoding = f"Lookup of {settings['nodes']} nodes" if settings["nodes"] else "Plain decoding"
     ways = list(next(iter(record["tokens_per_s"].values())))
     section = Section(f"{path.name}: {settings['sessions']} sessions on {settings['stages']} stages")
     section.text(
-        f"{f'Lookup of {settings["nodes"]} nodes' if settings['nodes'] else 'Plain decoding'}, {settings['tokens']} "
-        f"tokens a session, {settings['rounds']} alternating rounds; steps one after the other, or one under way per "
-        "stage; tokens per second of all sessions together."
+        f"{decoding}, {settings['tokens']} tokens a session, {settings['rounds']} alternating rounds; steps one after "
+        "the other, or one under way per stage; tokens per second of all sessions together."
     )
     _warn(section, record, record)
     section.table(
