@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
@@ -154,9 +153,8 @@ class _Grower:
         is_root = frontier == [ROOT_INDEX]
         row_depths = [0] if is_root else [tree.depths[node] for node in frontier]
         paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
-        with torch.inference_mode():
-            scored = sampler.scores(logits, session.ids, row_depths, paths)
-            token_ids, log_probs = candidate_estimates(scored, branching)
+        scored = sampler.scores(logits, session.ids, row_depths, paths)
+        token_ids, log_probs = candidate_estimates(scored, branching)
         if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
             raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")
         tree.is_root_expanded = True

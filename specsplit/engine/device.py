@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -133,8 +134,14 @@ class DeviceThread:
                 self._workers[worker] = None
 
 
+_TURN_S = 0.004
+"""How long the loop may wait before a step begins; a step itself takes what it takes."""
+
+
 class LoopDevice:
-    """The caller's event loop itself, one step in each of its turns: nothing to hand over and nobody to wake.
+    """The caller's event loop itself: nothing to hand over and nobody to wake.
+
+    In a turn of the loop it steps until somebody is to hear of a result, or `_TURN_S` are over.
 
     A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
     waits while a forward runs, so this is for a process that generates and does little else. See docs/adr/0003.
@@ -145,6 +152,7 @@ class LoopDevice:
         self._workers: dict[Steppable, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_scheduled = False
+        self._has_delivered = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -159,6 +167,7 @@ class LoopDevice:
         self._schedule()
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
+        self._has_delivered = True
         settle()
 
     async def close(self) -> None:
@@ -174,11 +183,15 @@ class LoopDevice:
             self._loop.call_soon(self._step)
 
     def _step(self) -> None:
-        self._is_scheduled = False
-        for worker in list(self._workers):
-            worker.step()
-            if not worker.has_work:
-                del self._workers[worker]
+        self._is_scheduled = self._has_delivered = False
+        end_s = time.perf_counter() + _TURN_S
+        while self._workers:
+            for worker in list(self._workers):
+                worker.step()
+                if not worker.has_work:
+                    del self._workers[worker]
+            if self._has_delivered or time.perf_counter() >= end_s:
+                break
         if self._workers:
             self._schedule()
         else:

@@ -43,6 +43,9 @@ class KVCache:
             )
             for shape in dict.fromkeys(flat)
         }
+        # The same memory as numpy has it, which knows no bf16.
+        views = (block.view(torch.int16) if dtype.itemsize == 2 else block for block in self._blocks.values())
+        self._arrays = [view.numpy() for view in views] if device.type == "cpu" else []
         cursor = dict.fromkeys(self._blocks, 0)
 
         def take(shape: HeadShape) -> Tensor:
@@ -65,14 +68,18 @@ class KVCache:
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it."""
-        moved = [(source, start + i) for i, source in enumerate(sources) if source != start + i]
-        if not moved:
+        while sources and sources[0] == start:
+            sources, start = sources[1:], start + 1
+        if not sources:
             return
-        device = next(iter(self._blocks.values())).device
-        source, target = torch.tensor(moved, device=device).T
-        for block in self._blocks.values():
-            rows = block[:, slot]
-            rows.index_copy_(2, target, rows.index_select(2, source))
+        end = start + len(sources)
+        for array in self._arrays:  # numpy moves a few rows in a fraction of torch's time
+            rows = array[:, slot]
+            rows[:, :, start:end] = rows[:, :, sources]
+        if not self._arrays:
+            for block in self._blocks.values():
+                rows = block[:, slot]
+                rows[:, :, start:end] = rows[:, :, sources]
 
 
 class Slot:

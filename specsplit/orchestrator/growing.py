@@ -23,11 +23,13 @@ from specsplit.orchestrator.round import Move, Offer, Outcome, empty_offer
 from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 _log = logging.getLogger(__name__)
-AHEAD_FACTOR = 4
+AHEAD_FACTOR = 6
 """The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow.
 
 For a streaming target it is more, by what the target does while messages travel.
 """
+AHEAD_BRANCHING = 3
+"""Children of a node where several are allowed: a further one is an outcome more, and costs the draft no forward."""
 MAX_CAUGHT_UP = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
 _LOOKED_UP = Budget(8, 8, 2)
@@ -310,7 +312,9 @@ class Growing:
         assert self._drafting is not None
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
         steps = self._experience.steps_away(num_nodes) if self.on_news is not None else 0
-        ahead = replace(budget, max_new_nodes=num_nodes, max_depth=(2 + steps) * (budget.max_depth + 1) - 1)
+        branching = max(budget.max_branching, AHEAD_BRANCHING) if budget.max_branching > 1 else 1
+        depth = (2 + steps) * (budget.max_depth + 1) - 1
+        ahead = Budget(num_nodes, depth, branching)
         limit = min((AHEAD_FACTOR + 2 * steps) * budget.max_new_nodes, MAX_STREAM_NODES // 2)
         while self._tree.num_drafted < limit:
             asked_position = len(self._committed)

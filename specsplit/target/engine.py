@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
@@ -142,9 +141,7 @@ class TargetEngine(Engine):
         if sampler.needs_paths:
             paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
         row_depths = [0, *depths(tree)]
-        with torch.inference_mode():
-            scores = sampler.scores(logits, session.ids, row_depths, paths)
-            token_ids, best = picked(scores)
+        token_ids, best = picked(sampler.scores(logits, session.ids, row_depths, paths))
         if any(map(math.isnan, best)):
             raise ModelDamaged(
                 f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
