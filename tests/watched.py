@@ -228,8 +228,10 @@ class WatchedDraft(DraftEngine):
         self._paths: dict[str, tuple[int, dict[int, tuple[int, ...]]]] = {}
         """Per session: the epoch, and for every node number in it the tokens from the first one down to the node."""
         self._answers: dict[str, Proposal] = {}
+        self._branching: dict[str, tuple[int, int]] = {}
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Work:
+        self._widest(turn, budget)
         return self._checked(
             turn, known_nodes, budget, self.watch.over(turn, super()._propose(turn, known_nodes, budget))
         )
@@ -239,8 +241,15 @@ class WatchedDraft(DraftEngine):
         if proposal is not self._answers.get(turn.session):  # else said before
             self._answers[turn.session] = proposal
             self.watch.ledger.require(proposal.first_node > known_nodes, "bounded: a node number was used before")
-            self._check_nodes(turn, proposal, budget.max_branching)
+            self._check_nodes(turn, proposal, self._widest(turn, budget))
         return proposal
+
+    def _widest(self, turn: Turn, budget: Budget) -> int:
+        """Return the most children that any propose of the epoch asked for: what a wider one found, stays."""
+        epoch, widest = self._branching.get(turn.session, (turn.epoch, 1))
+        widest = max(widest if epoch == turn.epoch else 1, budget.max_branching)
+        self._branching[turn.session] = turn.epoch, widest
+        return widest
 
     def _check_nodes(self, turn: Turn, proposal: Proposal, branching: int) -> None:
         require, ids = self.watch.ledger.require, self.watch.ledger.ids_of(turn)
