@@ -21,9 +21,20 @@ from specsplit.target.chain import ChainRunner
 from specsplit.target.chain_target import chain_target
 from specsplit.target.engine import TargetEngine
 from specsplit.target.stage import StageEngine
+from tests.model_zoo import FAMILIES, save_model
 from tests.stage_models import cut
 
 Fault = Literal["corrupt", "lost", "twice", "restart", "again-later"]
+
+
+def save_deeper(folder: Path, family: str, num_layers: int) -> Path:
+    """Write a random model of a family with more layers than the zoo's, their kinds in the same pattern."""
+    config = FAMILIES[family]()
+    told = config.to_dict()
+    patterns = {name: told[name] for name in ("layer_types", "no_rope_layers") if told.get(name)}
+    changes = {name: [kinds[index % len(kinds)] for index in range(num_layers)] for name, kinds in patterns.items()}
+    count = "n_layer" if "n_layer" in told else "num_hidden_layers"
+    return save_model(folder, type(config).from_dict({**told, count: num_layers, **changes}), seed=1)
 
 
 @dataclass

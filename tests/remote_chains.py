@@ -57,6 +57,7 @@ class StageHost:
         self.num_starts = 0
         self.tasks: list[asyncio.Future[None]] = []
         """What is done to this host beside the test."""
+        self.is_serving = False
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
@@ -65,12 +66,14 @@ class StageHost:
         self.server: Server = await self._stack.enter_async_context(serving(listen=self.address, stage=self.stage))  # type: ignore[arg-type]
         self.address = self.server.address
         self.num_starts += 1
+        self.is_serving = True
 
     def _asked(self, packet: Packet) -> bool:
         return bool(self.hangs(packet))
 
     async def stop(self) -> None:
         """End it without a word; its port is free afterwards."""
+        self.is_serving = False
         await self._stack.aclose()
 
     async def restart(self) -> None:
@@ -127,21 +130,35 @@ async def opened_remote(
     """Serve a model's stages and spares, connect a chain of them and open a target over it."""
     async with served([*shards.stages, *spares]) as hosts:
         own, other = hosts[: len(shards.stages)], hosts[len(shards.stages) :]
-        link = RemoteChain(
-            addresses([host.address for host in own]),
-            [host.address for host in other],
-            wanted_of(shards),
-            **{"call_timeout_s": 20.0, **(link_options or {})},
-        )
-        target, runner = chain_target(
-            shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
-        )
-        try:
-            await link.connect()
-            yield RemoteOpen(target, runner, link, own, other)
-        finally:
-            await target.aclose()
-            await link.aclose()
+        at = addresses([host.address for host in own]), [host.address for host in other]
+        async with opened_over(shards, own, other, *at, link_options=link_options, **options) as chain:
+            yield chain
+
+
+@asynccontextmanager
+async def opened_over(
+    shards: Shards,
+    own: list[StageHost],
+    other: list[StageHost],
+    addresses: Sequence[str],
+    spare_addresses: Sequence[str],
+    *,
+    link_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[RemoteOpen]:
+    """Connect a chain of stages and spares that are served, and open a target over it."""
+    link = RemoteChain(
+        addresses, spare_addresses, wanted_of(shards), **{"call_timeout_s": 20.0, **(link_options or {})}
+    )
+    target, runner = chain_target(
+        shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+    )
+    try:
+        await link.connect()
+        yield RemoteOpen(target, runner, link, own, other)
+    finally:
+        await target.aclose()
+        await link.aclose()
 
 
 class DamagingProxy(CountingProxy):

@@ -40,8 +40,6 @@ PATIENCE_S = 60.0
 """A device that was not well for so long, whatever was tried, does not recover by itself."""
 RECONNECT_S = 2.5
 """A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
-STEP_TIMEOUT_S = 30.0
-"""A stage that is on one step for so long hangs, even if it answers."""
 
 
 def opened(settings: Settings, models: Models | None, note: Note | None = None) -> AbstractAsyncContextManager[Workers]:
@@ -184,16 +182,11 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
 
 @asynccontextmanager
 async def serving_chain(
-    coordinator: Coordinator,
-    settings: TargetSettings,
-    note: Note | None = None,
-    *,
-    step_timeout_s: float = STEP_TIMEOUT_S,
+    coordinator: Coordinator, settings: TargetSettings, note: Note | None = None
 ) -> AsyncGenerator[Server]:
     """Serve a target over stages elsewhere, or over those that it starts here, for the length of the block.
 
-    `note` is told what the user should know meanwhile. A stage that is on one step for longer than `step_timeout_s`
-    counts as lost.
+    `note` is told what the user should know meanwhile.
 
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
@@ -203,6 +196,7 @@ async def serving_chain(
     from specsplit.assembly.stages import connect_chain, layers_of
     from specsplit.engine.device import DeviceThread
     from specsplit.rpc import server
+    from specsplit.rpc.clients import CALL_TIMEOUT_S
     from specsplit.rpc.stage_chain import RemoteChain
     from specsplit.rpc.transport import largest_request
     from specsplit.target.chain_target import chain_target
@@ -211,10 +205,16 @@ async def serving_chain(
     async with AsyncExitStack() as stack:
         stages = settings.stages
         if coordinator.local_ranges:
-            started = local_stages(layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings), note)
+            layers, arguments = layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings)
+            started = local_stages(layers, arguments, note, step_timeout_s=settings.step_timeout)
             stages = await stack.enter_async_context(started)
         link = RemoteChain(
-            stages, settings.spares, coordinator.wanted, reconnect_s=RECONNECT_S, step_timeout_s=step_timeout_s
+            stages,
+            settings.spares,
+            coordinator.wanted,
+            call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
+            reconnect_s=RECONNECT_S,
+            step_timeout_s=settings.step_timeout,
         )
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)

@@ -153,6 +153,7 @@ def target(
     local_stages: options.LocalStages = None,
     ends: options.Ends = defaults.ENDS,
     retry: options.StageRetry = defaults.RETRY_S,
+    step_timeout: options.StepTimeout = defaults.STEP_TIMEOUT_S,
     listen: options.Listen = defaults.LISTEN,
     sessions: options.Sessions = defaults.SERVED_SESSIONS,
     session_ttl: options.SessionTtl = defaults.SESSION_TTL_S,

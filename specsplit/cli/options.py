@@ -134,6 +134,9 @@ Ends = Annotated[
 StageRetry = Annotated[
     float, _option("--retry", _STAGES, "At the start, try unreachable stages again for so many seconds.", metavar="S")
 ]
+StepTimeout = Annotated[
+    float, _option("--step-timeout", _STAGES, "Give up a stage that is on one step for so many seconds.", metavar="S")
+]
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """The process that started this one, which shall not outlive it."""
 

@@ -49,4 +49,6 @@ SERVED_SESSIONS = 4
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0
+STEP_TIMEOUT_S = 30.0
+"""A stage that is on one step for so long hangs, even if it answers."""
 DRAFT_PATIENCE_S = 0.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specsplit.core.packet import Packet
 from specsplit.core.slot_state import SlotState
@@ -18,6 +18,8 @@ class Drafter(Protocol):
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         """Grow the session's tree and return the nodes numbered above `known_nodes`.
+
+        `budget.max_branching` limits what grows now; what a wider call found before may be among the nodes.
 
         Raises:
             SlotBehind: the slot holds fewer or other tokens than `turn` claims.
@@ -170,8 +172,12 @@ class Stage(Protocol):
         """
         ...
 
-    async def end(self, slot: int) -> None:
-        """Forget what a slot holds, its epoch included."""
+    async def end(self, slot: int, epoch: int | None = None) -> None:
+        """Forget what a slot holds, its epoch included.
+
+        With an `epoch` only what was written until its end: that of a later one stays, and packets of it or an earlier
+        one are refused from now on.
+        """
         ...
 
     async def export_kv(self, slot: int) -> SlotState:
@@ -206,4 +212,13 @@ class StageLink(Protocol):
         Raises:
             What a stage raises; CorruptPacket: the packet or its answer was damaged; LinkError: a stage is lost.
         """
+        ...
+
+
+@runtime_checkable
+class EndsSlots(Protocol):
+    """A StageLink over which stages can be told that a slot's session has ended."""
+
+    def end(self, slot: int, epoch: int) -> None:
+        """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
         ...

@@ -85,6 +85,8 @@ Address = Annotated[str, AfterValidator(_remote)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+"""Stages are looked at once a second, so less would tell nothing more."""
 
 
 class _Frozen(BaseModel):
@@ -125,6 +127,8 @@ class TargetSettings(WorkerSettings):
     ends: EndsAt = defaults.ENDS
     retry: Seconds = defaults.RETRY_S
     """How long stages that cannot be reached are tried again at the start."""
+    step_timeout: StepSeconds = defaults.STEP_TIMEOUT_S
+    """A stage that is on one step for longer hangs, even if it answers."""
 
     @property
     def is_cut(self) -> bool:

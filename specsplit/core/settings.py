@@ -211,7 +211,7 @@ def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
     if "target.spares" in merged and merged["target.spares"][0] and "target.stages" not in ways:
         name = merged["target.spares"][1].name
         raise InvalidSettings(f"{name} needs stages elsewhere to stand by for; name them with --stages.")
-    for key in ("target.ends", "target.retry"):
+    for key in ("target.ends", "target.retry", "target.step_timeout"):
         if key in chosen and not ways:
             name = chosen[key][1].name
             raise InvalidSettings(f"{name} is for a target cut into stages: name them with --stages, or leave it out.")

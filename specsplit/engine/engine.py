@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ from specsplit.model.loader import LoadedModel
 class Engine:
     """One model's sessions, freed by `sweep` when they were not used for `ttl_s`, and for a new one after `grace_s`.
 
-    Without a `device` the engine's worker owns a thread; a shared one is its owner's to close.
+    Without a `device` the engine's worker owns a thread; a shared one is its owner's to close. `on_release` hears on
+    the device of every slot that has become free.
     """
 
     _name: ClassVar[str]
@@ -32,9 +34,10 @@ class Engine:
         ttl_s: float = TTL_S,
         grace_s: float = GRACE_S,
         clock: Clock | None = None,
+        on_release: Callable[[int], None] | None = None,
     ) -> None:
         self._model, self._identity = model, model.identity
-        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
+        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release)
         self._worker = Worker(model.runner, name=self._name, threads=model.threads, device=device)
 
     async def ping(self) -> Identity:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -36,9 +36,15 @@ class SessionTable:
     """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session."""
 
     def __init__(
-        self, model: LoadedModel, *, ttl_s: float = TTL_S, grace_s: float = GRACE_S, clock: Clock | None = None
+        self,
+        model: LoadedModel,
+        *,
+        ttl_s: float = TTL_S,
+        grace_s: float = GRACE_S,
+        clock: Clock | None = None,
+        on_release: Callable[[int], None] | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._on_release = model, on_release
         self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
         self._clock = clock or _Monotonic()
         self._pool = SlotPool(model.max_sessions)
@@ -129,7 +135,7 @@ class SessionTable:
         try:
             yield slot
         finally:
-            self._pool.release(slot)
+            self._release(slot)
 
     def trial(self) -> Generator[Entry, Tensor, None]:
         """Work that forwards one token in a slot of no session.
@@ -177,4 +183,9 @@ class SessionTable:
         del self._sessions[session.key]
         self._idle.pop(session.key, None)
         session.kept = None
-        self._pool.release(session.slot)
+        self._release(session.slot)
+
+    def _release(self, slot: Slot) -> None:
+        self._pool.release(slot)
+        if self._on_release is not None:
+            self._on_release(slot.index)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from specsplit.core.defaults import STEP_TIMEOUT_S
 from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    LinkError,
     PeerMismatch,
     SpecSplitError,
     WorkerClosed,
@@ -28,13 +28,13 @@ from specsplit.core.stage_identity import StageIdentity, WantedChain
 from specsplit.rpc.clients import CALL_TIMEOUT_S
 from specsplit.rpc.stage_admission import PING_S, admit, hanging, not_answered
 from specsplit.rpc.stage_connection import Connection
+from specsplit.rpc.stage_ended import EndedSlots
 from specsplit.rpc.stage_frames import ChainId
 from specsplit.rpc.stage_next import NextUnreachable
 from specsplit.rpc.stage_peer import StagePeer
 from specsplit.rpc.stage_statistics import RemoteChainStatistics
 
 RECONNECT_S = 5.0
-STEP_TIMEOUT_S = 30.0
 _AGAIN_S = 1.0
 """A chain that was down so recently is not tried again."""
 _PAUSE_S = (0.05, 0.15)
@@ -78,6 +78,7 @@ class RemoteChain:
         self._in_order = asyncio.Lock()
         self._down: tuple[float, SpecSplitError] | None = None
         """When and why the chain could not be restored last."""
+        self._ended = EndedSlots(lambda: self._connection, self._in_order)
         self._moving: set[asyncio.Task[None]] = set()
 
     @property
@@ -172,15 +173,9 @@ class RemoteChain:
         if error is not None:
             connection.lose(error)
 
-    async def end(self, slot: int) -> None:
-        """Have every stage forget what a slot holds; one that cannot be reached has nothing to forget."""
-        connection = self._connection
-        if connection is None or connection.lost is not None:
-            return
-        ending = (peer.end(connection.chain, slot) for peer in connection.peers)
-        for error in await asyncio.gather(*ending, return_exceptions=True):
-            if isinstance(error, BaseException) and not isinstance(error, LinkError):
-                raise error
+    def end(self, slot: int, epoch: int) -> None:
+        """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
+        self._ended.add(slot, epoch)
 
     async def move_slots(self, from_address: str, to_address: str) -> int:
         """Let a spare take a stage's place with all that its slots hold; return how many slots were moved.
@@ -202,6 +197,7 @@ class RemoteChain:
             task.cancel()
         if self._moving:
             await asyncio.wait(self._moving)
+        await self._ended.aclose()
         connection = self._connection
         if connection is not None:
             self._connection = None
@@ -342,6 +338,7 @@ class RemoteChain:
             self._check_open()
         self._statistics.num_connections += 1
         self._connection = connection
+        self._ended.tell()
         return connection
 
     def _next_chain(self) -> ChainId:
@@ -368,6 +365,8 @@ class RemoteChain:
 
     async def _move(self, peer: StagePeer, spare: StagePeer) -> int:
         connection = await self._ready()
+        for peers, moved in ((self._peers, peer), (self._spares, spare)):
+            _find(peers, moved.address)  # one may have been lost until the chain was ready
         assert peer.identity is not None, "a chain that is ready knows its stages"
         await self._admit(spare, peer.identity)
         if spare.is_draining:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from specsplit.core.slot_state import SlotState, encode_state
+from specsplit.core.packet import Buffer
+from specsplit.core.slot_state import SlotState, decode_state, encode_state
 from specsplit.core.stage_identity import StageIdentity
 from specsplit.rpc.codec import require
 from specsplit.rpc.pb import stage_pb2
 
+T = TypeVar("T")
 _PIECE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
+"""A larger slot is hashed in a thread, since that takes about a millisecond per MiB."""
 _MAX_TEXT = 256
 _FIELDS = (
     "model",
@@ -50,9 +56,28 @@ def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
     return identity
 
 
+async def encode_slot(state: SlotState) -> list[Buffer]:
+    """Return a slot's bytes, as `encode_state` does; a large one does not hold up the event loop."""
+    return await _unblocking(memoryview(state.payload).nbytes, lambda: encode_state(state))
+
+
+async def decode_slot(content: Buffer, link: str) -> SlotState:
+    """Return the slot in `content` as `decode_state` does, and raise as that; a large one does not hold up the loop."""
+    return await _unblocking(memoryview(content).nbytes, lambda: decode_state(content, link))
+
+
+async def _unblocking(num_bytes: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if num_bytes > _LARGE_BYTES else work()
+
+
 def state_pieces(state: SlotState) -> Iterator[bytes]:
     """Give a slot's bytes in pieces that are messages each."""
-    for buffer in encode_state(state):
+    return slot_pieces(encode_state(state))
+
+
+def slot_pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
+    """Give bytes in pieces that are messages each."""
+    for buffer in buffers:
         view = memoryview(buffer).cast("B")
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield stage_pb2.SlotPiece(data=bytes(view[start : start + _PIECE_BYTES])).SerializeToString()

@@ -20,7 +20,7 @@ from specsplit.rpc.stage_frames import ChainId
 from specsplit.rpc.stage_next import open_stream
 
 CALL_S = 2.0
-_CONFIGURE_S = 10.0
+_END_OF_FORWARD_S = 10.0
 """A stage first ends the forward that it is in."""
 _SERVICE = "/specsplit.v1.StageService/"
 M = TypeVar("M", bound=Message)
@@ -103,14 +103,14 @@ class StagePeer:
             takeover=takeover,
         )
         try:
-            return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _CONFIGURE_S)).kept
+            return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _END_OF_FORWARD_S)).kept
         except PeerMismatch as error:
             raise PeerMismatch(f"{self.name} refuses: {error}") from error
 
-    async def end(self, chain: ChainId, slot: int) -> None:
-        """Have the stage forget what a slot holds."""
-        request = stage_pb2.EndSlotRequest(chain=chain.message(), slot=slot)
-        await self._call("EndSession", request, stage_pb2.EndSlotResponse, CALL_S)
+    async def end(self, chain: ChainId, slot: int, epoch: int | None = None) -> None:
+        """Have the stage forget what a slot holds, all of it or until the end of an epoch."""
+        request = stage_pb2.EndSlotRequest(chain=chain.message(), slot=slot, epoch=epoch)
+        await self._channel.call(_SERVICE + "EndSession", request.SerializeToString(), _END_OF_FORWARD_S)
 
     async def stream(self, chain: ChainId) -> Duplex:
         """Open the coordinator's stream to the stage, which has its way to the next one open by then."""

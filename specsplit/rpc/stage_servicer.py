@@ -30,12 +30,11 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.ports import Stage
-from specsplit.core.slot_state import decode_state
 from specsplit.rpc import calls
 from specsplit.rpc.interceptors import Context, draining
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
-from specsplit.rpc.stage_codec import encode_identity, state_pieces
+from specsplit.rpc.stage_codec import decode_slot, encode_identity, encode_slot, slot_pieces
 from specsplit.rpc.stage_frames import DRAINING, READY, ChainId, FrameReader, error_frame
 from specsplit.rpc.stage_place import Inlet, Outbox, Place, Stopwatch
 
@@ -150,7 +149,7 @@ class StageService:
 
     async def _end_session(self, request: stage_pb2.EndSlotRequest) -> stage_pb2.EndSlotResponse:
         self._placed(ChainId.of(request.chain))
-        await self._stage.end(request.slot)
+        await self._stage.end(request.slot, request.epoch if request.HasField("epoch") else None)
         return stage_pb2.EndSlotResponse()
 
     def _placed(self, chain: ChainId, *, exactly: bool = False) -> Place:
@@ -265,7 +264,7 @@ class StageService:
         self._placed(ChainId.of(request.chain))
         state = await self._stage.export_kv(request.slot)
         if state.num_rows:
-            for piece in state_pieces(state):
+            for piece in slot_pieces(await encode_slot(state)):
                 yield piece
 
     async def _import(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
@@ -283,7 +282,7 @@ class StageService:
             is_first = False
         if refused is not None:
             raise refused
-        state = decode_state(content, "the link that a slot came over")
+        state = await decode_slot(content, "the link that a slot came over")
         async with self._changing:
             self._placed(chain)  # still: nothing of an old coordinator lands in the slots of a new one
             await self._stage.import_kv(state)

@@ -6,15 +6,16 @@ With ends = coordinator the logits are this process's own, and a plain TargetEng
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
 from torch import Tensor
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.core.packet import Ask
-from specsplit.core.ports import StageLink
+from specsplit.core.ports import EndsSlots, StageLink
 from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
 from specsplit.engine.device import Device
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession
@@ -95,8 +96,8 @@ def chain_target(
 
     `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
     computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
-    sessions are freed when they were not used for `ttl_s`. `max_under_way` steps of different sessions are on their way
-    at once, by default one a stage.
+    sessions are freed when they were not used for `ttl_s`, and the stages forget what freed slots held. `max_under_way`
+    steps of different sessions are on their way at once, by default one a stage.
     """
     runner = ChainRunner(
         link,
@@ -114,4 +115,16 @@ def chain_target(
     # A ChainRunner has of a Runner what engines use: forward, begin, max_under_way, cache.move_rows, device, dtype,
     # vocab_size, statistics.
     loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
-    return kind(loaded, device, ttl_s=ttl_s), runner
+    return kind(loaded, device, ttl_s=ttl_s, on_release=_ending(runner, link, loop)), runner
+
+
+def _ending(runner: ChainRunner, link: StageLink, loop: asyncio.AbstractEventLoop) -> Callable[[int], None]:
+    """Return what forgets a slot that has become free, in the stages too as soon as they hear of it."""
+
+    def end(slot: int) -> None:
+        epoch = runner.cache.slots[slot].end()
+        if epoch is not None and isinstance(link, EndsSlots):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the coordinator gone for its stages
+                loop.call_soon_threadsafe(link.end, slot, epoch)
+
+    return end

@@ -53,6 +53,15 @@ class HeldSlot:
         self.ids: list[int] = []
         self.hashes: list[int] = []
         self.last: LastRows | None = None
+        self._ended_epoch = 0
+
+    def end(self) -> int | None:
+        """Forget all rows; return the epoch that is over, None where no step has begun since the last end."""
+        self.ids, self.hashes, self.last = [], [], None
+        if self.epoch == self._ended_epoch:
+            return None
+        self._ended_epoch = self.epoch
+        return self.epoch
 
     def begin(self, base_length: int) -> None:
         """Go on behind the first `base_length` rows; below the last packet's, that is a new epoch.

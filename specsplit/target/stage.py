@@ -98,12 +98,15 @@ class StageEngine:
         """Keep what the packet says of the last step, write its rows and return the packet for the next stage."""
         return await self._run(lambda: self._forward(packet))
 
-    async def end(self, slot: int) -> None:
-        """Forget what a slot holds, its epoch included; also if the caller is cancelled."""
+    async def end(self, slot: int, epoch: int | None = None) -> None:
+        """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""
         self._check_slot(slot)
 
         def forget() -> None:
-            self._slots[slot] = StageSlot(slot)
+            if epoch is None:
+                self._slots[slot] = StageSlot(slot)
+            elif self._slots[slot].epoch <= epoch:
+                self._slots[slot] = StageSlot(slot, epoch + 1)
 
         await to_its_end(self._run(forget))
 

@@ -18,9 +18,8 @@ from specsplit.model.kv_cache import KVCache
 class StageSlot:
     """One slot's rows; the coordinator says what they mean, the prefix hashes that they are the ones it means."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.epoch = -1
+    def __init__(self, index: int, epoch: int = -1) -> None:
+        self.index, self.epoch = index, epoch
         self.length = 0
         self.hashes: list[int] = []
         """One per row, those of the last packet included."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import cache
@@ -25,7 +23,7 @@ from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
 from tests.remote_chains import DamagingProxy, RemoteOpen, StageHost, opened_remote
-from tests.rounds import plain_text, verdicts
+from tests.rounds import plain_text
 from tests.rpc_servers import wait_until
 from tests.stage_models import cut
 
@@ -223,81 +221,18 @@ async def proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index:
     return int(server.sockets[0].getsockname()[1])
 
 
-async def in_front_of_stage_1(
-    stack: AsyncExitStack, make: Callable[[int], DamagingProxy]
+async def in_front_of(
+    stack: AsyncExitStack, index: int, make: Callable[[int], DamagingProxy]
 ) -> tuple[Callable[[list[str]], list[str]], list[DamagingProxy], int]:
-    """Return what puts a proxy before stage 1 of three, where the proxy will be, and the port that it listens at."""
+    """Return what puts a proxy before stage `index`, where the proxy will be, and the port that it listens at."""
     proxies: list[DamagingProxy] = []
     port = await proxy_port(stack, proxies)
 
     def through_proxy(addresses: list[str]) -> list[str]:
-        proxies.append(make(int(addresses[1].rpartition(":")[2])))
-        return [addresses[0], f"127.0.0.1:{port}", addresses[2]]
+        proxies.append(make(int(addresses[index].rpartition(":")[2])))
+        return [*addresses[:index], f"127.0.0.1:{port}", *addresses[index + 1 :]]
 
     return through_proxy, proxies, port
-
-
-@cache
-def rows_needed() -> int:
-    """Return how many rows three sessions take that nothing happens to."""
-
-    async def main() -> int:
-        async with opened_remote(shards("coordinator")) as chain:
-            await several_sessions(chain, truth())
-            return chain.runner.chain_statistics.num_tokens
-
-    truth()
-    return asyncio.run(main())
-
-
-async def several_sessions(chain: RemoteOpen, text: list[int]) -> None:
-    await asyncio.gather(*(verdicts(chain.target, PROMPT, PARAMS, text, seed) for seed in range(3)))
-
-
-NUM_SEEDS = 100 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 4
-
-
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-async def test_whatever_happens_to_stages_and_links_the_text_is_the_same_and_every_row_is_accounted_for(
-    seed: int,
-) -> None:
-    rng, needed = random.Random(seed), await asyncio.to_thread(rows_needed)
-    async with AsyncExitStack() as stack:
-        proxies: list[DamagingProxy] = []
-        ports = [await proxy_port(stack, proxies, index) for index in range(3)]
-
-        def through_proxies(addresses: list[str]) -> list[str]:
-            damaged = [(rng.randrange(12), rng.random() < 0.7) for _ in addresses]
-            for address, one in zip(addresses, damaged, strict=True):
-                port = int(address.rpartition(":")[2])
-                proxies.append(DamagingProxy(port, lambda number, is_sent, one=one: (number, is_sent) == one))
-            return [f"127.0.0.1:{port}" for port in ports]
-
-        async with opened_remote(shards("coordinator"), addresses=through_proxies) as chain:
-            index, other = rng.sample(range(3), 2)
-            at_packet(chain.hosts[index], rng.randrange(1, 6), chain.hosts[index].restart)
-            at_packet(chain.hosts[other], rng.randrange(1, 6), proxies[other].cut)
-            await several_sessions(chain, await asyncio.to_thread(truth))
-            statistics = chain.runner.chain_statistics
-            assert statistics.num_tokens == needed + statistics.recomputed_tokens
-            assert statistics.recomputed_tokens == sum(count for _, count in chain.resyncs) > 0
-            assert chain.link.statistics.num_reconnects >= 1
-
-
-def at_packet(host: StageHost, number: int, act: Callable[[], Awaitable[None] | None]) -> None:
-    """Do something to a host when its packet `number` arrives, which is never computed."""
-    num_seen = 0
-
-    def hangs(packet: Packet) -> bool:
-        nonlocal num_seen
-        num_seen += 1
-        if num_seen == number:
-            doing = act()
-            if doing is not None:
-                host.tasks.append(asyncio.ensure_future(doing))
-        return num_seen == number
-
-    host.hangs = hangs
 
 
 async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_deadlines() -> None:
@@ -312,8 +247,8 @@ async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_dead
 async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        through_proxy, proxies, _ = await in_front_of_stage_1(
-            stack, lambda port: DamagingProxy(port, lambda number, is_sent: False)
+        through_proxy, proxies, _ = await in_front_of(
+            stack, 1, lambda port: DamagingProxy(port, lambda number, is_sent: False)
         )
         async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
             once(chain.hosts[1], 43, proxies[0].cut)
@@ -340,7 +275,7 @@ class Freezable(DamagingProxy):
 async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        through_proxy, proxies, _ = await in_front_of_stage_1(stack, Freezable)
+        through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
         spares = [await asyncio.to_thread(spare, 1, "stages")]
         async with opened_remote(shards("stages"), spares, addresses=through_proxy) as chain:
             (proxy,) = proxies

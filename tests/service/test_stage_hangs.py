@@ -20,8 +20,9 @@ from tests.service.test_stage_faults import (
     TEXT_LENGTH,
     Freezable,
     check_price,
-    in_front_of_stage_1,
+    in_front_of,
     mended,
+    once,
     shards,
     spare,
     truth,
@@ -102,9 +103,45 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
 
 
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("has_spare", [True, False])
+async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_error(index: int, has_spare: bool) -> None:
+    """It falls silent before the second of the prompt's three packets, of which the first was answered."""
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        through_proxy, proxies, _ = await in_front_of(stack, index, Freezable)
+        spares = [await asyncio.to_thread(spare, index, "stages")] if has_spare else []
+        options = {} if has_spare else {"reconnect_s": 0.5}
+        async with opened_remote(
+            shards("stages"), spares, addresses=through_proxy, link_options=options, window=1
+        ) as chain:
+            (proxy,) = proxies
+            assert isinstance(proxy, Freezable)
+
+            def freeze() -> None:
+                proxy.frozen = True
+
+            once(chain.hosts[index], 16, freeze)
+            if has_spare:
+                async with asyncio.timeout(20):
+                    assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+                check_price(chain, [("lost", 24), ("behind", 40)])
+                assert chain.link.statistics.spares_used == [chain.spares[0].address]
+                return
+            async with asyncio.timeout(20):
+                with pytest.raises(WorkerUnreachable, match=rf"{chain.link.addresses[index]}\b"):
+                    await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
+            assert (chain.resyncs, chain.runner.chain_statistics.recomputed_tokens) == ([], 0)
+            proxy.frozen = False
+            async with asyncio.timeout(20):
+                await mended(chain)
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            assert chain.resyncs == []
+
+
 async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
     async with AsyncExitStack() as stack:
-        through_proxy, proxies, port = await in_front_of_stage_1(stack, Freezable)
+        through_proxy, proxies, port = await in_front_of(stack, 1, Freezable)
         options = {"reconnect_s": 0.3}
         async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
@@ -120,7 +157,7 @@ async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
 async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_silent() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        through_proxy, proxies, _ = await in_front_of_stage_1(stack, Freezable)
+        through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
         spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 1.5}
         async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
@@ -147,14 +148,6 @@ async def test_chunks_of_a_prompt_are_in_several_stages_at_once() -> None:
         assert 1 < most <= 8
 
 
-async def test_a_session_that_ends_frees_its_slot_in_every_stage() -> None:
-    async with opened_remote(shards((1,), "stages")) as chain:
-        await plain_text(chain.target, prompt(9), params("greedy", 9), 2)
-        assert [(await host.stage.engine.export_kv(0)).num_rows for host in chain.hosts] == [10, 10]
-        await chain.link.end(0)
-        assert [(await host.stage.engine.export_kv(0)).num_rows for host in chain.hosts] == [0, 0]
-
-
 def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -219,3 +212,16 @@ async def test_slots_are_moved_to_a_spare_on_demand() -> None:
         await moving
         assert chain.runner.chain_statistics.recomputed_tokens == 0
         assert chain.link.statistics.num_moved_slots == moves > 0
+
+
+async def test_a_stage_that_a_spare_has_replaced_meanwhile_is_not_moved() -> None:
+    texts, given = await asyncio.to_thread(expected, "hot", "tree")
+    model = shards((1,), "stages")
+    async with opened_remote(model, [Shards.load(folder(), 3, (1,), "stages").stages[1]]) as chain:
+        source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+        await chain.hosts[1].stop()
+        await wait_until(lambda: chain.link.trouble is not None)
+        with pytest.raises(InvalidRequest, match=f"no stage at {source} here"):
+            await chain.link.move_slots(source, target)
+        assert chain.link.addresses[1] == target
+        assert await together(chain.target, "hot", "tree", texts) == given

@@ -49,6 +49,19 @@ def test_the_command_line_beats_the_environment_beats_the_file(tmp_path: Path, m
     assert (settings.stages, settings.ends) == (("a:1",), "stages")
 
 
+def test_how_long_a_step_may_take_comes_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = _config(tmp_path, '[target]\nstages = ["c:1"]\nstep_timeout = 120\n')
+    assert load_settings(purpose="target").settings.target.step_timeout == 30.0
+    assert load_settings(config=config, purpose="target").settings.target.step_timeout == 120.0
+    monkeypatch.setenv("SPECSPLIT_TARGET_STEP_TIMEOUT", "60")
+    assert load_settings(config=config, purpose="target").settings.target.step_timeout == 60.0
+    given = {"step_timeout": 5.0}
+    assert load_settings(given, config=config, as_options=True, purpose="target").settings.target.step_timeout == 5.0
+    monkeypatch.setenv("SPECSPLIT_TARGET_STEP_TIMEOUT", "0")
+    with pytest.raises(InvalidSettings, match=r"^SPECSPLIT_TARGET_STEP_TIMEOUT must be greater than or equal to 1"):
+        load_settings(config=config, purpose="target")
+
+
 def test_of_two_ways_to_cut_the_one_said_nearer_by_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = _config(tmp_path, '[target]\nstages = ["c:1"]\nspares = ["d:1"]\n')
     settings = load_settings({"local_stages": 2}, config=config, as_options=True, purpose="target").settings.target
@@ -66,6 +79,13 @@ def test_of_two_ways_to_cut_the_one_said_nearer_by_counts(tmp_path: Path, monkey
         ({"spares": "a:1", "local_stages": 2}, r"^--spares needs stages elsewhere"),
         ({"ends": "coordinator"}, r"^--ends is for a target cut into stages"),
         ({"retry": 5.0}, r"^--retry is for a target cut into stages"),
+        ({"step_timeout": 5.0}, r"^--step-timeout is for a target cut into stages"),
+        (
+            {"stages": "a:1", "step_timeout": 0.5},
+            r"^--step-timeout must be greater than or equal to 1, not 0\.5\.$",
+        ),
+        ({"stages": "a:1", "step_timeout": float("inf")}, r"^--step-timeout must be a finite number, not inf\.$"),
+        ({"stages": "a:1", "step_timeout": "soon"}, r"^--step-timeout must be a valid number, not 'soon'\.$"),
         ({"stages": "a:1,"}, r"^--stages must be HOST:PORT, such as 127\.0\.0\.1:7001, not ''\.$"),
         ({"stages": "a:0"}, r"^--stages must name the port"),
         ({"local_stages": 0}, r"^--local-stages must be greater than or equal to 1, not 0\.$"),

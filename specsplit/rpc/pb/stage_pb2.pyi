@@ -355,7 +355,12 @@ class EndSlotRequest(_message.Message):
 
     CHAIN_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
+    epoch: _builtins.int
+    """The session's last epoch: what a later one wrote stays, and nothing of this or an earlier one is taken any more.
+    Without it the slot is emptied whoever it belongs to.
+    """
     @_builtins.property
     def chain(self) -> Global___ChainId: ...
     def __init__(
@@ -363,12 +368,15 @@ class EndSlotRequest(_message.Message):
         *,
         chain: Global___ChainId | None = ...,
         slot: _builtins.int = ...,
+        epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "chain", b"chain", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "chain", b"chain", "epoch", b"epoch", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
+    _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epoch) -> _WhichOneofReturnType__epoch | None: ...
 
 Global___EndSlotRequest: _TypeAlias = EndSlotRequest  # noqa: Y015
 

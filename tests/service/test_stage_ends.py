@@ -1,0 +1,262 @@
+"""Sessions that end at the coordinator: stages forget them, nobody waits for it, and slots are used again exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.core.errors import StaleEpoch, WorkerUnreachable
+from specsplit.core.planner import Ends
+from specsplit.core.types import Proposal, SamplingParams, SessionParams
+from specsplit.model.loader import load_model
+from specsplit.model.shard import LoadedShard, load_shard
+from specsplit.rpc.stage_frames import ChainId
+from specsplit.rpc.stage_peer import StagePeer
+from specsplit.target.engine import TargetEngine
+from tests.chains import Shards
+from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.remote_chains import RemoteOpen, StageHost, opened_remote
+from tests.rounds import plain_text, script, verdicts
+from tests.rpc_servers import CountingProxy, wait_until
+from tests.stage_models import cut
+
+NUM_SLOTS, TEXT_LENGTH = 4, 8
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
+PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
+_folders = TemporaryDirectory()
+
+
+@cache
+def folder() -> Path:
+    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
+
+
+@cache
+def shards(ends: Ends) -> Shards:
+    return Shards.load(folder(), 3, (1, 2), ends)
+
+
+@cache
+def spare_for_stage_1() -> LoadedShard:
+    spec = cut(3, (1, 2), has_ends=True)[1]
+    return load_shard(str(folder()), spec, max_sessions=4, threads=1, context=160, record=False)
+
+
+@cache
+def truth() -> list[int]:
+    async def main() -> list[int]:
+        target = TargetEngine(
+            load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
+        )
+        text = await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH)
+        await target.aclose()
+        return text
+
+    return asyncio.run(main())
+
+
+async def mended(chain: RemoteOpen) -> None:
+    while chain.link.trouble is not None:
+        with contextlib.suppress(WorkerUnreachable):
+            await chain.link.mend()
+        await asyncio.sleep(0.01)
+
+
+class SilentProxy(CountingProxy):
+    """Forwards TCP to a port told later; while it is silent, connections stay open and nothing comes through."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.is_silent = False
+
+    def before(self, address: str) -> str:
+        """Stand before a stage, and return where."""
+        self._port = int(address.rpartition(":")[2])
+        return self.address
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.is_silent:
+            await super()._serve(reader, writer)
+            return
+        with contextlib.suppress(ConnectionError):
+            await reader.read(-1)
+        writer.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not self.is_silent:
+                    writer.write(data)
+                    await writer.drain()
+        writer.close()
+
+
+def num_rows(host: StageHost) -> list[int]:
+    """Return the rows of every slot of a stage, and check that what goes with rows goes with them."""
+    slots = host.stage.engine._slots
+    for slot in slots:
+        assert slot.num_rows or not (slot.hashes or slot.ids or slot.pending or slot._sampler)
+    return [slot.num_rows for slot in slots]
+
+
+def is_forgotten(chain: RemoteOpen) -> bool:
+    return not any(rows for host in (*chain.hosts, *chain.spares) for rows in num_rows(host)) and not chain.link._ended
+
+
+async def opening(target: TargetEngine, key: str, params: SessionParams = PARAMS) -> None:
+    await target.verify(script(params, PROMPT, 0, 1, key), Proposal(1, len(PROMPT) - 1))
+
+
+@pytest.mark.parametrize("ends", ["stages", "coordinator"])
+async def test_stages_forget_a_session_that_is_closed_and_no_other(ends: Ends) -> None:
+    async with opened_remote(shards(ends)) as chain:
+        await opening(chain.target, "one")
+        await opening(chain.target, "two")
+        held = [num_rows(host) for host in chain.hosts]
+        assert held == [[40, 40, 0, 0]] * 3
+        await chain.target.close("one")
+        await wait_until(lambda: all(num_rows(host) == [0, 40, 0, 0] for host in chain.hosts))
+        await chain.target.close("two")
+        await wait_until(lambda: is_forgotten(chain))
+        assert all(not slot.ids for slot in chain.runner.cache.slots)
+
+
+async def test_stages_forget_what_expired_what_failed_and_what_was_scored() -> None:
+    async with opened_remote(shards("stages"), ttl_s=0.0) as chain:
+        await opening(chain.target, "one")
+        assert await chain.target.sweep() == 1
+        await wait_until(lambda: is_forgotten(chain))
+
+        seen = len(chain.hosts[0].stage.seen)
+        await chain.target.score(PROMPT, (8, 1, 4))
+        assert len(chain.hosts[0].stage.seen) > seen
+        await wait_until(lambda: is_forgotten(chain))
+
+        await chain.hosts[2].stop()
+        chain.link._reconnect_s = 0.1
+        with pytest.raises(WorkerUnreachable):
+            await opening(chain.target, "two")
+        await chain.target.close("two")
+        await chain.hosts[2].start()
+        async with asyncio.timeout(10):
+            await mended(chain)
+        await wait_until(lambda: is_forgotten(chain))
+
+
+async def test_a_slot_that_a_new_session_takes_is_safe_from_the_end_of_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every EndSession arrives only when the slot's next session is at work."""
+    text = await asyncio.to_thread(truth)
+    end, waiting = StagePeer.end, asyncio.Event()
+    told: list[int] = []
+
+    async def end_late(peer: StagePeer, chain: ChainId, slot: int, epoch: int | None = None) -> None:
+        await waiting.wait()
+        await end(peer, chain, slot, epoch)
+        told.append(slot)
+
+    monkeypatch.setattr(StagePeer, "end", end_late)
+    async with opened_remote(shards("stages")) as chain:
+        for _ in range(2 * NUM_SLOTS):
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        await opening(chain.target, "new")
+        waiting.set()
+        await wait_until(lambda: not chain.link._ended)
+        assert len(told) >= 3
+        assert [num_rows(host) for host in chain.hosts] == [[40, 0, 0, 0]] * 3
+        turn = script(PARAMS, [*PROMPT, text[0]], len(PROMPT), 2, "new")
+        assert (await chain.target.verify(turn, Proposal(1, len(PROMPT)))).bonus_token == text[1]
+        assert chain.resyncs == []
+
+
+async def test_slots_that_are_used_again_and_again_compute_nothing_twice() -> None:
+    text = await asyncio.to_thread(truth)
+    async with opened_remote(shards("stages")) as chain:
+
+        async def use(seed: int) -> None:
+            for number in range(4):
+                if (seed + number) % 2:
+                    assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+                else:
+                    await verdicts(chain.target, PROMPT, PARAMS, text, seed, "tree", rollback=0.2)
+
+        await asyncio.gather(*(use(seed) for seed in range(NUM_SLOTS)))
+        assert chain.resyncs == []
+        assert (chain.link.statistics.num_connections, chain.link.statistics.num_late) == (1, 0)
+        await wait_until(lambda: is_forgotten(chain))
+
+
+async def test_a_stage_that_is_silent_holds_up_no_end_and_forgets_once_it_is_back() -> None:
+    proxy, options = SilentProxy(), {"reconnect_s": 0.3}
+
+    def through_proxy(addresses: list[str]) -> list[str]:
+        return [addresses[0], proxy.before(addresses[1]), addresses[2]]
+
+    async with (
+        proxy.running(),
+        opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain,
+    ):
+        stage = chain.hosts[1]
+        await opening(chain.target, "one")
+        await opening(chain.target, "two")
+        proxy.is_silent = True
+        async with asyncio.timeout(1):  # a keepalive, a ping or a call would take longer
+            await chain.target.close("one")
+        assert chain.target.num_sessions == 1
+        await wait_until(lambda: num_rows(chain.hosts[0])[0] == num_rows(chain.hosts[2])[0] == 0)
+        assert num_rows(stage) == [40, 40, 0, 0]
+        await wait_until(lambda: chain.link.trouble is not None)
+        proxy.is_silent = False
+        async with asyncio.timeout(20):
+            await mended(chain)
+        await wait_until(lambda: num_rows(stage) == [0, 40, 0, 0])
+        await chain.target.close("two")
+        await wait_until(lambda: is_forgotten(chain))
+
+
+async def test_what_ends_while_slots_move_to_a_spare_is_forgotten_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    spares = [await asyncio.to_thread(spare_for_stage_1)]
+    async with opened_remote(shards("stages"), spares) as chain:
+        await opening(chain.target, "one")
+        await opening(chain.target, "two")
+        moved, may_go_on = asyncio.Event(), asyncio.Event()
+        move_slot = StagePeer.move_slot
+
+        async def move_and_wait(peer: StagePeer, chain_id: ChainId, slot: int, to: StagePeer, timeout_s: float) -> int:
+            num_bytes = await move_slot(peer, chain_id, slot, to, timeout_s)
+            if slot == 0:
+                moved.set()
+                await may_go_on.wait()
+            return num_bytes
+
+        monkeypatch.setattr(StagePeer, "move_slot", move_and_wait)
+        source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+        moving = asyncio.create_task(chain.link.move_slots(source, target))
+        await moved.wait()
+        await chain.target.close("one")
+        await wait_until(lambda: all(num_rows(host)[0] == 0 for host in chain.hosts))
+        assert num_rows(chain.spares[0]) == [40, 0, 0, 0]
+        may_go_on.set()
+        assert await moving == 2
+        await wait_until(lambda: num_rows(chain.spares[0]) == [0, 40, 0, 0])
+        await wait_until(lambda: not chain.link._ended)
+
+
+async def test_packets_of_an_epoch_that_is_over_write_nothing() -> None:
+    async with opened_remote(shards("stages")) as chain:
+        await opening(chain.target, "one")
+        late = chain.hosts[0].stage.seen[0]
+        await chain.target.close("one")
+        await wait_until(lambda: is_forgotten(chain))
+        with pytest.raises(StaleEpoch, match="epoch 1 of slot 0 is over; epoch 2 has begun"):
+            await chain.hosts[0].stage.engine.forward(late)
+        assert num_rows(chain.hosts[0]) == [0] * NUM_SLOTS
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == await asyncio.to_thread(truth)
+        assert chain.resyncs == []

@@ -1,0 +1,50 @@
+"""`--step-timeout` of a target: a stage that answers pings and never ends its step is given up after that long."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from specsplit.core.packet import Packet
+from specsplit.core.sections import StageSettings
+from specsplit.target.stage import StageEngine
+from tests.processes import WorkerProcess
+from tests.stage_processes import generated, sent_again, served_stages
+
+STEP_TIMEOUT_S = 1.5
+
+
+def test_a_stage_that_answers_and_never_ends_its_step_is_given_up_when_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    text = generated(capfd, "--mode", "plain")
+    hung: list[StageEngine] = []
+    forward = StageEngine.forward
+
+    async def forward_or_hang(stage: StageEngine, packet: Packet) -> Packet:
+        if not hung and stage.index == 1 and packet.sessions[0].start > 20:
+            hung.append(stage)
+        if stage in hung:
+            await asyncio.Event().wait()
+        return await forward(stage, packet)
+
+    monkeypatch.setattr(StageEngine, "forward", forward_or_hang)
+    settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:10", "4:10")]
+    with served_stages(*settings) as (first, second, spare):
+        where = ("--stages", f"{first},{second}", "--spares", spare)
+        target = WorkerProcess("target", tmp_path, *where, "--step-timeout", str(STEP_TIMEOUT_S))
+        try:
+            assert generated(capfd, "--mode", "plain", "--target", target.address) == text
+            assert len(hung) == 1
+            assert target.stop() == 0
+            told = target.stderr
+        finally:
+            target.close()
+    told_s = [float(seconds) for seconds in re.findall(r"computing one step for ([0-9.]+) s, and 1.5 s are the ", told)]
+    assert told_s, told
+    assert all(seconds > STEP_TIMEOUT_S for seconds in told_s)
+    assert f"the spare at {spare} took a stage's place" in told
+    assert [reason for reason, _ in sent_again(target)] == ["lost", "behind"]
