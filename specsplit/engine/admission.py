@@ -69,6 +69,10 @@ class Task:
     """Its entry is in a step that has not ended."""
     cancelled: bool = False
     begun_s: float = 0.0
+    ready_s: float = 0.0
+    """When its entry was made."""
+    waited_s: float = 0.0
+    """Begun, and no step had room."""
     device_ms: float = 0.0
     num_forwards: int = 0
     num_tokens: int = 0
@@ -78,7 +82,7 @@ class Task:
         now = time.perf_counter()
         return Timings(
             wall_ms=(now - self.submitted_s) * 1e3,
-            queue_ms=(self.begun_s - self.submitted_s) * 1e3,
+            queue_ms=(self.begun_s - self.submitted_s + self.waited_s) * 1e3,
             device_ms=self.device_ms,
             num_forwards=self.num_forwards,
             num_tokens=self.num_tokens,

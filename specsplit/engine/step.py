@@ -18,6 +18,7 @@ class Step:
         self._start_s, self._start_ns = time.perf_counter(), time.time_ns()
         for task in tasks:
             task.is_under_way = True
+            task.waited_s += self._start_s - task.ready_s
 
     def end(self, worker: str) -> None:
         """Count the forward for every task, and record it for those that have a span."""

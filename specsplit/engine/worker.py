@@ -38,7 +38,7 @@ def at_once(action: Callable[[], Any]) -> Callable[[], Work]:
 
 
 def _nothing() -> None:
-    """Accept nothing: the device is only told that something came back."""
+    """Accept nothing: the device is only told that something came back, or that nobody waits any more."""
 
 
 class Worker:
@@ -134,6 +134,7 @@ class Worker:
         line = self._lines.get(task.session) if task.session is not None else None
         if line is None or not line.withdraw(task):
             task.cancelled = True
+            self._device.submit(self, _nothing)
             await to_its_end(task.ended)
 
     def _advance_line(self, session: str) -> None:
@@ -173,7 +174,9 @@ class Worker:
         num_under_way = len(self._under_way)
         if not num_under_way or self._waiting or any(flight.is_done for flight in self._under_way.values()):
             return self.has_work
-        return num_under_way < self._runner.max_under_way and not all(task.is_under_way for task in self._running)
+        idle = [task for task in self._running if not task.is_under_way]
+        has_room = num_under_way < self._runner.max_under_way
+        return bool(idle) and (has_room or any(task.cancelled for task in idle))
 
     def step(self) -> None:
         """Begin what can begin, then forward all that is ready; a mistake here ends the tasks, not the device."""
@@ -204,8 +207,7 @@ class Worker:
             self._begin(task)
         for step, flight in list(self._under_way.items()):
             if flight.is_done:
-                del self._under_way[step]
-                self._end(step, flight.result)
+                self._land(step, flight)
         idle = [task for task in self._running if not task.is_under_way]
         ready = [task for task in idle if not self._end_if_cancelled(task)]
         if self._runner.max_under_way > 1:
@@ -232,8 +234,25 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - as in `_end`
             self._fail(step, error)
         else:
-            self._under_way[step] = flight
-            flight.when_done(lambda: self._device.submit(self, _nothing))
+            self._await(step, flight)
+
+    def _await(self, step: Step, flight: Flight) -> None:
+        """Let a step be under way until its flight wakes the device."""
+        self._under_way[step] = flight
+        flight.when_done(lambda: self._device.submit(self, _nothing))
+
+    def _land(self, step: Step, flight: Flight) -> None:
+        """End a step that has come back, unless some of it goes out again."""
+        del self._under_way[step]
+        try:
+            landed = flight.try_land()
+        except Exception as error:  # noqa: BLE001 - as in `_end`
+            self._fail(step, error)
+            return
+        if landed is None:
+            self._await(step, flight)
+        else:
+            self._end(step, lambda: landed)
 
     def _end(self, step: Step, logits_of: Callable[[], list[Tensor]]) -> None:
         try:
@@ -258,6 +277,7 @@ class Worker:
             else:
                 assert logits is not None
                 task.entry = task.work.send(logits)
+            task.ready_s = time.perf_counter()
         except StopIteration as stop:
             self._finish(task, result=stop.value)
         except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller

@@ -45,8 +45,11 @@ class Flight(Protocol):
         """Call `call` once it is done, from whatever thread notices."""
         ...
 
-    def result(self) -> list[Tensor]:
-        """Return what `forward` returns, or raise what that raises; waits for it."""
+    def try_land(self) -> list[Tensor] | None:
+        """Return what `forward` returns, or raise what that raises; once it is done, also waits until it is.
+
+        None says that some of it has to be computed again: it is under way anew, to be waited for as before.
+        """
         ...
 
 

@@ -45,7 +45,7 @@ ResyncReason = Literal["behind", "corrupt", "lost"]
 CHUNK_TOKENS = 128
 """Rows of one session in a packet: a prefill's chunks follow each other down the chain."""
 WINDOW = 8
-"""Packets under way at once."""
+"""Packets under way at once; more stages have as many more."""
 MAX_ATTEMPTS = 8
 """Times that a step is sent before its error is given to its sessions."""
 _MAX_LATE = 2
@@ -118,23 +118,40 @@ class Attempt:
 
 
 class ChainFlight:
-    """A step on its way through the chain."""
+    """A step on its way through the chain, and once more wherever something went wrong."""
 
-    def __init__(self, runner: ChainRunner, shares: Sequence[Share], attempt: Attempt) -> None:
-        self._runner, self._shares, self._attempt = runner, shares, attempt
+    def __init__(self, runner: ChainRunner, shares: Sequence[Share]) -> None:
+        self._runner, self._shares = runner, shares
+        self._results: dict[Share, Tensor] = {}
+        self._num_attempts = self._num_late = 0
+        self._attempt = runner.attempt(shares)
 
     @property
     def is_done(self) -> bool:
-        """Whether all packets of the first attempt have their answers or errors."""
+        """Whether all packets that were sent have their answers or errors."""
         return self._attempt.outcomes.done()
 
     def when_done(self, call: Callable[[], object]) -> None:
         """Call `call` once it is done, from whatever thread notices."""
         self._attempt.outcomes.add_done_callback(lambda _: call())
 
+    def try_land(self) -> list[Tensor] | None:
+        """Return what `forward` returns, or raise what that raises; None where some of it is on its way again."""
+        runner = self._runner
+        errors = runner.take_in(self._attempt, self._results)
+        if not errors:
+            return runner.commit(self._shares, self._results)
+        self._num_attempts += 1
+        self._num_late += any(isinstance(error, DeadlineExceeded) for error in errors.values())
+        runner.check_again(errors, self._num_attempts, self._num_late)
+        self._attempt = runner.attempt([share for share in self._shares if not share.is_done])
+        return None
+
     def result(self) -> list[Tensor]:
-        """Return what `forward` returns, or raise what that raises; sends again what went wrong."""
-        return self._runner.land(self._shares, self._attempt)
+        """Return what `forward` returns, or raise what that raises; waits for it."""
+        while (landed := self.try_land()) is None:
+            pass
+        return landed
 
 
 class ChainRunner:
@@ -154,7 +171,7 @@ class ChainRunner:
         dtype: torch.dtype,
         ends: Ends | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
-        window: int = WINDOW,
+        window: int | None = None,
         max_attempts: int = MAX_ATTEMPTS,
         max_under_way: int | None = None,
     ) -> None:
@@ -168,7 +185,8 @@ class ChainRunner:
         self._payload_type: PayloadType = payload_type(dtype)
         self._chunk_tokens, self._max_attempts = chunk_tokens, max_attempts
         self._max_under_way = max_under_way
-        self._window = asyncio.Semaphore(window)
+        self._window = asyncio.Semaphore(window or max(WINDOW, self.max_under_way))
+        self._sending = asyncio.Lock()
         self._request_ids = itertools.count(1)
 
     @property
@@ -194,36 +212,32 @@ class ChainRunner:
         with contextlib.suppress(RuntimeError):  # of a thread without a loop
             assert asyncio.get_running_loop() is not self._loop, "a forward would wait for its own event loop"
         shares = [Share(entry, self.cache.slots[entry.slot]) for entry in entries]
-        return ChainFlight(self, shares, self._attempt(shares))
+        return ChainFlight(self, shares)
 
-    @torch.inference_mode()
-    def land(self, shares: Sequence[Share], attempt: Attempt) -> list[Tensor]:
-        """Return what came of an attempt; what went wrong is sent again."""
-        results: dict[Share, Tensor] = {}
-        num_late = 0
-        for number in itertools.count(1):
-            errors = self._take_in(attempt, results)
-            if not errors:
-                break
-            fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
-            num_late += any(isinstance(error, DeadlineExceeded) for error in errors.values())
-            if fatal or number == self._max_attempts or num_late == _MAX_LATE or self._link.is_down:
-                raise [*fatal, *errors.values()][0]
-            self._note_resyncs(errors)
-            attempt = self._attempt([share for share in shares if not share.is_done])
+    def check_again(self, errors: dict[Share, Exception], num_attempts: int, num_late: int) -> None:
+        """Raise what sending again would not mend; else take note of what is sent again."""
+        fatal = [error for error in errors.values() if not isinstance(error, _AGAIN)]
+        if fatal or num_attempts == self._max_attempts or num_late == _MAX_LATE or self._link.is_down:
+            raise [*fatal, *errors.values()][0]
+        self._note_resyncs(errors)
+
+    def commit(self, shares: Sequence[Share], results: dict[Share, Tensor]) -> list[Tensor]:
+        """Note the rows of a step as held by every stage, and return the logits of its entries."""
         for share in shares:
             share.commit()
         self.statistics.num_forwards += 1
         self.statistics.num_tokens += sum(len(share.entry.token_ids) for share in shares)
         return [results[share] for share in shares]
 
-    def _attempt(self, shares: Sequence[Share]) -> Attempt:
+    @torch.inference_mode()
+    def attempt(self, shares: Sequence[Share]) -> Attempt:
         """Send what is left of the shares."""
         sent = self._packets(shares)
         sending = self._send_all([one.packet for one in sent])
         return Attempt(sent, asyncio.run_coroutine_threadsafe(sending, self._loop))
 
-    def _take_in(self, attempt: Attempt, results: dict[Share, Tensor]) -> dict[Share, Exception]:
+    @torch.inference_mode()
+    def take_in(self, attempt: Attempt, results: dict[Share, Tensor]) -> dict[Share, Exception]:
         """Take in the answers of an attempt, and return what first went wrong with each share."""
         failed: list[tuple[_Sent, Exception]] = []
         for one, outcome in zip(attempt.sent, attempt.outcomes.result(), strict=True):
@@ -286,9 +300,10 @@ class ChainRunner:
             return answer
 
         tasks: list[asyncio.Task[Packet | Exception]] = []
-        for packet in packets:
-            await self._window.acquire()
-            tasks.append(asyncio.create_task(send(packet)))
+        async with self._sending:  # request ids ascend on the link, also where several steps wait for the window
+            for packet in packets:
+                await self._window.acquire()
+                tasks.append(asyncio.create_task(send(packet)))
         return list(await asyncio.gather(*tasks))
 
     def _check_picks(self, answer: Packet) -> None:
