@@ -55,7 +55,7 @@ proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
 bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
 
-bench: $(RUNS)  ## Measure all figures and write their report (25 minutes on two free cores; goes on where it was stopped)
+bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
 	$(BIN)/python -m benchmarks figures
 
 clean:  ## Remove the virtual environment, caches and build outputs

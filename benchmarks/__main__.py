@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -15,6 +16,10 @@ from specsplit.core import defaults
 from specsplit.core.defaults import Device, Dtype
 from specsplit.core.errors import SpecSplitError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
 INTERRUPTED = 130
 NOTHING_WHOLE = "Interrupted before the first round was whole; there is nothing to show."
 
@@ -29,6 +34,7 @@ Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go o
 Nodes = Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")]
 Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
 Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
+Lookup = Annotated[bool, typer.Option(help="Whether our systems' trees hold lookup's nodes too.")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker for the systems named MODE@remote.")]
 ResultsPath = Annotated[Path, typer.Argument(help="A results file of `run`.", dir_okay=False)]
 Grid = Annotated[str, typer.Option(help="Values separated by commas.")]
@@ -59,10 +65,7 @@ def smoke(
 
     console = report.new_console()
     settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, Shape(nodes, depth, branching))
-    found = smoke_run.run(settings, report.Progress(console))
-    if found is None:
-        console.print(NOTHING_WHOLE)
-        raise typer.Exit(INTERRUPTED)
+    found = _whole(console, smoke_run.run(settings, report.Progress(console)))
     smoke_report.show(console, found)
     report.emit(found.to_dict(), output)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
@@ -89,6 +92,7 @@ def run(
     nodes: Nodes = defaults.DEFAULT_NODES,
     depth: Depth = defaults.DEFAULT_DEPTH,
     branching: Branching = defaults.DEFAULT_BRANCHING,
+    lookup: Lookup = defaults.LOOKUP,
     target_address: Address = None,
     draft_address: Address = None,
     output: Resumed = None,
@@ -113,14 +117,13 @@ def run(
         is_inflated=inflated,
         pair=chosen_pair(pair, target, draft, dtype, device),
         shape=Shape(nodes, depth, branching),
+        lookup=lookup,
         target_address=target_address,
         draft_address=draft_address,
     )
     console = report.new_console()
-    found = bench.run(settings, output, report.Progress(console), lambda line: console.print(line, markup=False))
-    if found is None:
-        console.print(NOTHING_WHOLE)
-        raise typer.Exit(INTERRUPTED)
+    told = partial(console.print, markup=False)
+    found = _whole(console, bench.run(settings, output, report.Progress(console), told))
     run_report.show(console, found)
     report.emit({**found.run.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
@@ -173,10 +176,7 @@ def sweep_tree(
         num_rounds=rounds,
         threads=threads,
     )
-    found = tree.run(settings, report.Progress(console))
-    if found is None:
-        console.print(NOTHING_WHOLE)
-        raise typer.Exit(INTERRUPTED)
+    found = _whole(console, tree.run(settings, report.Progress(console)))
     tree.show(console, found)
     report.emit(found.to_dict(), output)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
@@ -205,6 +205,7 @@ def sweep(
     nodes: Nodes = defaults.DEFAULT_NODES,
     depth: Depth = defaults.DEFAULT_DEPTH,
     branching: Branching = defaults.DEFAULT_BRANCHING,
+    lookup: Lookup = defaults.LOOKUP,
     target_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
     draft_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
     output: Resumed = None,
@@ -231,14 +232,13 @@ def sweep(
         is_inflated=inflated,
         pair=chosen_pair(pair, target, draft, dtype, device),
         shape=Shape(nodes, depth, branching),
+        lookup=lookup,
         target_address=target_address,
         draft_address=draft_address,
     )
     console = report.new_console()
-    found = sweep_run.run(settings, output, report.Progress(console), lambda line: console.print(line, markup=False))
-    if found is None:
-        console.print(NOTHING_WHOLE)
-        raise typer.Exit(INTERRUPTED)
+    told = partial(console.print, markup=False)
+    found = _whole(console, sweep_run.run(settings, output, report.Progress(console), told))
     sweep_run.show(console, found)
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
@@ -343,6 +343,14 @@ def figures(
 
 
 app.command()(calibration_study.calibration)
+
+
+def _whole(console: Console, found: T | None) -> T:
+    """Return what was found; where no round became whole, say so and exit."""
+    if found is None:
+        console.print(NOTHING_WHOLE)
+        raise typer.Exit(INTERRUPTED)
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:

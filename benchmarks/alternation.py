@@ -10,9 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
 
 from benchmarks.systems import Sample, System, Task
 
+T = TypeVar("T")
 Round = dict[str, list[Sample]]
 """Each system's samples of one round, in the order of the tasks."""
 Tick = Callable[[str], None]
@@ -35,12 +37,12 @@ class Measurement:
         return [samples[name] for samples in self.rounds]
 
 
-def running_order(systems: Sequence[System], round_number: int, task_number: int) -> list[System]:
-    """Return the systems in an order that rotates with round and task and turns round every other round.
+def running_order(systems: Sequence[T], round_number: int, task_number: int) -> list[T]:
+    """Return the systems in an order that turns round every other round and rotates with the task and every two rounds.
 
-    So each system has each place, and is preceded by each of its neighbours.
+    So for each task each system has each place as often, and is preceded by each of its neighbours.
     """
-    start = (round_number + task_number) % len(systems)
+    start = (round_number // 2 + task_number) % len(systems)
     rotated = [*systems[start:], *systems[:start]]
     return rotated[::-1] if round_number % 2 else rotated
 

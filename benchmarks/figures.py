@@ -22,6 +22,10 @@ INTERRUPTED = 130
 Tell = Callable[[str], None]
 MODES = "plain,lookup,pingpong,overlap,auto"
 OVER_A_NETWORK = "plain,pingpong,overlap,stream,auto"
+REPORT_MINUTES = 0.6
+KEPT = ("coupling_study.jsonl", "stage-sessions.jsonl")
+"""Part of the report; each has a command of its own."""
+_SHIPPED = Path(__file__).parent / "results"
 PEERS = "generate,assisted,assisted-constant,lookup-4,lookup-10,bare"
 
 
@@ -35,7 +39,8 @@ class Part:
     resumes: bool = False
     """Whether the command goes on with what `output` holds."""
     minutes: float = 0.0
-    """About: counted at 200 tokens per second of the embedded pair and 40 to 60 of the inflated one, on two cores."""
+    """About: counted from the sizes at the rates of results/smoke.jsonl (130 to 570 tokens per second) and
+    results/round-trip.jsonl (13 to 56, of the inflated target), with loading, warm-ups and costs, on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +49,29 @@ class Sizes:
 
     rounds: int = 9
     sweep_rounds: int = 5
-    prompts: int = 5
+    prompts: int = 4
     tokens: int = 96
-    inflated_prompts: int = 4
+    inflated_prompts: int = 3
     inflated_tokens: int = 64
     link_tokens: int = 48
     at_once: tuple[int, ...] = (1, 2, 4, 8)
     rtts_ms: tuple[int, ...] = (0, 2, 10, 40)
-    verify_ms: int = 25
+    verify_ms: int | None = 25
+    """None for a copy that is hardly larger, however long it takes."""
     threads: int = 2
     calibration_prompts: int = 24
 
 
 FULL = Sizes()
-TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), 6, 1, 2)
+TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), None, 1, 2)
 """Shows that every part works; its figures mean nothing."""
 
 
 def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
     """Return the commands in order; those that need the inflated target come after it."""
-    target = models / f"inflated-{sizes.verify_ms}ms"
-    useless = models / "useless-draft"
+    target = models / ("inflated" if sizes.verify_ms is None else f"inflated-{sizes.verify_ms}ms")
+    by_size = ("--extra-layers", "1", "--mlp-factor", "1")
+    size = by_size if sizes.verify_ms is None else ("--target-ms", str(sizes.verify_ms))
     on_inflated = ("--target", str(target), "--draft", "embedded")
     at_once, rtts = (",".join(map(str, values)) for values in (sizes.at_once, sizes.rtts_ms))
 
@@ -79,24 +86,26 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
     run = ("--threads", str(sizes.threads))
     small = sized(sizes.inflated_prompts, sizes.inflated_tokens, sizes.sweep_rounds)
     trace, profile = folder / "inflated-overlap.trace.jsonl", folder / "profile.jsonl"
+    held, kinds = ("--target", str(target), "--drafts", str(models)), folder / "draft-kinds.jsonl"
+    pairs = ("--prompts", "2", "--new-tokens", str(sizes.link_tokens), "--pairs", str(sizes.rounds))
     calibration = folder / "calibration.jsonl"
     judged = ("--prompts", str(sizes.calibration_prompts), "--new-tokens", str(sizes.tokens))
     traced = ("--mode", "overlap", "--rtt-ms", "10", "--new-tokens", str(sizes.inflated_tokens), "--output", str(trace))
-    inflate = ("benchmarks.inflate", "--to", str(target), "--target-ms", str(sizes.verify_ms), "--threads", "1")
+    inflate = ("benchmarks.inflate", "--to", str(target), *size, "--threads", "1")
     return [
-        measured("systems, embedded pair", "embedded", 5, "run", "--systems", f"{MODES},{PEERS}", *run,
+        measured("systems, embedded pair", "embedded", 3.8, "run", "--systems", f"{MODES},{PEERS}", *run,
                  *sized(sizes.prompts, sizes.tokens, sizes.rounds)),
         Part("inflated target", inflate, target, minutes=1),
-        measured("systems, inflated target", "inflated", 4, "run", "--systems",
+        measured("systems, inflated target", "inflated", 3.2, "run", "--systems",
                  f"{MODES},generate,lookup-10,bare", *run, *on_inflated, *small),
-        measured("round trip, inflated target", "round-trip", 7, "sweep", "--modes", OVER_A_NETWORK,
+        measured("round trip, inflated target", "round-trip", 6.4, "sweep", "--modes", OVER_A_NETWORK,
                  "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.sweep_rounds)),
-        Part("a useless draft", ("benchmarks.useless_draft", "--to", str(useless)), useless, minutes=0.1),
-        measured("a useless draft, inflated target", "useless-draft", 1, "sweep", "--modes", "plain,auto",
-                 "--target", str(target), "--draft", str(useless), *sized(2, sizes.link_tokens, sizes.rounds)),
-        measured("sessions at once, embedded pair", "concurrency", 3, "sweep", "--modes", "plain,pingpong,overlap",
+        Part("a useless draft, inflated target",
+             ("benchmarks.draft_kinds", "--kind", "useless", *held, *pairs, "--output", str(kinds)), kinds,
+             resumes=True, minutes=1.3),
+        measured("sessions at once, embedded pair", "concurrency", 2.6, "sweep", "--modes", "plain,pingpong,overlap",
                  "--concurrency", at_once, *sized(sizes.at_once[-1], sizes.inflated_tokens, sizes.sweep_rounds)),
-        measured("temperature, embedded pair", "temperature", 2, "sweep", "--modes", "plain,pingpong,overlap",
+        measured("temperature, embedded pair", "temperature", 1.9, "sweep", "--modes", "plain,pingpong,overlap",
                  "--temperature", "0,0.6,1", *sized(sizes.inflated_prompts, sizes.tokens, sizes.sweep_rounds)),
         Part("calibration, embedded pair",
              ("benchmarks", "calibration", *judged, "--output", str(calibration)), calibration, minutes=0.8),
@@ -119,7 +128,7 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
     except OSError as error:
         raise InvalidSettings(f"The folder {error.filename} cannot be made ({error.strerror}).") from error
     start_s = time.monotonic()
-    tell(f"{len(listed) + 1} parts, about {sum(part.minutes for part in listed):.0f} minutes on two free cores.")
+    tell(f"{len(listed) + 1} parts, about {minutes(listed):.0f} minutes on two free cores.")
     for number, part in enumerate(listed, 1):
         _clear(part, is_fresh=is_fresh, tell=tell)
         if part.output.exists() and not part.resumes:
@@ -134,16 +143,26 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
             raise ResourceError(
                 f"The part {part.what} failed, see above; the same command tries again, --fresh from scratch."
             )
-    files = [str(part.output) for part in listed if part.output.suffix == ".jsonl"]
+    files = [str(part.output) for part in listed if part.output.suffix == ".jsonl"] + kept(folder)
     page = ("--output", str(folder / "report.html"), "--plots", str(folder / "plots"))
     code = _run(("benchmarks", "report", *files, *page))
     if code not in (0, INTERRUPTED):
         raise ResourceError("The report failed, see above.")
-    sweeps = [str(folder / f"{name}.jsonl") for name in ("round-trip", "useless-draft")]
-    if code == 0 and _run(("benchmarks.network_bars", *sweeps)) != 0:
+    if code == 0 and _run(("benchmarks.network_bars", str(folder / "round-trip.jsonl"))) != 0:
         raise ResourceError("The bars could not be checked, see above.")
     tell(f"{folder / 'report.html'} after {(time.monotonic() - start_s) / 60:.1f} minutes.")
     return code
+
+
+def minutes(listed: Sequence[Part]) -> float:
+    """Return about how long the parts and their report take."""
+    return sum(part.minutes for part in listed) + REPORT_MINUTES
+
+
+def kept(folder: Path) -> list[str]:
+    """Return the files of what takes too long to be measured each time: those in `folder`, else the shipped ones."""
+    places = [(folder / name, _SHIPPED / name) for name in KEPT]
+    return [str(next(place for place in each if place.exists())) for each in places if any(map(Path.exists, each))]
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -47,6 +47,8 @@ class Setup:
     pair: Pair = field(default=Pair())
     threads: int = 1
     shape: Shape = field(default=Shape())
+    lookup: bool = True
+    """Of our own systems: whether trees hold lookup's nodes too."""
     target_address: str | None = None
     draft_address: str | None = None
 
@@ -65,6 +67,10 @@ class Entry:
     tells_tokens: bool = True
     has_our_noise: bool = False
     """Whether it must write plain decoding's text at any temperature; greedy, every system must."""
+
+    @property
+    def is_server(self) -> bool:
+        return self.name.startswith(_SERVER)
 
     @property
     def is_ours(self) -> bool:
@@ -112,6 +118,8 @@ def find(name: str, setup: Setup) -> Entry:
 
 
 def _check(entry: Entry, place: str, setup: Setup) -> None:
+    if entry.mode == "lookup" and not setup.lookup:
+        raise InvalidRequest(f"{entry.name} cannot be measured with --no-lookup.", param="lookup")
     if place == "remote":
         roles = {"--target-address": setup.target_address}
         if entry.needs_draft:
@@ -125,7 +133,7 @@ def _check(entry: Entry, place: str, setup: Setup) -> None:
 
 def _mode(name: str, mode: str, place: str) -> Entry:
     def make(setup: Setup) -> Factory:
-        chosen = ServedMode(name, mode, setup.shape)
+        chosen = ServedMode(name, mode, setup.shape, setup.lookup)
         if place == "loopback":
             return ServeLoopback(setup.threads, chosen, setup.pair)
         if place == "remote":
@@ -148,7 +156,10 @@ def _transformers(name: str) -> Entry:
 
 
 def _server(name: str) -> Entry:
-    url = name.removeprefix(_SERVER)
+    url, _, model = name.removeprefix(_SERVER).partition("#")
     if not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"{name!r} names no server; write openai:http://HOST:PORT/v1.", param="systems")
-    return Entry(name, "a server", lambda setup: ServeCompletions(name, url), packages=("openai",))
+        raise InvalidRequest(
+            f"{name!r} names no server; write openai:http://HOST:PORT/v1, and #MODEL behind it if need be.",
+            param="systems",
+        )
+    return Entry(name, "a server", lambda setup: ServeCompletions(name, url, model or None), packages=("openai",))

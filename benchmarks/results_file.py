@@ -20,6 +20,8 @@ from benchmarks.samples import RunSample, from_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 
 SCHEMA = 1
+_SETTINGS_OF_OLDER_FILES = {"lookup": True}
+"""What settings that a file does not name were when it was written."""
 Record = dict[str, Any]
 
 
@@ -94,6 +96,11 @@ def read(path: Path) -> RunFile:
     return collected.done()
 
 
+def completed(header: Record) -> Record:
+    """Return the first line of a file with the settings that did not exist yet when it was written."""
+    return {**header, "settings": {**_SETTINGS_OF_OLDER_FILES, **header["settings"]}}
+
+
 def assembled(begun: RunFile | None, header: Record, records: Iterable[Record]) -> RunFile:
     """Return a run as its file would be read: what was `begun`, and the records that were measured since."""
     collected = _Collected(begun.path if begun is not None else Path())
@@ -137,7 +144,7 @@ class _Collected:
         if kind == "run":
             if record["schema"] != SCHEMA:
                 raise InvalidRequest(f"{self.path} has schema {record['schema']}, not {SCHEMA}.", param="file")
-            self.header = record
+            self.header = completed(record)
             self.num_kept_bytes = end
         elif kind == "summary":
             self.summary = record

@@ -55,13 +55,15 @@ class RunSettings:
     """Whether to say so of a target that does not tell it itself."""
     pair: Pair = field(default=Pair())
     shape: Shape = field(default=Shape())
+    lookup: bool = True
+    """Of our systems: whether trees hold lookup's nodes too."""
     target_address: str | None = None
     draft_address: str | None = None
 
     @property
     def setup(self) -> Setup:
         """Return what every system is made from."""
-        return Setup(self.pair, self.threads, self.shape, self.target_address, self.draft_address)
+        return Setup(self.pair, self.threads, self.shape, self.lookup, self.target_address, self.draft_address)
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types."""
@@ -84,6 +86,7 @@ class RunSettings:
             "nodes": self.shape.nodes,
             "depth": self.shape.depth,
             "branching": self.shape.branching,
+            "lookup": self.lookup,
             "target_address": self.target_address,
             "draft_address": self.draft_address,
             "bootstrap_seed": BOOTSTRAP_SEED,
@@ -125,6 +128,9 @@ def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Te
         for task_id in bench.left_out:
             tell(f"Left out {task_id}: its prompt and {settings.num_new_tokens} tokens do not fit the context.")
         header = {**header, **bench.facts(prompts)}
+        for name, facts in header["systems"].items():
+            for line in summary.reservations(name, facts):
+                tell(line)
         if begun is not None:
             _refuse_differences(begun, header)
         with Writer(output, begun.num_kept_bytes if begun is not None else 0) as writer:
@@ -201,12 +207,16 @@ class Bench:
         ]
         return {
             "models": self.referee.ask("models"),
-            "systems": {entry.name: entry.to_dict() for entry in self.entries},
+            "systems": {entry.name: {**entry.to_dict(), **self._dialect(entry)} for entry in self.entries},
             "skipped": self.skipped,
             "left_out": self.left_out,
             "prefill_chunk_tokens": self.referee.ask("prefill_chunk_tokens"),
             "prompts": {"sha256": workloads.fingerprint(prompts), "tasks": told},
         }
+
+    def _dialect(self, entry: Entry) -> Record:
+        """Return how a server is asked; nothing of any other system."""
+        return self.children[entry.name].ask("dialect") if entry.is_server else {}
 
     def context_tokens(self) -> int:
         """Return the committed tokens in the middle of a typical task, where costs are measured."""
@@ -271,7 +281,8 @@ def _encode(bench: Bench, prompts: Sequence[Prompt]) -> None:
         if len(prompt_ids) + settings.num_new_tokens > context:
             bench.left_out.append(prompt.id)
         else:
-            bench.tasks.append(Task(prompt.id, prompt_ids, settings.num_new_tokens, sampling, settings.seed))
+            text = None if settings.is_chat else prompt.text
+            bench.tasks.append(Task(prompt.id, prompt_ids, settings.num_new_tokens, sampling, settings.seed, text))
     if not bench.tasks:
         raise InvalidRequest(f"No prompt fits the context of {context} tokens with its new tokens.", param="prompts")
 

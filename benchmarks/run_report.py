@@ -20,8 +20,9 @@ def show(console: Console, found: Found) -> None:
     """Print everything that fits a terminal; the rest stands in the summary."""
     settings, summary, num_prompts = found.run.header["settings"], found.summary, len(found.run.tasks)
     inflated = " (inflated)" if settings["is_inflated"] else ""
+    without_lookup = "" if settings["lookup"] else ", without lookup"
     console.print(
-        f"target {settings['target']}{inflated}, draft {settings['draft']}, {settings['dtype']}, "
+        f"target {settings['target']}{inflated}, draft {settings['draft']}{without_lookup}, {settings['dtype']}, "
         f"temperature {settings['temperature']:g}, {num_prompts} prompts x {settings['num_new_tokens']} tokens, "
         f"{settings['threads']} threads",
         markup=False,

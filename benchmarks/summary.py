@@ -32,6 +32,16 @@ class Frame:
     """The systems that must have."""
 
 
+def reservations(name: str, facts: Mapping[str, Any]) -> list[str]:
+    """Return what a reader has to know of a server that cannot be asked for just what the others do."""
+    told: list[str] = []
+    if not facts.get("takes_token_ids", True):
+        told.append(f"{name} takes no token ids: it gets the text, and may tokenize it in another way.")
+    if not facts.get("goes_past_eos", True):
+        told.append(f"{name} takes no fields beyond the protocol: it may stop before it has written all tokens.")
+    return told
+
+
 def reference_of(systems: Sequence[str]) -> str | None:
     """Return whose text is the truth: plain decoding's wherever it runs, else transformers'."""
     plain = [name for name in systems if name.partition("@")[0] == PLAIN]

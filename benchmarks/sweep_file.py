@@ -118,7 +118,7 @@ def read(path: Path) -> SweepFile:
             raise KeyError(KIND)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise InvalidRequest(f"{path} is no results file of `sweep`.", param="file") from error
-    found = SweepFile(path, header, num_kept_bytes=len(lines[0]) + 1)
+    found = SweepFile(path, results_file.completed(header), num_kept_bytes=len(lines[0]) + 1)
     try:
         _take(found, lines[1:])
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -62,6 +62,8 @@ class GridSettings:
     is_inflated: bool = False
     pair: Pair = field(default=Pair())
     shape: Shape = field(default=Shape())
+    lookup: bool = True
+    """Whether trees hold lookup's nodes too."""
     target_address: str | None = None
     draft_address: str | None = None
 
@@ -88,6 +90,8 @@ class GridSettings:
         if unknown or not self.modes:
             asked = f"no mode {unknown[0]!r}" if unknown else "no mode named"
             raise InvalidRequest(f"There is {asked}; there are {', '.join(registry.MODES)}.", param="modes")
+        if "lookup" in self.modes and not self.lookup:
+            raise InvalidRequest("Mode lookup cannot be measured with --no-lookup.", param="lookup")
         for what, values in (
             ("modes", self.modes),
             ("rtt-ms", self.rtts_ms),
@@ -138,6 +142,7 @@ class GridSettings:
             "nodes": self.shape.nodes,
             "depth": self.shape.depth,
             "branching": self.shape.branching,
+            "lookup": self.lookup,
             "target_address": self.target_address,
             "draft_address": self.draft_address,
             "bootstrap_seed": BOOTSTRAP_SEED,

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from benchmarks import registry, results_file, summary, sweep_file, workloads
 from benchmarks.agreement import Difference, differences
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs
+from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, running_order
 from benchmarks.environment import provenance
 from benchmarks.neighbours import Neighbours
 from benchmarks.peers.at_once import Batch, ServeNetwork, ServePoints
@@ -160,6 +160,7 @@ def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt],
         max(settings.concurrencies),
         settings.pair,
         settings.shape,
+        settings.lookup,
         settings.needs_draft,
         tuple((role, address) for role, address in addresses.items() if address is not None),
     )
@@ -241,10 +242,7 @@ def _block(bench: _Bench, number: int, place: int, tick: Tick, should_stop: Shou
     settings, point = bench.settings, bench.settings.points[place]
     records: list[Record] = []
     for batch_number, tasks in enumerate(settings.batches(bench.at(point), point)):
-        modes = settings.modes
-        start = (number + batch_number) % len(modes)
-        rotated = [*modes[start:], *modes[:start]]
-        for mode in rotated[::-1] if number % 2 else rotated:
+        for mode in running_order(settings.modes, number, batch_number):
             if should_stop():
                 return None
             batch: Batch = bench.points.ask("batch", place, mode, tasks)
@@ -328,9 +326,11 @@ def show(console: Console, found: Found) -> None:
     """Print a line per point and mode."""
     settings, told = found.file.header["settings"], found.summary
     inflated = " (inflated)" if settings["is_inflated"] else ""
+    without_lookup = "" if settings["lookup"] else ", without lookup"
     console.print(
-        f"target {settings['target']}{inflated}, draft {settings['draft']}, {settings['num_prompts']} prompts x "
-        f"{settings['num_new_tokens']} tokens, {settings['threads']} threads each, round trips on: {settings['link']}",
+        f"target {settings['target']}{inflated}, draft {settings['draft']}{without_lookup}, "
+        f"{settings['num_prompts']} prompts x {settings['num_new_tokens']} tokens, "
+        f"{settings['threads']} threads each, round trips on: {settings['link']}",
         markup=False,
     )
     show_neighbours(console, told["neighbours_share"])

@@ -24,6 +24,8 @@ class Task:
     num_tokens: int
     sampling: SamplingParams = field(default=SamplingParams())
     seed: int = 0
+    text: str | None = None
+    """What `prompt_ids` encode, where it was a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,44 @@ import sys
 
 from specsplit.core.errors import ResourceError
 
+ANY_PORT = "127.0.0.1:0"
+_HELD = """
+import json, sys
+import specsplit.assembly.workers, specsplit.cli.serve, specsplit.model.loader, specsplit.rpc.server
+print(json.dumps({"event": "held"}), flush=True)
+if sys.stdin.readline():  # nothing where whoever holds it has ended
+    from specsplit.cli.main import main
+    sys.exit(main())
+"""
+"""The command line, its slow imports done, waiting for a line: what is left takes no longer than loading the model."""
+
 
 class WorkerProcess:
-    """`specsplit` with these arguments on a free port, from its ready line to `end`."""
+    """`specsplit` with these arguments, on a free port unless `listen` names one, from its ready line to `end`.
 
-    def __init__(self, *arguments: str) -> None:
+    One that is held does nothing before `release` but import: then it starts as fast as it can.
+    """
+
+    def __init__(self, *arguments: str, listen: str = ANY_PORT, is_held: bool = False) -> None:
         self._command = arguments[0]
+        way = ("-c", _HELD) if is_held else ("-m", "specsplit")
         # A session of its own: Ctrl-C is for the benchmark, which ends its workers when it has finished a run.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specsplit", *arguments, "--listen", "127.0.0.1:0"],
+            [sys.executable, *way, *arguments, "--listen", listen],
+            stdin=subprocess.PIPE if is_held else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
+        if is_held:
+            self._told()
+
+    def release(self) -> None:
+        """Let one that is held begin."""
+        assert self._process.stdin is not None, "it is held"
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
 
     def wait_ready(self) -> str:
         """Return the address once it serves.
@@ -29,21 +53,29 @@ class WorkerProcess:
         Raises:
             ResourceError: it ended instead.
         """
+        return str(self._told()["address"])
+
+    def _told(self) -> dict[str, object]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise ResourceError(
                 f"A worker process ended before it served; run `specsplit {self._command}` by hand to see why."
             )
-        return str(json.loads(line)["address"])
+        return json.loads(line)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def kill(self) -> None:
+        """End it as a crash does; `end` is still to come."""
+        self._process.kill()
+
     def end(self) -> None:
         """Tell it to stop and wait until it has."""
         self._process.terminate()
         self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

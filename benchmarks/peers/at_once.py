@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.factories import Shape
-from benchmarks.peers.ours import Ours
+from benchmarks.peers.factories import ServedMode, Shape
+from benchmarks.peers.ours import Ours, orchestrator, request_of
 from benchmarks.peers.ours_remote import worker
 from benchmarks.proxy import Conditions, Proxy
 from benchmarks.statistics import median
@@ -28,7 +28,6 @@ from specsplit.assembly.orchestrators import Workers
 from specsplit.core import defaults
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
-from specsplit.orchestrator.records import Request
 
 _RETRY_S = 3.0
 _NUM_PINGS = 7
@@ -49,16 +48,7 @@ class AtOnce(Ours):
 
     async def batch(self, tasks: Sequence[Task]) -> Batch:
         """Do the tasks at once; the time runs until the last one has ended."""
-        requests = [
-            Request(
-                prompt_ids=task.prompt_ids,
-                max_new_tokens=task.num_tokens,
-                sampling=task.sampling,
-                seed=task.seed,
-                ignore_eos=True,
-            )
-            for task in tasks
-        ]
+        requests = [request_of(task) for task in tasks]
         start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._timed(request)) for request in requests]
@@ -74,6 +64,7 @@ class ServePoints:
     sessions: int
     pair: Pair
     shape: Shape
+    lookup: bool
     needs_draft: bool
     addresses: tuple[tuple[str, str], ...] = ()
 
@@ -140,12 +131,9 @@ class Points:
             orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
         )
         workers = await self._links.enter_async_context(connected(settings))
-        shape = self._setup.shape
         for mode in self._setup.modes:
-            chosen = override(
-                OrchestratorSettings(), mode=mode, nodes=shape.nodes, depth=shape.depth, branching=shape.branching
-            )
-            self._systems[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(chosen))
+            served = ServedMode(mode, mode, self._setup.shape, self._setup.lookup)
+            self._systems[point, mode] = AtOnce(mode, self._loop, orchestrator(served, workers))
         self._workers[point] = workers
 
     def batch(self, point: int, mode: str, tasks: Sequence[Task]) -> Batch:

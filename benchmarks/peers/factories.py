@@ -40,6 +40,7 @@ class ServedMode:
     name: str
     mode: str
     shape: Shape = field(default=Shape())
+    lookup: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,17 @@ class Group:
     """Systems that share a process and whatever model they hold."""
 
     systems: Sequence[System]
+
+
+@dataclass(frozen=True, slots=True)
+class Server(Group):
+    """A server somewhere as a system."""
+
+    told: dict[str, object]
+
+    def dialect(self) -> dict[str, object]:
+        """Return how it is asked."""
+        return self.told
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +168,12 @@ class ServeCompletions:
 
     name: str
     url: str
+    model: str | None = None
+    """None for the first one that it names."""
 
-    def __call__(self) -> AbstractContextManager[Group]:
-        """Ask the server which model it has."""
+    def __call__(self) -> AbstractContextManager[Server]:
+        """Ask the server which model it has and what it takes."""
         from benchmarks.peers.openai_completions import connect
 
-        return nullcontext(Group([connect(self.name, self.url)]))
+        system = connect(self.name, self.url, self.model)
+        return nullcontext(Server([system], system.dialect.to_dict()))

@@ -1,33 +1,68 @@
-"""Any server of the OpenAI completions protocol, through the `openai` client: token ids in, a stream out.
+"""Any server of the OpenAI completions protocol, through the `openai` client: a prompt in, a stream out.
 
-What it does beside continuing the prompt is its own business, so only what a client sees is measured.
+What it does beside continuing the prompt is its own business, so only what a client sees is measured. What it takes is
+found out when it is connected to: `transformers serve`, for one, takes text only, refuses fields beyond the protocol,
+and names no model that lies in a folder.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, MissingExtra, WorkerFailed, WorkerUnreachable
 
 _TIMEOUT_S = 600.0
+_EXTRA_FIELDS = {"ignore_eos": True, "return_token_ids": True}
+_REFUSED = (400, 422)
+"""Of HTTP: the request is not what the server takes."""
 
 
-def connect(name: str, url: str) -> Completions:
-    """Return the first model that the server at `url` (such as http://127.0.0.1:8000/v1) names.
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a server is asked."""
+
+    takes_token_ids: bool = True
+    """Otherwise it gets the text, and tokenizes it as it likes."""
+    goes_past_eos: bool = True
+    """Otherwise it may stop before it has written all tokens, and tells no token ids."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields in JSON types."""
+        return asdict(self)
+
+
+_DIALECTS = (Dialect(), Dialect(goes_past_eos=False), Dialect(takes_token_ids=False), Dialect(False, False))
+"""From the one that makes the server comparable to the one that any server takes."""
+
+
+def connect(name: str, url: str, model: str | None = None) -> Completions:
+    """Return `model`, or the first one that the server at `url` (such as http://127.0.0.1:8000/v1) names.
 
     Raises:
         MissingExtra: the `openai` package is not installed.
-        WorkerUnreachable, WorkerFailed: the server does not answer, or has no model.
+        WorkerUnreachable, WorkerFailed: the server does not answer, has no model, or refuses the shortest prompt.
     """
     try:
         openai: Any = importlib.import_module("openai")
     except ModuleNotFoundError as error:
         raise MissingExtra("The openai package is not installed: pip install openai.") from error
     client = openai.OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S, max_retries=0)
-    return Completions(name, client, first_model(client, url), openai.OpenAIError)
+    chosen = model or first_model(client, url)
+    errors = (openai.OpenAIError, *_transport_errors())
+    return Completions(name, client, chosen, errors, dialect_of(client, chosen, errors))
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Return what an openai client before version 3 lets through while a stream is read."""
+    try:
+        httpx: Any = importlib.import_module("httpx")
+    except ModuleNotFoundError:
+        return ()
+    return (httpx.HTTPError,)
 
 
 def first_model(client: Any, url: str) -> str:
@@ -35,43 +70,74 @@ def first_model(client: Any, url: str) -> str:
 
     Raises:
         WorkerUnreachable: it does not answer.
-        WorkerFailed: it has none.
+        WorkerFailed: it has none, or does not tell.
     """
     try:
         models = list(client.models.list())
     except Exception as error:  # the client raises its own tree, and its transport's where it cannot connect
+        if getattr(error, "status_code", None) is not None:
+            raise WorkerFailed(
+                f"The server at {url} does not say which models it has ({error}); name one as openai:{url}#MODEL."
+            ) from error
         raise WorkerUnreachable(f"The server at {url} cannot be reached ({error}).") from error
     if not models:
-        raise WorkerFailed(f"The server at {url} names no model.")
+        raise WorkerFailed(f"The server at {url} names no model; name one as openai:{url}#MODEL.")
     return str(models[0].id)
+
+
+def dialect_of(client: Any, model: str, errors: tuple[type[Exception], ...]) -> Dialect:
+    """Return the first dialect in which the server continues a prompt by one token.
+
+    Raises:
+        WorkerFailed: it refuses all, or fails.
+    """
+    refusal: Exception | None = None
+    task = Task("a first try", (1,), 1, text="a")
+    for dialect in _DIALECTS:
+        try:
+            for _ in _open(client, model, task, dialect):
+                pass
+        except errors as error:
+            if getattr(error, "status_code", None) not in _REFUSED:
+                raise WorkerFailed(f"The server of {model} failed on a first try: {error}") from error
+            refusal = refusal or error
+        else:
+            return dialect
+    raise WorkerFailed(f"The server of {model} refuses every request: {refusal}") from refusal
 
 
 class Completions:
     """One model of one server; `errors` are what the client raises."""
 
-    def __init__(self, name: str, client: Any, model: str, errors: type[Exception]) -> None:
+    def __init__(
+        self, name: str, client: Any, model: str, errors: tuple[type[Exception], ...], dialect: Dialect = _DIALECTS[0]
+    ) -> None:
         self.name = name
+        self.dialect = dialect
         self._client, self._model, self._errors = client, model, errors
 
     def generate(self, task: Task) -> Sample:
         """Stream one completion, past its end-of-sequence tokens where the server can.
 
         Raises:
-            WorkerFailed: the server answers with an error, or with nothing.
+            WorkerFailed: the server answers with an error, or with nothing, or breaks off.
+            InvalidRequest: the server cannot be asked for this task.
         """
+        if task.sampling.has_penalties:
+            raise InvalidRequest("A completions server is compared without penalties only.")
+        if task.text is None and not self.dialect.takes_token_ids:
+            raise InvalidRequest(f"{self.name} takes no token ids, so it cannot be compared with --chat.", param="chat")
         try:
             return self._streamed(task)
         except self._errors as error:
             raise WorkerFailed(f"{self.name} failed on {task.id}: {error}") from error
 
     def _streamed(self, task: Task) -> Sample:
-        if task.sampling.has_penalties:
-            raise InvalidRequest("A completions server is compared without penalties only.")
         arrivals: list[tuple[float, int]] = []
         token_ids: list[int] = []
         num_tokens = 0
         start_s = time.perf_counter()
-        for chunk in self._open(task):
+        for chunk in _open(self._client, self._model, task, self.dialect):
             now_s = time.perf_counter() - start_s
             if chunk.usage is not None:
                 num_tokens = chunk.usage.completion_tokens
@@ -93,19 +159,20 @@ class Completions:
             num_tokens=num_tokens,
         )
 
-    def _open(self, task: Task) -> Any:
-        sampling = task.sampling
-        return self._client.completions.create(
-            model=self._model,
-            prompt=list(task.prompt_ids),
-            max_tokens=task.num_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=task.seed,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
+
+def _open(client: Any, model: str, task: Task, dialect: Dialect) -> Any:
+    sampling = task.sampling
+    return client.completions.create(
+        model=model,
+        prompt=list(task.prompt_ids) if dialect.takes_token_ids else task.text,
+        max_tokens=task.num_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=task.seed,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=_EXTRA_FIELDS if dialect.goes_past_eos else {},
+    )
 
 
 def _told_tokens(chunk: Any) -> list[int]:

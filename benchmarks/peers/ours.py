@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from benchmarks.limits import Costs
@@ -106,23 +106,21 @@ class Ours:
         self._loop, self._orchestrator = loop, orchestrator
 
     def generate(self, task: Task) -> Sample:
-        request = Request(
-            prompt_ids=task.prompt_ids,
-            max_new_tokens=task.num_tokens,
-            sampling=task.sampling,
-            seed=task.seed,
-            ignore_eos=True,
-        )
-        return self._loop.run(self._timed(request))
+        return self._loop.run(self._timed(request_of(task)))
 
-    async def _timed(self, request: Request) -> Sample:
+    async def _timed(self, request: Request, note: Callable[[int], None] | None = None) -> Sample:
+        """Do the request; `note` hears of each arrival how many tokens there are by then."""
         arrivals: list[tuple[float, int]] = []
+        num_tokens = 0
         result: Result | None = None
         start_s = time.perf_counter()
         async with aclosing(self._orchestrator.stream(request)) as chunks:
             async for chunk in chunks:
                 arrivals.append((time.perf_counter() - start_s, len(chunk.token_ids)))
                 result = chunk.result
+                num_tokens += len(chunk.token_ids)
+                if note is not None:
+                    note(num_tokens)
         wall_s = time.perf_counter() - start_s
         assert result is not None, "the last chunk carries the result"
         timings = result.timings
@@ -131,14 +129,39 @@ class Ours:
         return Sample(wall_s, result.token_ids, timings.decode_s, result, tuple(arrivals))
 
 
+def request_of(task: Task) -> Request:
+    """Return what the orchestrator is asked for."""
+    return Request(
+        prompt_ids=task.prompt_ids,
+        max_new_tokens=task.num_tokens,
+        sampling=task.sampling,
+        seed=task.seed,
+        ignore_eos=True,
+    )
+
+
 def ours(mode: ServedMode, loop: asyncio.Runner, workers: Workers) -> Ours:
     """Return a mode over `workers` as a system.
 
     Raises:
         InvalidSettings: there is no such mode.
     """
+    return Ours(mode.name, loop, orchestrator(mode, workers))
+
+
+def orchestrator(mode: ServedMode, workers: Workers) -> Orchestrator:
+    """Return the orchestrator of a mode over `workers`.
+
+    Raises:
+        InvalidSettings: there is no such mode.
+    """
     shape = mode.shape
-    chosen = override(
-        OrchestratorSettings(), mode=mode.mode, nodes=shape.nodes, depth=shape.depth, branching=shape.branching
+    settings = override(
+        OrchestratorSettings(),
+        mode=mode.mode,
+        nodes=shape.nodes,
+        depth=shape.depth,
+        branching=shape.branching,
+        lookup=mode.lookup,
     )
-    return Ours(mode.name, loop, workers.orchestrator(chosen))
+    return workers.orchestrator(settings)

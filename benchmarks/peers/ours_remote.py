@@ -12,7 +12,7 @@ from benchmarks.peers import costs
 from benchmarks.peers.factories import ServedMode, Shape
 from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
-from benchmarks.worker_process import WorkerProcess
+from benchmarks.worker_process import ANY_PORT, WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
 from specsplit.core.defaults import DRAFTLESS
@@ -27,12 +27,11 @@ _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
 
-def worker(role: str, threads: int, pair: Pair) -> WorkerProcess:
+def worker(role: str, threads: int, pair: Pair, listen: str = ANY_PORT, *, is_held: bool = False) -> WorkerProcess:
     """Start a worker of the pair."""
     source = pair.target if role == "target" else pair.draft
-    return WorkerProcess(
-        role, "--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device
-    )
+    loading = ("--model", str(source), "--dtype", pair.dtype, "--device", pair.device)
+    return WorkerProcess(role, "--threads", str(threads), *loading, listen=listen, is_held=is_held)
 
 
 class Services:

@@ -9,15 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calibration_study, plots, results_file, sweep_file, trace
+from benchmarks import calibration_study, draft_kinds, plots, results_file, sweep_file, trace
 from benchmarks.plots import DARK, LIGHT, Palette, Plot
 from benchmarks.report_html import calibration, sections
+from benchmarks.report_html import draft_kinds as draft_kinds_section
 from benchmarks.report_html.html import Section
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
 _KINDS = (
-    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study` or "
-    "`stage_sessions`, nor a trace file"
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study`, "
+    "`draft_kinds` or `stage_sessions`, nor a trace file"
 )
 _LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions")
 """Kinds whose files have a section per line; of others the last line counts."""
@@ -69,6 +70,8 @@ def _sections(path: Path, first: Mapping[str, Any], name: str) -> list[Section]:
         return [sections.of_sweep(sweep_file.read(path), name)]
     if first.get("kind") == calibration_study.KIND:
         return [calibration.of_calibration(path, name)]
+    if first.get("benchmark") == draft_kinds.BENCHMARK:
+        return [draft_kinds_section.of_draft_kinds(path)]
     makers = {
         "smoke": sections.of_smoke,
         "sweep-tree": sections.of_tree,

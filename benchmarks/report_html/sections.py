@@ -42,12 +42,16 @@ def _warn(section: Section, found: Record, header: Record) -> None:
         section.text("The tree had uncommitted changes.", "warning")
     for name, why in (header.get("skipped") or {}).items():
         section.text(f"Skipped {name}: {why}", "warning")
+    for name, facts in (header.get("systems") or {}).items():
+        for line in summary.reservations(name, facts):
+            section.text(line, "warning")
     for task in header.get("left_out") or ():
         section.text(f"Left out {task}: it does not fit the context with its new tokens.", "warning")
 
 
 def _models(settings: Record) -> str:
-    return f"Target {settings['target']}{inflated(settings)}, draft {settings['draft'] or 'none'}"
+    without_lookup = "" if settings.get("lookup", True) else ", without lookup"
+    return f"Target {settings['target']}{inflated(settings)}, draft {settings['draft'] or 'none'}{without_lookup}"
 
 
 def of_run(run: RunFile, name: str) -> Section:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sweep_file
 from benchmarks.results_file import Writer, read
 from benchmarks.samples import from_record, to_record
 from benchmarks.systems import Sample
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 from tests.bench_runs import ARRIVALS, COSTS, SPECULATIVE, made_header, round_records, stored_sample, write_lines
+
+RESULTS = Path(sweep_file.__file__).parent / "results"
 
 
 def test_a_sample_survives_its_line():
@@ -60,6 +63,16 @@ def test_a_file_cut_at_any_byte_never_counts_as_whole(tmp_path: Path):
         assert not found.is_whole
         assert found.num_kept_bytes <= end
         assert content[: found.num_kept_bytes].endswith(b"\n")
+
+
+def test_files_from_before_a_setting_are_read_with_what_it_was(tmp_path: Path):
+    header = made_header(plain="plain")
+    assert "lookup" not in header["settings"]
+    assert read(write_lines(tmp_path / "a.jsonl", [header])).header["settings"]["lookup"] is True
+    header["settings"]["lookup"] = False
+    assert read(write_lines(tmp_path / "b.jsonl", [header])).header["settings"]["lookup"] is False
+    sweep = sweep_file.read(RESULTS / "useless-draft.jsonl")
+    assert sweep.header["settings"]["lookup"] is True
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from benchmarks.metrics import (
     tokens_per_round,
 )
 from benchmarks.pair import Pair, chosen_pair, is_inflated
+from benchmarks.peers.factories import ServedMode, ServeModes, Shape
 from benchmarks.peers.openai_completions import Completions, first_model
 from benchmarks.registry import Setup
 from benchmarks.results_file import RunFile, read
@@ -73,6 +74,33 @@ def test_systems_that_speculate_need_a_draft():
     for name in ("pingpong", "assisted"):
         with pytest.raises(InvalidRequest, match="--draft"):
             registry.find(name, alone)
+
+
+def test_lookup_is_left_out_where_that_is_asked_for():
+    for place in ("", "@loopback", "@remote"):
+        alone = Setup(lookup=False, target_address="127.0.0.1:1", draft_address="127.0.0.1:2")
+        with pytest.raises(InvalidRequest, match="--no-lookup"):
+            registry.find(f"lookup{place}", alone)
+        for setup in (alone, replace(alone, lookup=True)):
+            made = registry.find(f"pingpong{place}", setup).make(setup)
+            modes = made.modes if isinstance(made, ServeModes) else [made.mode]
+            assert [mode.lookup for mode in modes] == [setup.lookup]
+
+
+def test_without_lookup_a_round_verifies_the_drafts_nodes_alone():
+    chain = Shape(nodes=16, depth=3, branching=1)
+    modes = (ServedMode("merged", "pingpong", chain), ServedMode("alone", "pingpong", chain, lookup=False))
+    with ServeModes(1, modes)() as served:
+        text = workloads.load(workloads.CODE, 1)[0].text
+        task = Task("a", served.encode(text), 48)
+        merged, alone = (system.generate(task) for system in served.systems)
+    assert merged.token_ids == alone.token_ids
+    assert merged.result is not None
+    assert alone.result is not None
+    drafts, both = (each.result.speculative_decoding for each in (alone, merged))
+    assert drafts.num_spec_steps >= 5
+    assert drafts.num_draft_tokens <= 3 * drafts.num_spec_steps
+    assert both.num_draft_tokens > 3 * both.num_spec_steps, "where lookup thinks otherwise, it adds nodes"
 
 
 def test_a_package_that_is_not_installed_is_named():
@@ -300,9 +328,10 @@ def test_a_real_run_is_resumed_where_it_was_cut(tmp_path: Path):
     third = _invoke(*options)
     assert third.exit_code == 0
     assert path.read_bytes() == content, "a whole run is not measured again"
-    other = _invoke(*options, "--seed", "7")
+    other = _invoke(*options, "--seed", "7", "--no-lookup")
     assert isinstance(other.exception, InvalidSettings)
     assert "seed was 0, now 7" in str(other.exception)
+    assert "lookup was True, now False" in str(other.exception)
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path: Path):

@@ -159,7 +159,14 @@ def test_each_system_has_each_place_and_the_direction_turns():
     for place in range(3):
         assert {order[place] for row in orders for order in row} == set("abc")
     assert orders[0] == ["abc", "bca", "cab"]
-    assert orders[1] == ["acb", "bac", "cba"]
+    assert orders[1] == ["cba", "acb", "bac"]
+
+
+@pytest.mark.parametrize("names", ["ab", "abcd", "abcde"])
+def test_for_one_task_each_system_has_each_place_as_often(names: str):
+    orders = ["".join(running_order(names, number, 0)) for number in range(2 * len(names))]
+    for place in range(len(names)):
+        assert sorted(order[place] for order in orders) == sorted(names * 2)
 
 
 @pytest.mark.parametrize(("runs_until_stop", "whole_rounds"), [(0, 0), (1, 0), (7, 0), (8, 1), (13, 1), (14, 2)])

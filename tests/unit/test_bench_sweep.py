@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from benchmarks import figures, sweep_run
+from benchmarks import draft_kinds, figures, sweep_run
 from benchmarks.__main__ import app
 from benchmarks.report_html import page, sections
 from benchmarks.samples import to_record
@@ -222,14 +223,40 @@ def test_every_part_of_the_figures_is_a_command_that_exists_and_writes_where_the
     listed = figures.parts(tmp_path / "r", tmp_path / "m", figures.FULL)
     for part in listed:
         assert str(part.output) in part.arguments
+        if part.arguments[0] == "benchmarks.draft_kinds":
+            alone = typer.Typer()
+            alone.command()(draft_kinds.main)
+            known = {option for each in typer.main.get_command(alone).params for option in each.opts}
+            assert set(part.arguments[1::2]) <= known
         if part.arguments[0] == "benchmarks":
             assert part.arguments[1] in commands
             shown = CliRunner().invoke(app, [part.arguments[1], "--help"], env={"COLUMNS": "200"}).output
             assert [option for option in part.arguments if option.startswith("--") and option not in shown] == []
-    assert sum(part.minutes for part in listed) < 25
+    assert figures.minutes(listed) < 23
     inflated = [part for part in listed if str(tmp_path / "m") in " ".join(part.arguments)]
     assert listed.index(inflated[0]) == min(listed.index(part) for part in inflated)
     assert inflated[0].arguments[0] == "benchmarks.inflate"
+
+
+def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ran: list[tuple[str, ...]] = []
+
+    def note(arguments: tuple[str, ...]) -> int:
+        ran.append(arguments)
+        return 0
+
+    monkeypatch.setattr(figures, "_run", note)
+    kept = tmp_path / "stage-sessions.jsonl"
+    kept.touch()
+    assert figures.run(tmp_path, tmp_path / "m", figures.FULL, is_fresh=False, tell=lambda line: None) == 0
+    shown, bars = ran[-2:]
+    files = shown[2 : shown.index("--output")]
+    parts = figures.parts(tmp_path, tmp_path / "m", figures.FULL)
+    assert {str(part.output) for part in parts if part.output.suffix == ".jsonl"} <= set(files)
+    assert {Path(file).stem for file in files} >= {"calibration", "draft-kinds", "coupling_study"}
+    assert str(kept) in files, "the folder's own goes before the shipped one"
+    assert all(Path(file).is_file() for file in files if Path(file).name in figures.KEPT)
+    assert bars == ("benchmarks.network_bars", str(tmp_path / "round-trip.jsonl"))
 
 
 def test_figures_keep_what_is_whole_of_this_commit_and_replace_another_ones(
