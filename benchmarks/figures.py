@@ -53,7 +53,8 @@ class Sizes:
     tokens: int = 96
     inflated_prompts: int = 3
     inflated_tokens: int = 64
-    link_tokens: int = 48
+    link_rounds: int = 9
+    link_tokens: int = 32
     at_once: tuple[int, ...] = (1, 2, 4, 8)
     rtts_ms: tuple[int, ...] = (0, 2, 10, 40)
     verify_ms: int | None = 25
@@ -63,7 +64,7 @@ class Sizes:
 
 
 FULL = Sizes()
-TINY = Sizes(1, 1, 2, 12, 2, 12, 12, (1, 2), (0, 10), None, 1, 2)
+TINY = Sizes(1, 1, 2, 12, 2, 12, 1, 12, (1, 2), (0, 10), None, 1, 2)
 """Shows that every part works; its figures mean nothing."""
 
 
@@ -98,11 +99,11 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
         Part("inflated target", inflate, target, minutes=1),
         measured("systems, inflated target", "inflated", 3.2, "run", "--systems",
                  f"{MODES},generate,lookup-10,bare", *run, *on_inflated, *small),
-        measured("round trip, inflated target", "round-trip", 6.4, "sweep", "--modes", OVER_A_NETWORK,
-                 "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.sweep_rounds)),
+        measured("round trip, inflated target", "round-trip", 7.7, "sweep", "--modes", OVER_A_NETWORK,
+                 "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.link_rounds)),
         Part("a useless draft, inflated target",
              ("benchmarks.draft_kinds", "--kind", "useless", *held, *pairs, "--output", str(kinds)), kinds,
-             resumes=True, minutes=1.3),
+             resumes=True, minutes=0.9),
         measured("sessions at once, embedded pair", "concurrency", 2.6, "sweep", "--modes", "plain,pingpong,overlap",
                  "--concurrency", at_once, *sized(sizes.at_once[-1], sizes.inflated_tokens, sizes.sweep_rounds)),
         measured("temperature, embedded pair", "temperature", 1.9, "sweep", "--modes", "plain,pingpong,overlap",
