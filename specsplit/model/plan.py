@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.sampling.tree_attention import ancestor_mask, is_chain
@@ -18,6 +20,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
 _HIDDEN = float("-inf")
 _NO_BIAS = -1
+_Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def make_plan(entries: Sequence[Entry], kinds: Sequence[BiasKind], *, dtype: tor
     positions: list[int] = []
     logit_rows: list[int] = []
     spans: list[list[int]] = []
-    biases: list[list[Tensor]] = [[] for _ in kinds]
+    biases: list[list[_Array]] = [[] for _ in kinds]
     offset = 0
     is_plain = all(kind.mask is None for kind in kinds)
     for entry in entries:
@@ -87,21 +90,26 @@ def make_plan(entries: Sequence[Entry], kinds: Sequence[BiasKind], *, dtype: tor
         spans.append([entry.slot, start, start + count, end_row - count, end_row, offset if needs_bias else _NO_BIAS])
         if needs_bias:
             offset += count * end_row
-            for flat, bias in zip(biases, _biases(entry, row_positions, kinds, dtype), strict=True):
+            for flat, bias in zip(biases, _biases(entry, row_positions, kinds), strict=True):
                 flat.append(bias)
     return Plan(
-        token_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        logit_rows=torch.tensor(logit_rows, device=device),
-        spans=torch.tensor(spans),
-        biases=tuple(_joined(flat, dtype).to(device) for flat in biases),
+        token_ids=_integers([token_ids]).to(device),
+        position_ids=_integers([positions]).to(device),
+        logit_rows=_integers(logit_rows).to(device),
+        spans=_integers(spans),
+        biases=tuple([_joined(flat).to(device=device, dtype=dtype) for flat in biases]),
     )
 
 
-def _joined(flat: list[Tensor], dtype: torch.dtype) -> Tensor:
-    if len(flat) == 1:
-        return flat[0]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
+def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """Return int64 values by way of numpy, which takes a fraction of torch's time for a few."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def _joined(flat: list[_Array]) -> Tensor:
+    if not flat:
+        return torch.from_numpy(np.zeros(0, dtype=np.float32))
+    return torch.from_numpy(flat[0] if len(flat) == 1 else np.concatenate(flat))
 
 
 def _sees_every_row(entry: Entry) -> bool:
@@ -122,31 +130,34 @@ def _row_positions(entry: Entry) -> Sequence[int]:
     return positions
 
 
-def _biases(entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind], dtype: torch.dtype) -> list[Tensor]:
+def _biases(entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind]) -> list[_Array]:
     """Return per kind what the entry's tokens may see, flat [group * t * end_row]."""
     count, num_rows, base = len(entry.token_ids), len(row_positions), entry.base_length
-    tree = _chain_bias(num_rows) if entry.parents is None else _tree_bias(entry.parents)
-    causal = torch.zeros(count, base + num_rows, dtype=dtype)
-    causal[:, base:] = tree[num_rows - count :]
-    biases: list[Tensor] = []
+    tree = _chain_bias(num_rows) if entry.parents is None else _tree_bias(tuple(entry.parents))
+    biases: list[_Array] = []
     for kind in kinds:
-        bias = causal
+        bias = np.zeros((kind.group, count, base + num_rows), dtype=np.float32)
+        bias[:, :, base:] = tree[num_rows - count :]
         if kind.mask is not None:
             queries = torch.tensor(row_positions[num_rows - count :])
             keys = torch.cat([torch.arange(base), torch.tensor(row_positions)])
-            bias = causal.masked_fill(~evaluate_mask(kind.mask, queries, keys), _HIDDEN)
-        biases.append(bias.repeat(kind.group, 1).view(-1))
+            bias[:, ~evaluate_mask(kind.mask, queries, keys).numpy()] = _HIDDEN
+        biases.append(bias.reshape(-1))
     return biases
 
 
-def _tree_bias(parents: Sequence[int]) -> Tensor:
-    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere."""
-    return torch.zeros(len(parents), len(parents)).masked_fill_(~ancestor_mask(parents), _HIDDEN)
+@lru_cache(maxsize=256)
+def _tree_bias(parents: tuple[int, ...]) -> _Array:
+    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere.
+
+    Trees of a few nodes have few shapes, so that of a round has mostly been seen.
+    """
+    return np.where(ancestor_mask(parents).numpy(), np.float32(0), np.float32(_HIDDEN))
 
 
 @lru_cache(maxsize=256)
-def _chain_bias(num_rows: int) -> Tensor:
-    return torch.full((num_rows, num_rows), _HIDDEN).triu_(1)
+def _chain_bias(num_rows: int) -> _Array:
+    return np.triu(np.full((num_rows, num_rows), _HIDDEN, dtype=np.float32), 1)
 
 
 def evaluate_mask(mask: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

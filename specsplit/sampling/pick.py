@@ -35,12 +35,12 @@ def pick(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def picked(scores: Tensor) -> tuple[list[int], list[float]]:
-    """Return `pick` of each row and its score; of a row with a NaN, the NaN."""
+def picked(scores: Tensor) -> list[int] | None:
+    """Return `pick` of each row; None where a score is not a number."""
     if scores.device.type != "cpu":
-        token_ids = pick(scores)
-        return token_ids.tolist(), scores.gather(-1, token_ids.unsqueeze(-1)).flatten().tolist()
-    return _best(scores).tolist(), _as_array(scores).max(axis=-1).tolist()
+        return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
+    rows = _as_array(scores)
+    return None if math.isnan(rows.max()) else rows.argmax(axis=-1).tolist()
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -59,11 +59,13 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
     for first, row in zip(best, shares, strict=True):
         row_ids, row_log_probs = list[int](), list[float]()
         token_id, log_prob = first, row.item(first)
-        while log_prob > -math.inf and len(row_ids) < k:
+        while log_prob > -math.inf:
             row_ids.append(token_id)
             row_log_probs.append(log_prob)
+            if len(row_ids) == k:
+                break
             row[token_id] = -math.inf
-            token_id = int(row.argmax())  # k scans of a row take less time than a topk
+            token_id = int(row.argmax())  # a scan for each of a few takes less time than a topk
             log_prob = row.item(token_id)
         token_ids.append(row_ids)
         log_probs.append(row_log_probs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -141,8 +140,8 @@ class TargetEngine(Engine):
         if sampler.needs_paths:
             paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
         row_depths = [0, *depths(tree)]
-        token_ids, best = picked(sampler.scores(logits, session.ids, row_depths, paths))
-        if any(map(math.isnan, best)):
+        token_ids = picked(sampler.scores(logits, session.ids, row_depths, paths))
+        if token_ids is None:
             raise ModelDamaged(
                 f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
                 f"{self._model.identity.dtype}: try --dtype fp32."
