@@ -113,38 +113,34 @@ def _attend_spans(
     """
     outputs: list[Tensor] = []
     table: list[list[int]] = spans.tolist()
+    is_alone = len(table) == 1  # then its tokens are all of the step's, and need not be cut out
     for slot, start, stop, first_row, end_row, offset in table:
-        slot_keys = keys[slot].narrow(1, 0, end_row)
-        slot_values = values[slot].narrow(1, 0, end_row)
-        count = stop - start
-        slot_keys.narrow(1, first_row, count).copy_(k[0].narrow(1, start, count))
-        slot_values.narrow(1, first_row, count).copy_(v[0].narrow(1, start, count))
-        kv_heads, query_heads = slot_keys.size(0), q.size(1)
+        slot_keys, slot_values = keys[slot : slot + 1, :, :end_row], values[slot : slot + 1, :, :end_row]
+        slot_keys[:, :, first_row:].copy_(k if is_alone else k[:, :, start:stop])
+        slot_values[:, :, first_row:].copy_(v if is_alone else v[:, :, start:stop])
+        own = q if is_alone else q[:, :, start:stop]
+        count, kv_heads, query_heads = stop - start, keys.size(1), q.size(1)
         group = query_heads // kv_heads
-        folded = q[0].narrow(1, start, count).reshape(kv_heads, group * count, q.size(3))
+        folded = own.reshape(1, kv_heads, group * count, q.size(3))
         bias: Tensor | None = None
         if offset >= 0:
-            rows = folded.size(1)
+            rows = group * count
             bias = biases.narrow(0, offset * group, rows * end_row).view(rows, end_row)
         if softcap == 0.0 and sinks is None:
-            out = F.scaled_dot_product_attention(
-                folded.unsqueeze(0), slot_keys.unsqueeze(0), slot_values.unsqueeze(0), attn_mask=bias, scale=scaling
-            ).squeeze(0)
+            out = F.scaled_dot_product_attention(folded, slot_keys, slot_values, attn_mask=bias, scale=scaling)
         else:
-            scores = torch.matmul(folded, slot_keys.transpose(1, 2)) * scaling
+            scores = torch.matmul(folded, slot_keys.transpose(2, 3)) * scaling
             if softcap != 0.0:
                 scores = torch.tanh(scores / softcap) * softcap
             if bias is not None:
                 scores = scores + bias
             if sinks is not None:
-                column = sinks.view(kv_heads, -1, 1).expand(-1, -1, count).reshape(kv_heads, -1, 1)
+                column = sinks.view(kv_heads, -1, 1).expand(-1, -1, count).reshape(1, kv_heads, -1, 1)
                 scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(slot_values.dtype)
-            out = torch.matmul(weights.narrow(2, 0, end_row), slot_values)
-        outputs.append(out.reshape(query_heads, count, out.size(2)).transpose(0, 1))
-    if len(outputs) == 1:
-        return outputs[0].unsqueeze(0)
-    return torch.cat(outputs).unsqueeze(0)
+            out = torch.matmul(weights.narrow(3, 0, end_row), slot_values)
+        outputs.append(out.reshape(1, query_heads, count, out.size(3)).transpose(1, 2))
+    return outputs[0] if is_alone else torch.cat(outputs, dim=1)
 
 
 with warnings.catch_warnings():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specsplit.model.attention import SlotAttention
+from specsplit.model.fused_linear import fuse_linears
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.plan import Entry, Plan, make_plan
 from specsplit.model.probe import ProbeResult
@@ -114,17 +116,23 @@ class Runner:
 
     @torch.inference_mode()
     def record(self) -> bool:
-        """Record the forward and use the recording if it reproduces the model; return whether it does."""
+        """Record the forward and use the recording if it reproduces the model; return whether it does.
+
+        Linear layers that read the same are one in it, unless only a recording as the model is reproduces it.
+        """
+        example = self._example(num_tokens=min(5, self._context), first_row=0, seed=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
-            try:
-                example = self._example(num_tokens=min(5, self._context), first_row=0, seed=0)
-                recorded: Any = torch.jit.trace(self._model_forward, example, check_trace=False)
-                self.is_recorded = self._reproduces(recorded)
-            except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
-                return False
-        if self.is_recorded:
-            self._forward = recorded
+            for way in (lambda: fuse_linears(lambda: self._model_forward(*example)), nullcontext):
+                try:
+                    with way():
+                        recorded: Any = torch.jit.trace(self._model_forward, example, check_trace=False)
+                    self.is_recorded = self._reproduces(recorded)
+                except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
+                    continue
+                if self.is_recorded:
+                    self._forward = recorded
+                    break
         return self.is_recorded
 
     def _example(

@@ -1,0 +1,131 @@
+"""Linear layers that read the same input, computed as one product: queries, keys and values, gate and up.
+
+For recording a forward only. Which layers belong together is seen by running the model once, so no family is named
+here. Their weights become slices of one tensor, and take no more memory than before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a linear layer: input [..., K], weight [N, K], bias [N]."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def goes_with(self, other: _Call) -> bool:
+        return (
+            self.input is other.input
+            and self.weight.dtype == other.weight.dtype
+            and (self.bias is None) == (other.bias is None)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers that are computed together, the first one's call computing all."""
+
+    weight: Tensor
+    bias: Tensor | None
+    members: Sequence[int]
+    """The ids of their weights, which live as long as the model does."""
+    sizes: Sequence[int]
+
+
+class _Watching(TorchFunctionMode):
+    """Notes the calls of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            self.calls.append(_Call(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+class Fusing(TorchFunctionMode):
+    """Within a `with` block the layers of each group are one product."""
+
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        super().__init__()
+        self._groups = {group.members[0]: group for group in groups}
+        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
+        """By a weight's id: the input that it was multiplied with, and the result."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        call = _Call(*args, **(kwargs or {}))
+        known_input, result = self._ready.pop(id(call.weight), (None, None))
+        if result is not None and known_input is call.input:
+            return result
+        group = self._groups.get(id(call.weight))
+        if group is None:
+            return func(*args, **(kwargs or {}))
+        first, *others = F.linear(call.input, group.weight, group.bias).split(list(group.sizes), dim=-1)
+        for member, other in zip(group.members[1:], others, strict=True):
+            self._ready[member] = call.input, other
+        return first
+
+
+def fuse_linears(forward: Callable[[], object]) -> Fusing:
+    """Run `forward` once and return what makes one product of its linear layers that follow upon each other.
+
+    A layer that is called more than once stays as it is. The weights of the others now are slices.
+    """
+    watching = _Watching()
+    with watching:
+        forward()
+    counts = Counter(id(call.weight) for call in watching.calls)
+    groups: list[list[_Call]] = []
+    for call in watching.calls:
+        if counts[id(call.weight)] > 1 or not isinstance(call.weight, torch.nn.Parameter):
+            continue
+        if groups and groups[-1][-1].goes_with(call):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return Fusing([_joined(group) for group in groups if len(group) > 1])
+
+
+def _joined(group: Sequence[_Call]) -> _Group:
+    weights = [call.weight for call in group]
+    biases = [call.bias for call in group if call.bias is not None]
+    return _Group(
+        _as_slices_of_one(weights),
+        _as_slices_of_one(biases) if biases else None,
+        [id(weight) for weight in weights],
+        [len(weight) for weight in weights],
+    )
+
+
+def _as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors behind each other; from now on each is a slice of that."""
+    with torch.inference_mode(False), torch.no_grad():
+        whole, start = torch.cat([tensor.detach() for tensor in tensors]), 0
+        for tensor in tensors:
+            tensor.data = whole[start : start + len(tensor)]
+            start += len(tensor)
+    return whole
