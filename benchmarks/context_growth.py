@@ -1,12 +1,14 @@
 """What a round costs behind a longer and longer context (P14), and its law: a constant and so much per token.
 
-Plain decoding and ping-pong of the embedded pair in one process, measured in turns behind prompts of each length. Run
-as a module: `python -m benchmarks.context_growth [--context 256,4000] [--output FILE]`.
+Plain decoding and ping-pong of the embedded pair in one process, measured in turns behind prompts of each length; what
+counts is the median round, since the first one of ping-pong also brings the prompt to the draft. Run as a module:
+`python -m benchmarks.context_growth [--context 256,4000] [--output FILE]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from benchmarks.environment import provenance
 from benchmarks.one_command import run_command
 from benchmarks.pair import Pair
 from benchmarks.peers.factories import ServedMode
-from benchmarks.statistics import Estimate, estimate
+from benchmarks.statistics import Estimate, estimate, median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load
 from specsplit.assembly.models import require_worker_extra
@@ -41,11 +43,17 @@ def measure(contexts: Sequence[int], num_tokens: int, num_rounds: int, threads: 
             for context in contexts:
                 task = Task(str(context), text[: context - num_tokens // 2], num_tokens)
                 for system in pair.systems if number % 2 else pair.systems[::-1]:
-                    result = system.generate(task).result
+                    arrivals = system.generate(task).arrivals
                     tick(f"{system.name}, {context} tokens")
-                    if number and result is not None:
-                        times[system.name][context].append(result.timings.decode_s * 1e3 / result.num_rounds)
+                    if number:
+                        times[system.name][context].append(round_ms(arrivals))
     return times
+
+
+def round_ms(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Return the median of a generation's rounds, without the first, which brings the prompt to the draft."""
+    seconds = [arrived_s for arrived_s, _ in arrivals]
+    return median([(later - before) * 1e3 for before, later in pairwise(seconds[1:])])
 
 
 def law(times: dict[int, list[float]]) -> tuple[float, float]:
@@ -79,7 +87,7 @@ def main(
     laws = {mode: law(found) for mode, found in times.items()}
     for mode, found in times.items():
         constant, slope = laws[mode]
-        medians = [report.spread(estimate(found[length]), 2) for length in contexts]
+        medians = [f"{median(found[length]):.2f}" for length in contexts]
         listed.add_row(mode, *medians, report.spread(growth(found), 2), f"{constant:.2f} + {slope:.2f} per 1,000")
     console.print(listed)
     record = {

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,9 +13,10 @@ from benchmarks import workloads
 from benchmarks.pair import Pair
 from benchmarks.peers.at_once import Network
 from benchmarks.peers.factories import Shape
+from benchmarks.peers.ours_remote import worker
 from specsplit.assembly.links import connected
 from specsplit.core.defaults import DRAFTLESS
-from specsplit.core.errors import InvalidSettings, ResourceError
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.records import Request, Result
@@ -66,10 +64,13 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{name}.jsonl" for name in ("orchestrator", *settings.roles)]
         with ExitStack() as scope:
-            workers = [
-                _started(scope, role, settings, path) for role, path in zip(settings.roles, paths[1:], strict=True)
-            ]
-            addresses = {role: _address(worker) for role, worker in zip(settings.roles, workers, strict=True)}
+            started = {
+                role: worker(role, settings.threads, settings.pair, trace=path)
+                for role, path in zip(settings.roles, paths[1:], strict=True)
+            }
+            for process in started.values():
+                scope.callback(process.end)
+            addresses = {role: process.wait_ready() for role, process in started.items()}
             tick("loading")
             if settings.rtt_ms:
                 network = scope.enter_context(Network(seed=0))
@@ -84,37 +85,6 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
             ) from error
         tick("writing")
     return result
-
-
-def _started(scope: ExitStack, role: str, settings: TraceSettings, path: Path) -> subprocess.Popen[str]:
-    pair = settings.pair
-    source = pair.target if role == "target" else pair.draft
-    command = [sys.executable, "-m", "specsplit", role, "--listen", "127.0.0.1:0", "--model", str(source)]
-    command += ["--dtype", pair.dtype, "--device", pair.device, "--threads", str(settings.threads)]
-    process = subprocess.Popen(
-        [*command, "--trace-file", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-
-    def end() -> None:
-        process.terminate()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-    scope.callback(end)
-    return process
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise ResourceError("A worker process ended before it served; run `specsplit target` by hand to see why.")
-    return str(json.loads(line)["address"])
 
 
 async def _generate(settings: TraceSettings, addresses: dict[str, str], path: Path) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
@@ -27,11 +28,21 @@ _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
 
-def worker(role: str, threads: int, pair: Pair, listen: str = ANY_PORT, *, is_held: bool = False) -> WorkerProcess:
-    """Start a worker of the pair."""
+def worker(
+    role: str,
+    threads: int,
+    pair: Pair,
+    listen: str = ANY_PORT,
+    *,
+    is_held: bool = False,
+    trace: Path | None = None,
+) -> WorkerProcess:
+    """Start a worker of the pair; it writes its spans to the file `trace`."""
     source = pair.target if role == "target" else pair.draft
-    loading = ("--model", str(source), "--dtype", pair.dtype, "--device", pair.device)
-    return WorkerProcess(role, "--threads", str(threads), *loading, listen=listen, is_held=is_held)
+    options = ["--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
+    if trace is not None:
+        options += ["--trace-file", str(trace)]
+    return WorkerProcess(role, *options, listen=listen, is_held=is_held)
 
 
 class Services:
