@@ -69,10 +69,6 @@ class DraftTree:
         """Return the token ids from below the root down to `node`."""
         return [self.token_ids[index] for index in path_to(self.parents, node)]
 
-    @property
-    def num_sent(self) -> int:
-        return sum(number > 0 for number in self.numbers)
-
     def forget_numbers_above(self, known_nodes: int) -> None:
         """Count nodes as unsent that the other side has not heard of: their message was lost."""
         self.numbers = [number if number <= known_nodes else 0 for number in self.numbers]

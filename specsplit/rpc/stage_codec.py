@@ -70,11 +70,6 @@ async def _unblocking(num_bytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if num_bytes > _LARGE_BYTES else work()
 
 
-def state_pieces(state: SlotState) -> Iterator[bytes]:
-    """Give a slot's bytes in pieces that are messages each."""
-    return slot_pieces(encode_state(state))
-
-
 def slot_pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
     """Give bytes in pieces that are messages each."""
     for buffer in buffers:

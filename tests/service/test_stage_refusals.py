@@ -28,6 +28,7 @@ from specsplit.core.errors import (
 from specsplit.core.packet import Ask, Packet, PacketSession, PayloadType, StepKind
 from specsplit.core.packet_codec import decode, encode
 from specsplit.core.planner import Ends
+from specsplit.core.slot_state import encode_state
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
 from specsplit.model.shard_payload import to_payload
@@ -36,7 +37,7 @@ from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.stage_chain import RemoteChain
-from specsplit.rpc.stage_codec import state_pieces
+from specsplit.rpc.stage_codec import slot_pieces
 from specsplit.rpc.stage_frames import ChainId, FrameReader, error_in, packet_frames
 from specsplit.rpc.stage_peer import StagePeer
 from tests.chains import Shards
@@ -276,7 +277,7 @@ async def test_a_slot_travels_whole_or_not_at_all() -> None:
 
         async def pieces(damage: int = 0, repeat: int = 1) -> AsyncIterator[bytes]:
             for _ in range(repeat):
-                for piece in state_pieces(state):
+                for piece in slot_pieces(encode_state(state)):
                     message = stage_pb2.SlotPiece.FromString(piece)
                     message.data = bytes([message.data[0] ^ damage]) + message.data[1:]
                     yield message.SerializeToString()
@@ -332,7 +333,7 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
         if not keep_slots:  # slots that were moved here, for a chain that was never made
 
             async def pieces() -> AsyncIterator[bytes]:
-                for piece in state_pieces(state):
+                for piece in slot_pieces(encode_state(state)):
                     yield piece
 
             await peer.import_slot(ChainId("me", 3), pieces(), 5.0)  # type: ignore[arg-type]
