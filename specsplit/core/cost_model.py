@@ -24,6 +24,8 @@ PLAIN: Mode = "plain"
 _BESIDE = ("overlap", "stream")
 _WINDOW = 5
 _MIN_OBSERVED = 3
+_MOST_WAITING = 32
+"""Observations that a curve takes in at once, if nobody asks it before."""
 _STEP = 0.25
 """How much of an error one observation corrects."""
 _HALVING = 3.0
@@ -35,13 +37,20 @@ class RunningMedian:
 
     def __init__(self, initial: float = 0.0, window: int = 9) -> None:
         self._recent: deque[float] = deque(maxlen=window)
-        self.value = initial
+        self._value: float | None = initial
+
+    @property
+    def value(self) -> float:
+        """The median; `initial` before the first value."""
+        if self._value is None:
+            self._value = _median(self._recent)
+        return self._value
 
     def observe(self, value: float) -> None:
         """Count a value; what is not finite is none."""
         if math.isfinite(value):
             self._recent.append(value)
-            self.value = _median(self._recent)
+            self._value = None
 
 
 class StepTimes:
@@ -70,14 +79,19 @@ class StepTimes:
         self._corrections = [0.0] * len(self._rows)
         """Logarithms of what the measured times are multiplied by."""
         self._ratios: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._rows]
+        self._observed: list[tuple[float, float]] = []
+        """Rows and seconds that the curve does not know yet: a round observes, and not every round asks."""
 
     @property
     def grid(self) -> dict[int, float]:
         """The curve as it stands, at the grid's points."""
+        self._catch_up()
         return dict(zip(self._rows, self._seconds, strict=True))
 
     def seconds(self, rows: float) -> float:
         """Return the seconds of a forward of this many rows."""
+        if self._observed:
+            self._catch_up()
         seconds = self._known.get(rows)
         if seconds is None:
             seconds = self._known[rows] = _interpolate(self._rows, self._seconds, rows)
@@ -87,6 +101,16 @@ class StepTimes:
         """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
         if rows <= 0 or not 0 < seconds < math.inf:
             return
+        self._observed.append((rows, seconds))
+        if len(self._observed) == _MOST_WAITING:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        observed, self._observed = self._observed, []
+        for rows, seconds in observed:
+            self._correct(rows, seconds)
+
+    def _correct(self, rows: float, seconds: float) -> None:
         nearest = bisect_left(self._middles, rows)
         ratios = self._ratios[nearest]
         ratios.append(math.log(seconds / _interpolate(self._rows, self._measured, rows)))
