@@ -71,7 +71,7 @@ def growth(times: dict[int, list[float]]) -> Estimate:
 
 def main(
     context: Annotated[str, typer.Option(help="Tokens before a round, prompt included.")] = "256,512,1024,2048,4000",
-    new_tokens: Annotated[int, typer.Option(min=8, help="Per generation.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=24, help="Per generation.")] = 48,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Of the models.")] = 2,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.")] = None,

@@ -1,9 +1,9 @@
 """What a round costs beside the models (P4), mode by mode: in one process, and with two workers on loopback.
 
-Where draft and target take turns that is the time of decoding without the forwards of both, over the rounds. Where the
-draft works ahead, not all that it does is on the critical path, so there only the target's forwards are taken off: all
-of the draft's work counts as if the text had waited for it, and the critical path has at most that much beside the
-models.
+Where draft and target take turns that is the time of decoding without the forwards of both, over the rounds: in
+ping-pong, and in one process with a target as fast as the embedded one. Where the draft works ahead or is asked beside
+a verify, not all that it does is on the critical path, so there only the target's forwards are taken off: all of the
+draft's work counts as if the text had waited for it, and the critical path has at most that much beside the models.
 
 Run as a module: `python -m benchmarks.critical_path [--modes auto,stream] [--output FILE]`.
 """
@@ -41,7 +41,8 @@ BOUNDS_MS = {"in process": 1.0, "loopback": 2.0}
 ALONE = ("plain", "lookup", "pingpong", "auto")
 """In one process draft and target take turns; forwards that overlap in time there share the cores."""
 APART = ("pingpong", "overlap", "stream", "auto")
-AHEAD = ("overlap", "stream")
+IN_TURNS = ("plain", "lookup", "pingpong")
+"""Modes in which a draft elsewhere computes only while the text waits for it."""
 Tick = Callable[[str], None]
 
 
@@ -78,7 +79,7 @@ class Found:
 def in_process(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str, Found]:
     """Measure modes over one loaded pair."""
     with InProcess(settled.threads, [ServedMode(mode, mode) for mode in modes], Pair()) as pair:
-        return measured(pair.systems, settled.tasks(pair.encode), settled.num_rounds, tick)
+        return measured(pair.systems, settled.tasks(pair.encode), settled.num_rounds, tick, in_turns=modes)
 
 
 def on_loopback(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str, Found]:
@@ -96,10 +97,12 @@ def on_loopback(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str,
         )
         workers = loop.run(links.enter_async_context(connected(reached)))
         systems = [ours(ServedMode(mode, mode), loop, workers) for mode in modes]
-        return measured(systems, settled.tasks(workers.tokenizer.encode), settled.num_rounds, tick)
+        return measured(systems, settled.tasks(workers.tokenizer.encode), settled.num_rounds, tick, IN_TURNS)
 
 
-def measured(systems: Sequence[System], tasks: Sequence[Task], num_rounds: int, tick: Tick) -> dict[str, Found]:
+def measured(
+    systems: Sequence[System], tasks: Sequence[Task], num_rounds: int, tick: Tick, in_turns: Sequence[str]
+) -> dict[str, Found]:
     """Generate with each system in turns, the first round to warm up."""
     results: dict[str, list[list[Result]]] = {system.name: [] for system in systems}
     for number in range(num_rounds + 1):
@@ -108,21 +111,20 @@ def measured(systems: Sequence[System], tasks: Sequence[Task], num_rounds: int, 
             tick(system.name)
             if number:
                 results[system.name].append(found)
-    return {name: found_in(rounds) for name, rounds in results.items()}
+    return {name: found_in(rounds, is_bound=name not in in_turns) for name, rounds in results.items()}
 
 
-def found_in(rounds: Sequence[Sequence[Result]]) -> Found:
+def found_in(rounds: Sequence[Sequence[Result]], *, is_bound: bool) -> Found:
     """Return what the results of one mode say; the generations of a round of measuring are pooled."""
-    is_ahead = any(mode in AHEAD for results in rounds for result in results for mode in result.rounds_by_mode)
     whole: list[float] = []
     beside: list[float] = []
     for results in rounds:
         timings, num_rounds = [result.timings for result in results], sum(result.num_rounds for result in results)
         decode_s = sum(each.decode_s for each in timings)
-        models_s = sum(each.target_device_s + (0.0 if is_ahead else each.draft_device_s) for each in timings)
+        models_s = sum(each.target_device_s + (0.0 if is_bound else each.draft_device_s) for each in timings)
         whole.append(decode_s * 1e3 / num_rounds)
         beside.append((decode_s - models_s) * 1e3 / num_rounds)
-    return Found(estimate(whole), estimate(beside), is_ahead)
+    return Found(estimate(whole), estimate(beside), is_bound)
 
 
 def chosen_modes(text: str, of: Sequence[str]) -> list[str]:

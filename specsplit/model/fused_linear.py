@@ -1,7 +1,8 @@
 """Linear layers that read the same input, computed as one product: queries, keys and values, gate and up.
 
 For recording a forward only. Which layers belong together is seen by running the model once, so no family is named
-here. Their weights become slices of one tensor, and take no more memory than before.
+here. Their weights become slices of one tensor, and take no more memory than before but for what the allocator keeps
+of the old ones. Once for each model: a second time would leave the first recording with the old weights.
 """
 
 from __future__ import annotations
@@ -122,9 +123,14 @@ def _joined(group: Sequence[_Call]) -> _Group:
 
 
 def _as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors behind each other; from now on each is a slice of that."""
+    """Return the tensors behind each other, laid out as they are; from now on each is a slice of that."""
     with torch.inference_mode(False), torch.no_grad():
-        whole, start = torch.cat([tensor.detach() for tensor in tensors]), 0
+        given = [tensor.detach() for tensor in tensors]
+        if all(tensor.dim() == 2 and tensor.t().is_contiguous() for tensor in given):
+            whole = torch.cat([tensor.t() for tensor in given], dim=1).t()
+        else:
+            whole = torch.cat(given)
+        start = 0
         for tensor in tensors:
             tensor.data = whole[start : start + len(tensor)]
             start += len(tensor)

@@ -20,6 +20,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
 _HIDDEN = float("-inf")
 _NO_BIAS = -1
+_MOST_KEPT_ROWS = 32
+"""Trees of a few rows have few shapes, so that of a round has mostly been seen; larger ones would only fill memory."""
 _Array = NDArray[np.float32]
 
 
@@ -133,7 +135,10 @@ def _row_positions(entry: Entry) -> Sequence[int]:
 def _biases(entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind]) -> list[_Array]:
     """Return per kind what the entry's tokens may see, flat [group * t * end_row]."""
     count, num_rows, base = len(entry.token_ids), len(row_positions), entry.base_length
-    tree = _chain_bias(num_rows) if entry.parents is None else _tree_bias(tuple(entry.parents))
+    if entry.parents is None:
+        tree = _chain_bias(num_rows)
+    else:
+        tree = (_tree_bias if num_rows > _MOST_KEPT_ROWS else _known_tree_bias)(tuple(entry.parents))
     biases: list[_Array] = []
     for kind in kinds:
         bias = np.zeros((kind.group, count, base + num_rows), dtype=np.float32)
@@ -146,13 +151,12 @@ def _biases(entry: Entry, row_positions: Sequence[int], kinds: Sequence[BiasKind
     return biases
 
 
-@lru_cache(maxsize=256)
 def _tree_bias(parents: tuple[int, ...]) -> _Array:
-    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere.
-
-    Trees of a few nodes have few shapes, so that of a round has mostly been seen.
-    """
+    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere."""
     return np.where(ancestor_mask(parents).numpy(), np.float32(0), np.float32(_HIDDEN))
+
+
+_known_tree_bias = lru_cache(maxsize=256)(_tree_bias)
 
 
 @lru_cache(maxsize=256)

@@ -44,7 +44,7 @@ def picked(scores: Tensor) -> list[int] | None:
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return each row's k best token ids, best first, and the logs of their shares of exp(scores).
+    """Return each row's k (one at least) best token ids, best first, and the logs of their shares of exp(scores).
 
     Their law is that of k tokens sampled without replacement. The share is the draft's estimate that the target picks
     the same token. The first is `pick`'s; of equals in float32 behind it the lower id comes first. Left out are tokens

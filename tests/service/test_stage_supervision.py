@@ -102,7 +102,7 @@ async def test_a_local_stage_on_a_step_that_does_not_end_is_killed_though_it_ans
         r"Stage 0 \(layers 2:5\) is ended, since it hangs: .* one step for ([0-9.]+) s, and 1 s", caplog.text
     )
     assert found is not None
-    assert float(found[1]) > 1.0
+    assert float(found[1]) >= 1.0, "told in tenths of a second"
 
 
 @pytest.mark.slow
