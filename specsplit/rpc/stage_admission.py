@@ -11,6 +11,7 @@ from specsplit.core.stage_identity import StageIdentity, WantedChain
 from specsplit.rpc.stage_peer import StagePeer, StagePing
 
 PING_S = 1.0
+_AT_ONCE_S = 0.3
 
 
 async def admit(peer: StagePeer, like: StageIdentity, wanted: WantedChain, step_timeout_s: float) -> None:
@@ -29,6 +30,29 @@ async def admit(peer: StagePeer, like: StageIdentity, wanted: WantedChain, step_
     if identity.weights_hash != like.weights_hash:
         raise PeerMismatch(f"{peer.name} has other weights for layers {like.layers} than the stage there had.")
     peer.admit(ping)
+
+
+async def why_lost(peer: StagePeer, wanted: WantedChain, step_timeout_s: float) -> SpecSplitError | None:
+    """Return why a stage of the chain cannot serve in its place any more, None if it can.
+
+    A call that fails at once may have met the end of a connection that was lost with the chain, so it is made again
+    over a new one: else one cut would cost a spare, and all that the stage holds.
+    """
+    like, loop = peer.identity, asyncio.get_running_loop()
+    assert like is not None, "a chain is connected before it is restored"
+    began_s, is_again = loop.time(), False
+    while True:
+        try:
+            await admit(peer, like, wanted, step_timeout_s)
+        except PeerMismatch as error:
+            return error
+        except SpecSplitError as error:
+            await peer.renew()
+            if is_again or loop.time() - began_s > _AT_ONCE_S:
+                return WorkerUnreachable(f"The stage of layers {like.layers} is lost: {error}")
+            is_again = True
+        else:
+            return None
 
 
 def check_alive(peer: StagePeer, ping: StagePing, step_timeout_s: float) -> None:

@@ -26,7 +26,7 @@ from specsplit.core.errors import (
 from specsplit.core.packet import Packet
 from specsplit.core.stage_identity import StageIdentity, WantedChain
 from specsplit.rpc.clients import CALL_TIMEOUT_S
-from specsplit.rpc.stage_admission import PING_S, admit, hanging, not_answered
+from specsplit.rpc.stage_admission import PING_S, admit, hanging, not_answered, why_lost
 from specsplit.rpc.stage_connection import Connection
 from specsplit.rpc.stage_ended import EndedSlots
 from specsplit.rpc.stage_frames import ChainId
@@ -255,7 +255,7 @@ class RemoteChain:
         self._check_open()
         for peer in (*self._peers, *self._spares):
             peer.is_awaited = False
-        found = await asyncio.gather(*(self._alive(peer) for peer in self._peers))
+        found = await asyncio.gather(*(why_lost(peer, self._wanted, self._step_timeout_s) for peer in self._peers))
         for index, error in enumerate(found):
             if error is not None and not await self._replace(index):
                 raise error
@@ -272,19 +272,6 @@ class RemoteChain:
             self._swap(index, before)
             del self._statistics.spares_used[-2:]
             raise
-
-    async def _alive(self, peer: StagePeer) -> SpecSplitError | None:
-        """Return why a stage cannot serve in its place, None if it can."""
-        before = peer.identity
-        assert before is not None, "a chain is connected before it is restored"
-        try:
-            await self._admit(peer, before)
-        except PeerMismatch as error:
-            return error
-        except SpecSplitError as error:
-            await peer.renew()
-            return WorkerUnreachable(f"The stage of layers {before.layers} is lost: {error}")
-        return None
 
     async def _admit_spare(self, spare: StagePeer) -> None:
         """Look at a spare, and check that it could stand somewhere in the chain; raises as `connect` does."""
