@@ -17,6 +17,7 @@ class BareForward:
 
     def __init__(self, threads: int, name: str, pair: Pair) -> None:
         self.name = name
+        torch.set_num_threads(threads)  # what an engine does in its own thread
         self._target = load_model(pair.target, role="target", dtype=pair.dtype, device=pair.device, threads=threads)
 
     @torch.inference_mode()
