@@ -76,6 +76,11 @@ class CountingProxy:
                 writer.close()
             await wait_until(lambda: not self._writers)
 
+    def cut(self) -> None:
+        """Close every connection; new ones are made as before."""
+        for writer in self._writers:
+            writer.close()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self.num_connections += 1

@@ -45,7 +45,7 @@ class Workers:
             lookup=settings.lookup,
         )
         draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
-        patience = Patience(retry_s=settings.retry, draft_s=draft_s)
+        patience = Patience(retry_s=settings.retry, draft_s=draft_s, are_here=not self._are_remote)
         key = (speculation, patience)
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter

@@ -163,7 +163,7 @@ class _Grower:
 
     def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
         tree = self._tree
-        new = tree.preorder(tree.best_unsent(max_nodes, max_depth))
+        new = tree.best_unsent(max_nodes, max_depth)  # parents first: a child ranks behind its parent
         first_node = self._last_number + 1
         for node in new:
             self._last_number += 1

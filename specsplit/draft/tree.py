@@ -94,20 +94,6 @@ class DraftTree:
         ]
         return [rank[1] for rank in sorted(childless) if rank < last]
 
-    def preorder(self, nodes: Sequence[int]) -> list[int]:
-        """Order nodes depth first, the likeliest child first, so that the likeliest path lies contiguous in a slot."""
-        children: dict[int, list[int]] = {}
-        for node in sorted(nodes, key=lambda node: self.log_probs[node]):
-            children.setdefault(self.parents[node], []).append(node)
-        inside = set(nodes)
-        stack = [top for parent, siblings in children.items() if parent not in inside for top in siblings]
-        order: list[int] = []
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            stack.extend(children.get(node, ()))
-        return order
-
     def walk(self, token_ids: Sequence[int]) -> list[int]:
         """Return the nodes that spell `token_ids` from the root, as far as the tree holds them."""
         path: list[int] = []

@@ -38,9 +38,13 @@ _PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
 
 
 class Experience:
-    """Measured times and counted guesses; older ones count less, so that it follows a change."""
+    """Measured times and counted guesses; older ones count less, so that it follows a change.
 
-    def __init__(self) -> None:
+    What only `decide` needs is counted if it `plans`.
+    """
+
+    def __init__(self, *, plans: bool = True) -> None:
+        self._plans = plans
         self.acceptance = Acceptance()
         self.verify: StepTimes | None = None
         """By rows of a target's forward."""
@@ -126,12 +130,14 @@ class Experience:
         decided = list(tree.tested(token_ids))
         for node, is_right in decided:
             self.acceptance.observe(tree.cells[node], is_accepted=is_right)
-        if tree.num_drafted:
+        if tree.num_drafted and self._plans:
             accepted = [node for node, is_right in decided if is_right]
             self._drafted.observe_tree(tree.parents, tree.sibling_ranks(), accepted, [node for node, _ in decided])
 
     def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of a lookup's tree."""
+        if not self._plans:
+            return
         at, accepted, decided = -1, list[int](), list[int]()
         for token_id in token_ids:
             children = [node for node, parent in enumerate(found.parents) if parent == at]

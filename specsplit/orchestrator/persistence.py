@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerFailed, WorkerUnreachable
 from specsplit.orchestrator.incidents import Incidents, reason_of
+from specsplit.orchestrator.records import Patience
 
 Answer = TypeVar("Answer")
 _RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
@@ -28,9 +29,11 @@ class _OutOfTime(DeadlineExceeded):
 class Persistence:
     """One request's deadline, counted from now, and its way of asking a target that does not answer."""
 
-    def __init__(self, timeout_s: float | None, retry_s: float, rng: random.Random, incidents: Incidents) -> None:
+    def __init__(self, timeout_s: float | None, patience: Patience, rng: random.Random, incidents: Incidents) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timeout_s, self._retry_s, self._rng, self._incidents = timeout_s, retry_s, rng, incidents
+        self._timeout_s, self._rng, self._incidents = timeout_s, rng, incidents
+        self._retry_s = patience.retry_s
+        self._attempt_s = math.inf if patience.are_here else max(patience.retry_s, _LEAST_TRY_S)
         self.num_failures = 0
         self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
 
@@ -45,14 +48,14 @@ class Persistence:
         A peer that is dead shows by its missing keepalives, but something may live and never answer. So an attempt gets
         `retry_s`, or what is left of it, and beyond that `work_s`: an upper bound on how long a target that is well
         works on this answer, such as a whole prompt after a restart. It is infinite as long as nobody knows; then the
-        call's own limit is all there is.
+        call's own limit is all there is. A target in this process is not silent, and has no such limit.
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
-            return await self._attempt(send, max(self._retry_s, _LEAST_TRY_S) + work_s)
+            return await self._attempt(send, self._attempt_s + work_s)
         except _RETRIED as error:
             return await self._ask_again(send, work_s, error)
 

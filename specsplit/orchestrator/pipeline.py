@@ -67,7 +67,8 @@ class Orchestrator:
         self._draft_modes = draft_modes
         self._rng = rng if rng is not None else random.Random()
         self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
-        self._experiences = {is_greedy: Experience() for is_greedy in (False, True)}
+        is_choosing = speculation.mode == "auto"
+        self._experiences = {is_greedy: Experience(plans=is_choosing) for is_greedy in (False, True)}
         self._target: Identity | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -115,9 +116,8 @@ class Orchestrator:
         return target
 
     def _persistence(self, timeout_s: float | None, incidents: Incidents) -> Persistence:
-        patience = self.patience
-        timeout_s = timeout_s if timeout_s is not None else patience.timeout_s
-        return Persistence(timeout_s, patience.retry_s, self._rng, incidents)
+        timeout_s = timeout_s if timeout_s is not None else self.patience.timeout_s
+        return Persistence(timeout_s, self.patience, self._rng, incidents)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.

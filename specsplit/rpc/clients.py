@@ -30,8 +30,10 @@ from specsplit.core.types import (
     Verdict,
 )
 from specsplit.rpc import calls, codec
+from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.rounds import RoundsClient
 from specsplit.rpc.tokenizer_stream import TokenizerReader
 from specsplit.rpc.verify_stream import RemoteStream
 
@@ -72,6 +74,7 @@ class _RemoteWorker:
         self._peer = f"The {self.role} at {address}"
         self._call_timeout_s = call_timeout_s
         self._channel = WorkerChannel(address, self._peer)
+        self._rounds = RoundsClient(self._channel, _SERVICES[self.role] + "Rounds", self._peer)
 
     async def ping(self) -> Identity:
         """Return who is there.
@@ -108,6 +111,7 @@ class _RemoteWorker:
 
     async def aclose(self) -> None:
         """Close the connection; calls under way fail."""
+        await self._rounds.aclose()
         await self._channel.aclose()
 
     async def _call(
@@ -118,6 +122,17 @@ class _RemoteWorker:
         path = _SERVICES[role or self.role] + method
         answer = await self._channel.call(path, data, self._call_timeout_s if timeout_s is None else timeout_s)
         return self._read(lambda: calls.parse(kind, answer)), len(data), len(answer)
+
+    async def _round(self, method: str, request: Message, kind: type[M]) -> tuple[M, int, int]:
+        """Do the same for a round, over the stream that the rounds of all sessions share.
+
+        A large request is a call of its own: it may be refused for its size, and others would wait behind it.
+        """
+        data = request.SerializeToString()
+        if len(data) > SMALL_BYTES:
+            return await self._call(method, request, kind)
+        answered = await self._rounds.call(data, self._call_timeout_s)
+        return self._read(lambda: calls.parse(kind, answered.response)), answered.num_sent, answered.num_received
 
     def _read(self, decode: Callable[[], A]) -> A:
         """Decode what the worker answered: if that is malformed, it is the worker's fault, not the request's."""
@@ -160,7 +175,7 @@ class RemoteDrafter(_RemoteWorker):
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         """Grow the session's tree; raises what the worker does, or LinkError."""
         request = calls.encode_drafts_request(turn, known_nodes, budget)
-        answer, sent, received = await self._call("GenerateDrafts", request, draft_pb2.GenerateDraftsResponse)
+        answer, sent, received = await self._round("GenerateDrafts", request, draft_pb2.GenerateDraftsResponse)
 
         def decode() -> Proposal:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
@@ -177,7 +192,7 @@ class RemoteVerifier(_RemoteWorker):
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Have the tree verified; raises what the worker does, or LinkError."""
         request = calls.encode_verify_request(turn, proposal)
-        answer, sent, received = await self._call("VerifyDrafts", request, target_pb2.VerifyDraftsResponse)
+        answer, sent, received = await self._round("VerifyDrafts", request, target_pb2.VerifyDraftsResponse)
 
         def decode() -> Verdict:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
+from google.rpc.status_pb2 import Status
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
 from specsplit.rpc.budget import ByteBudget
-from specsplit.rpc.status import status_of
+from specsplit.rpc.rounds import serve_rounds
+from specsplit.rpc.status import of_call, status_of
 from specsplit.telemetry import spans
 
 MAX_CALL_S = 600.0
@@ -29,6 +31,11 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
+_OF_ROUNDS = {
+    "/specsplit.v1.DraftService/Rounds": "GenerateDrafts",
+    "/specsplit.v1.TargetService/Rounds": "VerifyDrafts",
+}
+"""Streams of rounds, and the call that each of their messages stands for."""
 _OF_SESSIONS = ("GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession")
 """What a draining worker still does for the sessions that it has."""
 
@@ -48,6 +55,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ending_rounds = asyncio.Event()
 
     @property
     def is_draining(self) -> bool:
@@ -60,6 +68,10 @@ class Boundary(grpc.aio.ServerInterceptor):
     def refuse(self) -> None:
         """Refuse every call from now on but those of sessions; what runs goes on."""
         self._is_draining = True
+
+    def end_rounds(self) -> None:
+        """End every stream of rounds once what it has in hand is answered."""
+        self._ending_rounds.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no call runs, at most `timeout_s`; return whether that is so."""
@@ -81,6 +93,9 @@ class Boundary(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(OUR_SERVICES):
             return handler
         metadata: Metadata = cast(Any, handler_call_details).invocation_metadata or ()
+        if method in _OF_ROUNDS:
+            one = cast(Callable[[bytes], Awaitable[bytes]], handler.stream_stream)
+            return cast(Any, grpc.stream_stream_rpc_method_handler)(partial(self._serve_rounds, one, method))
         if handler.request_streaming:
             duplex = cast(Callable[[AsyncIterator[bytes], Context], AsyncGenerator[bytes]], handler.stream_stream)
 
@@ -109,6 +124,28 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         return cast(Any, grpc.unary_unary_rpc_method_handler)(serve_unary)
 
+    async def _serve_rounds(
+        self,
+        one: Callable[[bytes], Awaitable[bytes]],
+        method: str,
+        _: AsyncIterator[bytes],
+        context: Context,
+    ) -> None:
+        """Serve a stream in which every message counts as a call; the stream itself does not."""
+
+        async def read() -> bytes | None:
+            data = cast(object, await context.read())
+            return data if isinstance(data, bytes) else None  # or grpc's EOF
+
+        async def serve(request: bytes, trace: Metadata) -> bytes | Status:
+            name = _OF_ROUNDS[method]
+            return await self._counted(partial(one, request), len(request), name, trace, self._max_call_s)
+
+        try:
+            await serve_rounds(read, context.write, serve, self._ending_rounds)
+        except SpecSplitError as error:
+            await context.abort_with_status(of_call(status_of(error)))
+
     async def _run(
         self,
         serve: Callable[[], Awaitable[T]],
@@ -118,18 +155,24 @@ class Boundary(grpc.aio.ServerInterceptor):
         context: Context,
         limit_s: float | None,
     ) -> T:
-        """Run one call: counted, within the budget, traced, in time; every error it raises becomes its status.
+        """Run one call, whose error becomes its status.
 
         Streams both ways last as long as what they serve, so they have no limit.
         """
+        outcome = await self._counted(serve, num_bytes, method.rpartition("/")[2], metadata, limit_s)
+        if isinstance(outcome, Status):
+            return await context.abort_with_status(of_call(outcome))
+        return outcome
+
+    async def _counted(
+        self, serve: Callable[[], Awaitable[T]], num_bytes: int, name: str, metadata: Metadata, limit_s: float | None
+    ) -> T | Status:
+        """Run one call or round: counted, within the budget, traced, in time."""
         self._num_running += 1
         self._idle.clear()
         has_room = self._budget.take(num_bytes)
         try:
-            outcome = await self._outcome(serve, has_room, method, metadata, limit_s)
-            if isinstance(outcome, grpc.Status):
-                return await context.abort_with_status(outcome)
-            return outcome
+            return await self._outcome(serve, has_room, name, metadata, limit_s)
         finally:
             if has_room:
                 self._budget.give_back(num_bytes)
@@ -138,15 +181,9 @@ class Boundary(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
     async def _outcome(
-        self,
-        serve: Callable[[], Awaitable[T]],
-        has_room: bool,
-        method: str,
-        metadata: Metadata,
-        limit_s: float | None,
-    ) -> T | grpc.Status:
+        self, serve: Callable[[], Awaitable[T]], has_room: bool, name: str, metadata: Metadata, limit_s: float | None
+    ) -> T | Status:
         """Return the answer, or the status of the error, which is let go of with all that its frames have decoded."""
-        name = method.rpartition("/")[2]
         try:
             if self._is_draining and name not in _OF_SESSIONS:
                 raise draining()
@@ -156,7 +193,7 @@ class Boundary(grpc.aio.ServerInterceptor):
                 return await _in_time(serve, limit_s)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the peer gets a status
             if not isinstance(error, SpecSplitError):
-                _log.exception("%s failed", method)
+                _log.exception("%s failed", name)
             return status_of(error)
 
 

@@ -85,6 +85,7 @@ class Server:
         await self._sessions_end(end_s)
         self._boundary.refuse()
         is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
+        self._boundary.end_rounds()
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
 

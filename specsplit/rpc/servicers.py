@@ -42,7 +42,10 @@ def draft_handlers(drafter: Drafter, is_draining: IsDraining) -> grpc.GenericRpc
         telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
         return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
 
-    methods = {"GenerateDrafts": _unary(draft_pb2.GenerateDraftsRequest, generate_drafts)}
+    methods = {
+        "GenerateDrafts": _unary(draft_pb2.GenerateDraftsRequest, generate_drafts),
+        "Rounds": _rounds(draft_pb2.GenerateDraftsRequest, generate_drafts),
+    }
     return _handlers(DRAFT_SERVICE, methods, drafter)
 
 
@@ -73,6 +76,7 @@ def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.Generic
     methods = {
         "VerifyStream": _duplex(verify_stream),
         "VerifyDrafts": _unary(target_pb2.VerifyDraftsRequest, verify_drafts),
+        "Rounds": _rounds(target_pb2.VerifyDraftsRequest, verify_drafts),
         "Score": _unary(target_pb2.ScoreRequest, score),
         "GetTokenizer": _server_stream(get_tokenizer),
     }
@@ -111,6 +115,15 @@ def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcM
         return (await serve(calls.parse(kind, data))).SerializeToString()
 
     return cast(Any, grpc.unary_unary_rpc_method_handler)(handle)
+
+
+def _rounds(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return what answers one round; the interceptor makes a stream of it."""
+
+    async def handle(data: bytes) -> bytes:
+        return (await serve(calls.parse(kind, data))).SerializeToString()
+
+    return cast(Any, grpc.stream_stream_rpc_method_handler)(handle)
 
 
 def _server_stream(serve: Callable[[bytes, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:

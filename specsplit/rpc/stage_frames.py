@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
 
-import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
 
-from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, WorkerFailed
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError
 from specsplit.core.packet import Buffer, Packet
 from specsplit.core.packet_codec import encode
 from specsplit.rpc.pb import stage_pb2
-from specsplit.rpc.status import error_of, status_of
+from specsplit.rpc.status import error_said, status_of
 
 PIECE_BYTES = 4 << 20
 """A larger packet travels in several frames, so that none meets gRPC's limit of a message."""
 MAX_PACKET_BYTES = 512 << 20
 _PADDING, _PACKET, _MORE = 0x0A, 0x12, b"\x18\x01"
 _ALIGNMENT = 64
-_DETAILS = "grpc-status-details-bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +148,10 @@ def _split(data: bytes) -> tuple[memoryview, bool] | None:
 
 def error_frame(error: Exception, request_id: int | None = None, after: int = 0) -> bytes:
     """Return the frame that tells why a packet has no answer; without its id, why none after `after` has."""
-    metadata = dict(status_of(error).trailing_metadata or ())
-    told = stage_pb2.PacketError(request_id=request_id, after=after, status=cast(bytes, metadata[_DETAILS]))
+    told = stage_pb2.PacketError(request_id=request_id, after=after, status=status_of(error).SerializeToString())
     return stage_pb2.Frame(error=told).SerializeToString()
 
 
 def error_in(told: stage_pb2.PacketError, peer: str) -> SpecSplitError:
     """Return the error that `error_frame` was given; `peer` names the stage at the start of a sentence."""
-    try:
-        rich = status_pb2.Status.FromString(told.status)
-        code = next(code for code in grpc.StatusCode if cast(Any, code.value)[0] == rich.code)
-    except (DecodeError, StopIteration):
-        return WorkerFailed(f"{peer} gave a malformed answer.")
-    failure = grpc.aio.AioRpcError(
-        code, grpc.aio.Metadata(), grpc.aio.Metadata((_DETAILS, told.status)), details=rich.message
-    )
-    return error_of(failure, peer)
+    return error_said(told.status, peer)

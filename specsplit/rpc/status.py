@@ -57,6 +57,7 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
 """Every error of the tree and its status; the detail's `kind` is the class's name."""
 
 _KINDS = {error.__name__: error for error in STATUS}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _MAX_MESSAGE_BYTES = 1000
 """It travels twice, percent-encoded and in the detail, and peers take 8 KiB of metadata."""
 
@@ -79,7 +80,7 @@ _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
 """What a status without our detail means: it comes from gRPC itself or from a process that is none of ours."""
 
 
-def status_of(error: Exception) -> grpc.Status:
+def status_of(error: Exception) -> status_pb2.Status:
     """Return the status that says `error`; of one outside the tree nothing but that the worker failed."""
     if not isinstance(error, SpecSplitError):
         error = WorkerFailed("The worker failed on this request; its own log says more.")
@@ -93,8 +94,12 @@ def status_of(error: Exception) -> grpc.Status:
     )
     packed = any_pb2.Any()
     packed.Pack(detail)
-    rich = status_pb2.Status(code=STATUS[kind].value[0], message=_bounded(str(error)), details=[packed])
-    return cast(grpc.Status, cast(Any, rpc_status).to_status(rich))
+    return status_pb2.Status(code=STATUS[kind].value[0], message=_bounded(str(error)), details=[packed])
+
+
+def of_call(status: status_pb2.Status) -> grpc.Status:
+    """Return the status as a call ends with it."""
+    return cast(grpc.Status, cast(Any, rpc_status).to_status(status))
 
 
 def _bounded(message: str) -> str:
@@ -103,19 +108,37 @@ def _bounded(message: str) -> str:
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> SpecSplitError:
     """Return the error of the tree that a failed call means; `peer` names the worker at the start of a sentence."""
-    detail = _detail_of(failure)
+    try:
+        rich: status_pb2.Status | None = cast(Any, rpc_status).from_call(failure)
+    except (DecodeError, ValueError):  # a peer that is none of ours may send anything
+        rich = None
+    return _error(rich, failure.code(), failure.details() or "", peer)
+
+
+def error_said(data: bytes, peer: str) -> SpecSplitError:
+    """Return the error of the tree that a status within a message means."""
+    rich = status_pb2.Status()
+    try:
+        rich.ParseFromString(data)
+        code = _CODES[rich.code]
+    except (DecodeError, KeyError):
+        return WorkerFailed(f"{peer} gave a malformed answer.")
+    return _error(rich, code, rich.message, peer)
+
+
+def _error(rich: status_pb2.Status | None, code: grpc.StatusCode, message: str, peer: str) -> SpecSplitError:
+    detail = _detail_of(rich)
     if detail is not None and detail.kind in _KINDS:
-        return _rebuilt(_KINDS[detail.kind], detail, failure.details() or "")
-    kind, sentence = _FOREIGN.get(failure.code(), (errors.WorkerFailed, "{peer} failed on this request."))
+        return _rebuilt(_KINDS[detail.kind], detail, message)
+    kind, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
     return kind(sentence.format(peer=peer))
 
 
-def _detail_of(failure: grpc.aio.AioRpcError) -> common_pb2.ErrorDetail | None:
+def _detail_of(rich: status_pb2.Status | None) -> common_pb2.ErrorDetail | None:
     detail = common_pb2.ErrorDetail()
     try:
-        rich: Any = cast(Any, rpc_status).from_call(failure)
         is_ours = rich is not None and any(packed.Unpack(detail) for packed in rich.details)
-    except (DecodeError, ValueError):  # a peer that is none of ours may send anything
+    except (DecodeError, ValueError):
         return None
     return detail if is_ours else None
 

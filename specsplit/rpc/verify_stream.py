@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import suppress
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed
@@ -14,10 +13,9 @@ from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import target_pb2
+from specsplit.rpc.pumped import Pumped
 from specsplit.telemetry import spans
 
-_FLUSH_S = 1.0
-"""How long the end of a stream waits for its last message to leave."""
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 
 
@@ -92,37 +90,34 @@ class RemoteStream:
     def __init__(
         self, channel: WorkerChannel, method: str, opening: bytes, peer: str, max_waiting: int, timeout_s: float
     ) -> None:
-        self._duplex, self._peer = channel.duplex(method), peer
-        self._max_waiting, self._timeout_s = max_waiting, timeout_s
-        self._outgoing: deque[bytes] = deque([opening])
+        self._peer, self._max_waiting, self._timeout_s = peer, max_waiting, timeout_s
         self._incoming: deque[bytes] = deque()
-        self._has_outgoing, self._has_incoming = asyncio.Event(), asyncio.Event()
-        self._has_outgoing.set()
-        self._is_ending = False
+        self._has_incoming = asyncio.Event()
+        self._stream = Pumped(channel.duplex(method), self._take, "specsplit-verify-stream")
+        self._stream.when_over(self._has_incoming.set)
+        self._stream.send(opening)
         self._sent_bytes = len(opening)
         """Since the last commit."""
-        loop = asyncio.get_running_loop()
-        self._writer = loop.create_task(self._write_all(), name="specsplit-verify-stream-writer")
-        self._reader = loop.create_task(self._read_all(), name="specsplit-verify-stream-reader")
 
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
         """Send nodes without waiting; raises InvalidRequest for what no message can carry."""
         data = calls.encode_propose(proposal, is_more_coming=is_more_coming).SerializeToString()
         self._sent_bytes += len(data)
-        self._send(data)
+        self._stream.send(data)
 
     @property
     def is_ready(self) -> bool:
         """Whether a commit, or the end, has come already."""
-        return bool(self._incoming) or self._reader.done()
+        return bool(self._incoming) or self._stream.is_over
 
     async def next_commit(self) -> Verdict | None:
         """Return the next commit; raises what the target does, or LinkError, also after `timeout_s` without any."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._incoming:
-                    if self._reader.done():
-                        return self._reader.result()
+                    if self._stream.is_over:
+                        self._stream.check()
+                        return None
                     self._has_incoming.clear()
                     await self._has_incoming.wait()
         except TimeoutError:
@@ -141,38 +136,11 @@ class RemoteStream:
 
     async def close(self, *, keeps_slot: bool = False) -> None:
         """End the stream in order; one that the target does not end in time is broken off, which frees the slot."""
-        if not self._is_ending and not self._reader.done():
-            self._is_ending = True
-            cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
-            self._send(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
-            # A call broken off before would look like a lost client, and grpc.aio may keep a task of it for ever.
-            await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
-        self._writer.cancel()
-        self._reader.cancel()
-        await to_its_end(asyncio.wait({self._writer, self._reader}))
-        self._duplex.cancel()
-        if not self._reader.cancelled():
-            self._reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+        cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
+        await self._stream.close(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
 
-    def _send(self, data: bytes) -> None:
-        self._outgoing.append(data)
-        self._has_outgoing.set()
-
-    async def _read_all(self) -> None:
-        try:
-            while (data := await self._duplex.read()) is not None:
-                self._incoming.append(data)
-                if len(self._incoming) > self._max_waiting:
-                    raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
-                self._has_incoming.set()
-        finally:
-            self._has_incoming.set()
-
-    async def _write_all(self) -> None:
-        with suppress(SpecSplitError):  # whoever reads hears of it
-            while not (self._is_ending and not self._outgoing):
-                await self._has_outgoing.wait()
-                while self._outgoing:
-                    await self._duplex.write(self._outgoing.popleft())
-                self._has_outgoing.clear()
-            await self._duplex.end()
+    def _take(self, data: bytes) -> None:
+        self._incoming.append(data)
+        if len(self._incoming) > self._max_waiting:
+            raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
+        self._has_incoming.set()

@@ -40,7 +40,9 @@ def picked(scores: Tensor) -> list[int] | None:
     if scores.device.type != "cpu":
         return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
     rows = _as_array(scores)
-    return None if math.isnan(rows.max()) else rows.argmax(axis=-1).tolist()
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, the NaN
+    best = [rows.item(row, token_id) for row, token_id in enumerate(token_ids)]
+    return None if any(map(math.isnan, best)) else token_ids
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -50,26 +52,33 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
     the same token. The first is `pick`'s; of equals in float32 behind it the lower id comes first. Left out are tokens
     that the processors cut and what is not a number.
     """
-    is_here = scores.device.type == "cpu"
-    best = (_best(scores) if is_here else pick(scores)).tolist()
     log_shares = torch.log_softmax(scores, -1, torch.float32)
-    shares = (log_shares if is_here else log_shares.cpu()).numpy()
+    shares = (log_shares if scores.device.type == "cpu" else log_shares.cpu()).numpy()
     token_ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    for first, row in zip(best, shares, strict=True):
-        row_ids, row_log_probs = list[int](), list[float]()
-        token_id, log_prob = first, row.item(first)
-        while log_prob > -math.inf:
-            row_ids.append(token_id)
-            row_log_probs.append(log_prob)
-            if len(row_ids) == k:
-                break
-            row[token_id] = -math.inf
-            token_id = int(row.argmax())  # a scan for each of a few takes less time than a topk
-            log_prob = row.item(token_id)
-        token_ids.append(row_ids)
-        log_probs.append(row_log_probs)
+    for number, row in enumerate(shares):
+        row_ids, row_log_probs = _ranked(row, max(k, 2))
+        if len(row_ids) > 1 and row_log_probs[0] == row_log_probs[1]:  # float32 cannot tell which one is the best
+            first = int(pick(scores[number : number + 1]))
+            row_ids = [first, *(token_id for token_id in row_ids if token_id != first)]
+        token_ids.append(row_ids[:k])
+        log_probs.append(row_log_probs[:k])
     return token_ids, log_probs
+
+
+def _ranked(row: NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:
+    """Return the places of the `count` largest values, of equals the first, and the values; `row` is used up."""
+    places: list[int] = []
+    values: list[float] = []
+    while len(places) < count:
+        place = int(row.argmax())  # a scan for each of a few takes less time than a topk
+        value: float = row.item(place)
+        if not value > -math.inf:
+            break
+        places.append(place)
+        values.append(value)
+        row[place] = -math.inf
+    return places, values
 
 
 def _best(scores: Tensor) -> NDArray[np.integer]:

@@ -240,8 +240,14 @@ async def test_a_worker_that_answers_garbage_has_failed_and_nothing_worse():
     async def garble(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         return mangled(rng.choice(RESPONSES), rng)
 
-    names = ("GenerateDrafts", "VerifyDrafts", "Score", "Ping")
-    methods = {name: grpc.unary_unary_rpc_method_handler(garble) for name in names}  # type: ignore[arg-type]
+    async def garble_rounds(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        async for data in requests:
+            response = mangled(rng.choice(RESPONSES), rng)
+            answer = common_pb2.RoundAnswer(id=common_pb2.RoundCall.FromString(data).id, response=response)
+            yield answer.SerializeToString() if rng.random() < 0.9 else b"\xff" + response
+
+    methods = {name: grpc.unary_unary_rpc_method_handler(garble) for name in ("Score", "Ping")}  # type: ignore[arg-type]
+    methods["Rounds"] = grpc.stream_stream_rpc_method_handler(garble_rounds)  # type: ignore[arg-type]
     server = grpc.aio.server()
     for service in ("DraftService", "TargetService"):
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(f"specsplit.v1.{service}", methods)])

@@ -28,7 +28,7 @@ def grown_trees(draw: st.DrawFn) -> Grown:
     tree = grown.tree
     for _ in range(draw(st.integers(0, 12))):
         if draw(st.integers(0, 3)) == 0:
-            batch = tree.preorder(tree.best_unsent(draw(st.integers(1, 6)), draw(st.integers(1, 9))))
+            batch = tree.best_unsent(draw(st.integers(1, 6)), draw(st.integers(1, 9)))
             for node in batch:
                 tree.numbers[node] = max(tree.numbers) + 1
             grown.sendings.append(batch)
@@ -131,22 +131,6 @@ def test_depths_paths_and_rows_agree_with_the_parents(grown: Grown) -> None:
         assert parent < row
         assert parent == (ROOT_INDEX if parent_node == ROOT_INDEX else tree.row_nodes.index(parent_node))
     assert num_sent(tree) == sum(len(batch) for batch in grown.sendings)
-
-
-@given(grown_trees(), st.data())
-def test_preorder_puts_parents_first_and_keeps_every_line_of_likeliest_children_together(
-    grown: Grown, data: st.DataObject
-) -> None:
-    tree = grown.tree
-    chosen = tree.best_unsent(data.draw(st.integers(0, len(tree))), data.draw(st.integers(1, 9)))
-    order = tree.preorder(chosen)
-    assert sorted(order) == sorted(chosen)
-    for index, node in enumerate(order):
-        children = [child for child in order if tree.parents[child] == node]
-        assert all(order.index(child) > index for child in children)
-        if children:
-            assert tree.parents[order[index + 1]] == node
-            assert tree.log_probs[order[index + 1]] == max(tree.log_probs[child] for child in children)
 
 
 @given(grown_trees())

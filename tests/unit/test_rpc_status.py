@@ -16,7 +16,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.rpc.status import STATUS, error_of, status_of
+from specsplit.rpc.status import STATUS, error_of, error_said, of_call, status_of
 
 PEER = "The target at 127.0.0.1:1"
 
@@ -59,23 +59,27 @@ def test_every_error_of_the_tree_has_its_status():
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
 def test_every_error_comes_back_as_itself(kind: type[SpecSplitError]):
     sent = made(kind)
-    back = error_of(received(status_of(sent)), PEER)
-    assert (type(back), str(back)) == (kind, str(sent))
-    assert getattr(back, "param", None) == getattr(sent, "param", None)
-    assert getattr(back, "have", None) == getattr(sent, "have", None)
-    assert getattr(back, "link", None) == getattr(sent, "link", None)
+    ended, said = (
+        error_of(received(of_call(status_of(sent))), PEER),
+        error_said(status_of(sent).SerializeToString(), PEER),
+    )
+    for back in (ended, said):
+        assert (type(back), str(back)) == (kind, str(sent))
+        assert getattr(back, "param", None) == getattr(sent, "param", None)
+        assert getattr(back, "have", None) == getattr(sent, "have", None)
+        assert getattr(back, "link", None) == getattr(sent, "link", None)
 
 
 def test_an_error_below_a_known_one_travels_as_that_one():
     class TooManyBiases(InvalidRequest):
         pass
 
-    back = error_of(received(status_of(TooManyBiases("Too many.", param="logit_bias"))), PEER)
+    back = error_of(received(of_call(status_of(TooManyBiases("Too many.", param="logit_bias")))), PEER)
     assert (type(back), str(back)) == (InvalidRequest, "Too many.")
 
 
 def test_what_is_outside_the_tree_leaks_nothing():
-    status = status_of(RuntimeError("/secret/path of user 7"))
+    status = of_call(status_of(RuntimeError("/secret/path of user 7")))
     assert status.code is grpc.StatusCode.INTERNAL
     assert "secret" not in repr(status)
     assert isinstance(error_of(received(status), PEER), WorkerFailed)
@@ -123,8 +127,13 @@ def test_a_detail_that_is_none_of_ours_changes_nothing(detail: bytes):
     assert type(error_of(failure, PEER)) is WorkerFailed
 
 
+@pytest.mark.parametrize("data", [b"\xff", status_pb2.Status(code=99).SerializeToString()])
+def test_a_status_that_makes_no_sense_is_a_failed_worker(data: bytes):
+    assert type(error_said(data, PEER)) is WorkerFailed
+
+
 @pytest.mark.parametrize("message", ["x" * 100_000, "€" * 5000, "half a character \ud800"])
 def test_a_sentence_of_any_length_fits_the_metadata(message: str):
-    status = status_of(InvalidRequest(message))
+    status = of_call(status_of(InvalidRequest(message)))
     assert len(status.details.encode()) <= 1000
     assert len(error_of(received(status), PEER).args[0]) >= 18

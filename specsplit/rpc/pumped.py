@@ -1,0 +1,78 @@
+"""A call that streams both ways with its writer and its reader at work beside the caller. Knows no message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import SpecSplitError
+from specsplit.rpc.channel import Duplex
+
+_FLUSH_S = 1.0
+"""How long the end of a stream waits for its last message to leave, and for the peer to end it too."""
+
+
+class Pumped:
+    """Sends without waiting, and hands every message received to `take`; both stop with the call.
+
+    What `take` raises ends the call. `name` is that of the tasks.
+    """
+
+    def __init__(self, duplex: Duplex, take: Callable[[bytes], None], name: str) -> None:
+        self._duplex, self._take = duplex, take
+        self._outgoing: deque[bytes] = deque()
+        self._has_outgoing = asyncio.Event()
+        self._is_ending = False
+        loop = asyncio.get_running_loop()
+        self._writer = loop.create_task(self._write_all(), name=f"{name}-writer")
+        self._reader = loop.create_task(self._read_all(), name=f"{name}-reader")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be received."""
+        return self._reader.done()
+
+    def check(self) -> None:
+        """Raise what the call failed with; once it is over."""
+        self._reader.result()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call `call` once nothing more will be received."""
+        self._reader.add_done_callback(lambda _: call())
+
+    def send(self, data: bytes) -> None:
+        """Send a message as soon as those before it have left; what fails shows with the reader."""
+        self._outgoing.append(data)
+        self._has_outgoing.set()
+
+    async def close(self, last: bytes | None = None) -> None:
+        """End the call in order, with a `last` message; one that the peer does not end in time is broken off."""
+        if not self._is_ending and not self._reader.done():
+            self._is_ending = True
+            if last is not None:
+                self._outgoing.append(last)
+            self._has_outgoing.set()
+            # A call broken off before would look like a lost client, and grpc.aio may keep a task of it for ever.
+            await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
+        self._writer.cancel()
+        self._reader.cancel()
+        await to_its_end(asyncio.wait({self._writer, self._reader}))
+        self._duplex.cancel()
+        if not self._reader.cancelled():
+            self._reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+
+    async def _read_all(self) -> None:
+        while (data := await self._duplex.read()) is not None:
+            self._take(data)
+
+    async def _write_all(self) -> None:
+        with suppress(SpecSplitError):  # whoever reads hears of it
+            while not (self._is_ending and not self._outgoing):
+                await self._has_outgoing.wait()
+                while self._outgoing:
+                    await self._duplex.write(self._outgoing.popleft())
+                self._has_outgoing.clear()
+            await self._duplex.end()

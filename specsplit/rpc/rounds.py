@@ -1,0 +1,231 @@
+"""The rounds of all sessions of a connection over one stream, both ends. Knows neither turns nor trees.
+
+A call of its own costs a round twice what a message in an open stream does. See docs/adr/0009.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from google.rpc.status_pb2 import Status
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.rpc.calls import parse
+from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.pb import common_pb2
+from specsplit.rpc.pumped import Pumped
+from specsplit.rpc.status import error_said
+from specsplit.telemetry import spans
+
+MAX_AT_ONCE = 1024
+"""Rounds of one stream that a server has in hand; it reads no further until one is answered."""
+_FLUSH_S = 1.0
+"""How long the end of a stream waits for a client that takes its last answers slowly."""
+_log = logging.getLogger(__name__)
+Serve = Callable[[bytes, Iterable[tuple[str, str]]], Awaitable[bytes | Status]]
+"""Answers one round with the caller's trace context; what fails is said in the status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, and the bytes of the messages sent and received."""
+
+    response: bytes
+    num_sent: int
+    num_received: int
+
+
+class RoundsClient:
+    """The rounds of one worker's sessions; the stream is opened with the first one, and anew after it has broken."""
+
+    def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
+        self._channel, self._method, self._peer = channel, method, peer
+        self._line: _Line | None = None
+
+    async def call(self, request: bytes, timeout_s: float) -> Answered:
+        """Return the answer to one round; cancelling the caller withdraws it.
+
+        Raises:
+            LinkError: the worker cannot be reached, is late, or failed.
+            SpecSplitError: what the worker answered.
+        """
+        line = self._line
+        if line is None or line.is_over:
+            line = self._line = _Line(self._channel, self._method, self._peer)
+        return await line.call(request, timeout_s)
+
+    async def aclose(self) -> None:
+        """End the stream."""
+        if self._line is not None:
+            await self._line.aclose()
+
+
+class _Line:
+    """One stream, from its opening to its end."""
+
+    def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
+        self._channel, self._peer = channel, peer
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Answered]] = {}
+        self._num_sent: dict[int, int] = {}
+        self._last_id = 0
+        self._stream = Pumped(channel.duplex(method), self._take, "specsplit-rounds")
+        self._stream.when_over(self._end)
+
+    @property
+    def is_over(self) -> bool:
+        return self._stream.is_over
+
+    async def call(self, request: bytes, timeout_s: float) -> Answered:
+        self._last_id += 1
+        call_id, waiter = self._last_id, self._loop.create_future()
+        data = common_pb2.RoundCall(id=call_id, request=request, trace=dict(spans.inject())).SerializeToString()
+        self._waiting[call_id] = waiter
+        self._num_sent[call_id] = len(data)
+        self._stream.send(data)
+        timer = self._loop.call_later(timeout_s, self._expire, waiter)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+            del self._num_sent[call_id]
+            if self._waiting.pop(call_id, None) is not None and not self.is_over:  # nothing came for it
+                withdrawn = common_pb2.RoundCall(id=call_id, withdraw=common_pb2.Withdraw())
+                self._stream.send(withdrawn.SerializeToString())
+
+    def _take(self, data: bytes) -> None:
+        """Give an answer to its caller, who may be gone."""
+        try:
+            answer = parse(common_pb2.RoundAnswer, data)
+        except InvalidRequest as error:
+            raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
+        waiter = self._waiting.pop(answer.id, None)
+        if waiter is None or waiter.done():
+            return
+        match answer.WhichOneof("body"):
+            case "response":
+                waiter.set_result(Answered(answer.response, self._num_sent[answer.id], len(data)))
+            case "status":
+                waiter.set_exception(error_said(answer.status, self._peer))
+            case None:
+                waiter.set_exception(WorkerFailed(f"{self._peer} gave an answer that says nothing."))
+
+    def _expire(self, waiter: asyncio.Future[Answered]) -> None:
+        if not waiter.done():
+            waiter.set_exception(DeadlineExceeded(f"{self._peer} gave no answer in time."))
+
+    def _end(self) -> None:
+        """Tell those who still wait that nothing will come."""
+        waiting, self._waiting = self._waiting, {}
+        try:
+            self._stream.check()
+            error = self._channel.cut()
+        except asyncio.CancelledError:
+            error = self._channel.cut()
+        except SpecSplitError as failure:
+            error = failure
+        for waiter in waiting.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def aclose(self) -> None:
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(WorkerUnreachable(f"{self._peer}: the connection was closed during the call."))
+        await self._stream.close()
+
+
+async def serve_rounds(
+    read: Callable[[], Awaitable[bytes | None]],
+    write: Callable[[bytes], Awaitable[None]],
+    serve: Serve,
+    ending: asyncio.Event,
+) -> None:
+    """Answer the rounds of one stream, each as soon as it can be, until the client or `ending` ends it.
+
+    `read` gives None where the client ends it.
+
+    Raises:
+        InvalidRequest: a message that makes no sense; every round under way ends with the stream.
+    """
+    await _Served(read, write, serve).run(ending)
+
+
+class _Served:
+    """One stream at the server."""
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[bytes | None]],
+        write: Callable[[bytes], Awaitable[None]],
+        serve: Serve,
+    ) -> None:
+        self._read, self._write, self._serve = read, write, serve
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+        """Rounds without an answer yet, which may still be withdrawn."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self._last_id = 0
+
+    async def run(self, ending: asyncio.Event) -> None:
+        reading, stopping = asyncio.create_task(self._read_all()), asyncio.create_task(ending.wait())
+        try:
+            await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            await to_its_end(self._end({reading, stopping}))
+
+    async def _end(self, own: set[asyncio.Task[Any]]) -> None:
+        """End what has no answer yet; an answer that is being written leaves first, or the stream never would end."""
+        for task in own.union(self._under_way.values()):
+            task.cancel()
+        _, stuck = await asyncio.wait(own | self._tasks, timeout=_FLUSH_S)
+        for task in stuck:
+            task.cancel()
+        if stuck:
+            await asyncio.wait(stuck)
+
+    async def _read_all(self) -> None:
+        while (data := await self._read()) is not None:
+            call = parse(common_pb2.RoundCall, data)
+            match call.WhichOneof("body"):
+                case "request" if call.id > self._last_id:
+                    self._begin(call)
+                case "withdraw" if call.id <= self._last_id:
+                    if call.id in self._under_way:
+                        self._under_way[call.id].cancel()
+                case _:
+                    raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
+            if len(self._tasks) >= MAX_AT_ONCE:
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    def _begin(self, call: common_pb2.RoundCall) -> None:
+        self._last_id = call.id
+        task = asyncio.create_task(self._answer(call), name="specsplit-round")
+        self._under_way[call.id] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, call: common_pb2.RoundCall) -> None:
+        answer = common_pb2.RoundAnswer(id=call.id)
+        try:
+            outcome = await self._serve(call.request, tuple(call.trace.items()))
+        finally:
+            del self._under_way[call.id]  # a write is not to be broken off
+        if isinstance(outcome, bytes):
+            answer.response = outcome
+        else:
+            answer.status = outcome.SerializeToString()
+        try:
+            async with self._writing:  # grpc takes one message at a time
+                await self._write(answer.SerializeToString())
+        except Exception:  # noqa: BLE001 - the client has gone, which the end of its messages tells
+            _log.debug("an answer was not wanted any more", exc_info=True)

@@ -1,0 +1,263 @@
+"""The stream that carries the rounds of all sessions: none waits for another, and what breaks it ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+
+from specsplit.core.errors import LinkError, PeerMismatch, SlotBehind, WorkerFailed, WorkerUnreachable
+from specsplit.core.types import Proposal, Turn, Verdict
+from specsplit.rpc import calls, rounds
+from specsplit.rpc.budget import SMALL_BYTES
+from specsplit.rpc.pb import common_pb2, target_pb2
+from specsplit.rpc.server import serving
+from tests.contract.session_contract import PROMPT, Script
+from tests.contract.verifier_contract import decode_plainly, without_tree
+from tests.fakes import FakeTarget, Faults
+from tests.rpc_servers import LOOPBACK, CountingProxy, verifier_at, wait_until
+
+ROUNDS = "/specsplit.v1.TargetService/Rounds"
+VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
+BAD = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Gated(FakeTarget):
+    """A target whose sessions each wait for a gate of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.waiting: list[str] = []
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        gate = self.gates.get(turn.session)
+        if gate is not None:
+            self.waiting.append(turn.session)
+            try:
+                await gate.wait()
+            finally:
+                self.waiting.remove(turn.session)
+        return await super().verify(turn, proposal)
+
+
+def request_of(turn: Turn) -> bytes:
+    return calls.encode_verify_request(turn, without_tree(turn)).SerializeToString()
+
+
+def round_of(call_id: int, turn: Turn | None = None, *, withdraws: bool = False) -> bytes:
+    if turn is not None:
+        return common_pb2.RoundCall(id=call_id, request=request_of(turn)).SerializeToString()
+    withdraw = common_pb2.Withdraw() if withdraws else None
+    return common_pb2.RoundCall(id=call_id, withdraw=withdraw).SerializeToString()
+
+
+async def read_all(call: Any) -> list[bytes]:
+    return [data async for data in call]
+
+
+async def told(call: Any) -> list[common_pb2.RoundAnswer]:
+    """Return all answers of a stream that the client has ended."""
+    await call.done_writing()
+    return [common_pb2.RoundAnswer.FromString(data) for data in await read_all(call)]
+
+
+async def test_a_round_does_not_wait_for_that_of_another_session():
+    target = Gated()
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        slow, quick = Script(), Script()
+        gate = target.gates[slow.session] = asyncio.Event()
+        first = slow.first()
+        held_up = asyncio.create_task(verifier.verify(first, without_tree(first)))
+        await wait_until(lambda: target.waiting == [slow.session])
+        assert len(await decode_plainly(verifier, PROMPT, 5)) == 5
+        turn = quick.first()
+        assert len((await verifier.verify(turn, without_tree(turn))).token_ids) == 1
+        assert not held_up.done()
+        gate.set()
+        assert len((await held_up).token_ids) == 1
+
+
+async def test_a_withdrawn_round_ends_and_the_stream_goes_on():
+    target = Gated()
+    async with serving(listen=LOOPBACK, verifier=target) as server:
+        proxy = CountingProxy(int(server.address.rpartition(":")[2]))
+        async with proxy.running(), verifier_at(proxy.address) as verifier:
+            script = Script()
+            gate = target.gates[script.session] = asyncio.Event()
+            first = script.first()
+            withdrawn = asyncio.create_task(verifier.verify(first, without_tree(first)))
+            await wait_until(lambda: target.waiting == [script.session])
+            withdrawn.cancel()
+            await wait_until(lambda: not target.waiting)
+            gate.set()
+            assert (await verifier.verify(first, without_tree(first))).token_ids  # the same round, again
+            assert proxy.num_connections == 1
+
+
+async def test_errors_of_rounds_come_back_typed_and_touch_no_other():
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+        ahead = Script().turn(PROMPT, 3)
+        good = [Script().first() for _ in range(20)]
+        answers = await asyncio.gather(
+            *(verifier.verify(turn, without_tree(turn)) for turn in [*good[:10], ahead, *good[10:]]),
+            return_exceptions=True,
+        )
+    assert isinstance(answers[10], SlotBehind)
+    assert answers[10].have == 0
+    assert all(isinstance(answer, Verdict) for answer in answers[:10] + answers[11:])
+
+
+async def test_a_stream_that_breaks_fails_every_round_in_it_and_the_next_one_opens_another():
+    target = Gated()
+    async with serving(listen=LOOPBACK, verifier=target) as server:
+        proxy = CountingProxy(int(server.address.rpartition(":")[2]))
+        scripts = [Script() for _ in range(3)]
+        for script in scripts:
+            target.gates[script.session] = asyncio.Event()
+        async with proxy.running(), verifier_at(proxy.address) as verifier:
+            turns = [script.first() for script in scripts]
+            running = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for turn in turns]
+            await wait_until(lambda: len(target.waiting) == 3)
+            proxy.cut()
+            outcomes = await asyncio.gather(*running, return_exceptions=True)
+            assert all(isinstance(outcome, WorkerUnreachable) for outcome in outcomes)
+            await wait_until(lambda: not target.waiting)  # nobody computes for a client that has gone
+            assert len(await decode_plainly(verifier, PROMPT, 3)) == 3
+            assert proxy.num_connections == 2
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [b"\xff\xfe\xfd"],
+        [round_of(0, Script().first())],
+        [round_of(1, Script().first()), round_of(1, Script().first())],
+        [round_of(7, Script().first()), round_of(6, Script().first())],
+        [round_of(1)],
+        [round_of(1, withdraws=True)],
+    ],
+    ids=["at random", "without an id", "an id again", "an id that falls", "without a body", "withdraws nothing"],
+)
+async def test_a_message_that_makes_no_sense_ends_its_stream_and_no_other(messages: Sequence[bytes]):
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+        assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = channel.stream_stream(ROUNDS)()
+            for message in messages:
+                await call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await read_all(call)
+        assert raised.value.code() is BAD
+        assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
+        await wait_until(lambda: server.num_running == 0)
+
+
+async def test_a_request_that_makes_no_sense_is_answered_and_the_stream_goes_on():
+    async with (
+        serving(listen=LOOPBACK, verifier=FakeTarget()) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.stream_stream(ROUNDS)()
+        await call.write(common_pb2.RoundCall(id=1, request=b"\xff\xff").SerializeToString())
+        await call.write(round_of(2, Script().first()))
+        answers = {answer.id: answer for answer in await told(call)}
+    assert status_pb2.Status.FromString(answers[1].status).code == BAD.value[0]
+    assert len(target_pb2.VerifyDraftsResponse.FromString(answers[2].response).token_ids) == 1
+
+
+async def test_a_client_that_ends_its_messages_gets_what_it_asked_for():
+    async with (
+        serving(listen=LOOPBACK, verifier=FakeTarget(Faults(pauses=50))) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.stream_stream(ROUNDS)()
+        for number in range(1, 6):
+            await call.write(round_of(number, Script().first()))
+        await call.write(round_of(3, withdraws=True))
+        answers = await told(call)
+    assert {answer.id for answer in answers} | {3} == {1, 2, 3, 4, 5}
+
+
+async def test_a_stream_with_too_much_in_hand_is_read_no_further(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "MAX_AT_ONCE", 3)
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turns = [Script().first() for _ in range(9)]
+        running = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for turn in turns]
+        await wait_until(lambda: target.num_under_way == 3)
+        await asyncio.sleep(0.05)
+        assert target.num_under_way == 3
+        assert target.faults.gate is not None
+        target.faults.gate.set()
+        assert len(await asyncio.gather(*running)) == 9
+
+
+async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
+    target = FakeTarget(Faults(gate=asyncio.Event()))
+    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        drain = asyncio.create_task(server.drain(20))
+        await asyncio.sleep(0.02)
+        assert target.faults.gate is not None
+        target.faults.gate.set()
+        assert len((await running).token_ids) == 1
+        await drain
+        with pytest.raises(LinkError):
+            await verifier.verify(turn, without_tree(turn))
+
+
+async def test_a_large_request_is_a_call_of_its_own():
+    target = FakeTarget(context=1 << 20)
+
+    async def verify(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        request = calls.parse(target_pb2.VerifyDraftsRequest, data)
+        assert len(data) > SMALL_BYTES
+        return calls.encode_verdict(Verdict((), (7,), len(request.turn.tail) - 1), Proposal(1, 0)).SerializeToString()
+
+    server = grpc.aio.server()
+    methods = {"VerifyDrafts": cast(Any, grpc.unary_unary_rpc_method_handler)(verify)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
+    port = server.add_insecure_port(LOOPBACK)
+    await server.start()
+    async with verifier_at(f"127.0.0.1:{port}") as verifier:
+        large = Script([5] * (SMALL_BYTES + 1)).first([5] * (SMALL_BYTES + 1))
+        assert (await verifier.verify(large, without_tree(large))).token_ids == (7,)
+        with pytest.raises(PeerMismatch):
+            await verifier.verify(small := Script().first(), without_tree(small))
+    await server.stop(None)
+    async with serving(listen=LOOPBACK, verifier=target) as real, verifier_at(real) as verifier:
+        large = Script([5] * SMALL_BYTES).first([5] * SMALL_BYTES)
+        assert (await verifier.verify(large, without_tree(large))).length == SMALL_BYTES
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xff\xff", common_pb2.RoundAnswer(id=1).SerializeToString()],
+    ids=["at random", "without a body"],
+)
+async def test_an_answer_that_makes_no_sense_is_the_workers_failure(answer: bytes):
+    async def garble(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield common_pb2.RoundAnswer(id=99, response=b"of a call that nobody made").SerializeToString()
+            yield answer
+
+    server = grpc.aio.server()
+    methods = {"Rounds": cast(Any, grpc.stream_stream_rpc_method_handler)(garble)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
+    port = server.add_insecure_port(LOOPBACK)
+    await server.start()
+    async with verifier_at(f"127.0.0.1:{port}") as verifier:
+        for _ in range(3):
+            turn = Script().first()
+            with pytest.raises(WorkerFailed):
+                await verifier.verify(turn, without_tree(turn))
+            if answer != b"\xff\xff":
+                break  # the ids of a stream rise
+    await server.stop(None)
