@@ -14,7 +14,7 @@ from specsplit.core.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length"]
 _MAX_BIAS = 1e4
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of the messages between processes; two that differ do not talk."""
 MAX_STREAM_NODES = 1024
 """Nodes below the text's end that a streaming target holds; one more is dropped, and never sent again."""

@@ -171,7 +171,7 @@ class _Grower:
         return Proposal(
             first_node=first_node,
             root_position=root_position,
-            token_ids=tuple(tree.token_ids[node] for node in new),
-            parents=tuple(ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new),
-            log_probs=tuple(quantised_log_prob(tree.log_probs[node]) for node in new),
+            token_ids=tuple([tree.token_ids[node] for node in new]),
+            parents=tuple([ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new]),
+            log_probs=tuple([quantised_log_prob(tree.log_probs[node]) for node in new]),
         )

@@ -58,11 +58,11 @@ class Task:
     """None for what ends a session, or belongs to none."""
     start: Callable[[], Work]
     loop: asyncio.AbstractEventLoop
-    ended: asyncio.Future[None]
-    """Done when the worker has let go of the task, also after its callers were cancelled."""
     context: Context | None
     callers: list[asyncio.Future[Outcome]] = field(default_factory=list["asyncio.Future[Outcome]"])
     submitted_s: float = field(default_factory=time.perf_counter)
+    has_ended: bool = False
+    """The worker has let go of the task."""
     work: Work | None = None
     entry: Entry | None = None
     is_under_way: bool = False
@@ -77,6 +77,7 @@ class Task:
     num_forwards: int = 0
     num_tokens: int = 0
     batch_size: int = 1
+    _ended: asyncio.Event | None = None
 
     def timings(self) -> Timings:
         now = time.perf_counter()
@@ -98,9 +99,17 @@ class Task:
         self.callers.append(future)
         return future
 
+    async def wait_ended(self) -> None:
+        """Wait until the worker has let go of the task, also after its callers were cancelled."""
+        if not self.has_ended:
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
+
     def settle(self, outcome: Outcome | None, error: Exception | None) -> None:
         """Tell everybody who waits; for a cancelled task, nobody does."""
-        self.ended.set_result(None)
+        self.has_ended = True
+        if self._ended is not None:
+            self._ended.set()
         callers, self.callers = self.callers, []
         for future in callers:
             if error is not None:

@@ -102,7 +102,7 @@ class Worker:
         if not self._device.is_alive:
             raise self._ended()
         loop = asyncio.get_running_loop()
-        task = self._place(Task(session, this_round, start, loop, loop.create_future(), spans.current()))
+        task = self._place(Task(session, this_round, start, loop, spans.current()))
         future = task.join()
         try:
             return await future
@@ -135,7 +135,7 @@ class Worker:
         if line is None or not line.withdraw(task):
             task.cancelled = True
             self._device.submit(self, _nothing)
-            await to_its_end(task.ended)
+            await to_its_end(task.wait_ended())
 
     def _advance_line(self, session: str) -> None:
         """Begin what waits for the task of `session` that has ended."""

@@ -33,7 +33,7 @@ class Persistence:
         self._loop = asyncio.get_running_loop()
         self._timeout_s, self._rng, self._incidents = timeout_s, rng, incidents
         self._retry_s = patience.retry_s
-        self._attempt_s = math.inf if patience.are_here else max(patience.retry_s, _LEAST_TRY_S)
+        self._are_here = patience.are_here
         self.num_failures = 0
         self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
 
@@ -55,9 +55,12 @@ class Persistence:
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
-            return await self._attempt(send, self._attempt_s + work_s)
+            return await self._attempt(send, self._limit_s(max(self._retry_s, _LEAST_TRY_S), work_s))
         except _RETRIED as error:
             return await self._ask_again(send, work_s, error)
+
+    def _limit_s(self, patience_s: float, work_s: float) -> float:
+        return math.inf if self._are_here else patience_s + work_s
 
     async def _attempt(self, send: Callable[[], Awaitable[Answer]], limit_s: float = math.inf) -> Answer:
         """Return the answer, if it comes before the request's deadline and within `limit_s`."""
@@ -91,7 +94,7 @@ class Persistence:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self._retry_s))
             try:
-                return await self._attempt(send, left_s + work_s)
+                return await self._attempt(send, self._limit_s(left_s, work_s))
             except _OutOfTime:
                 continue
             except _RETRIED as next_error:

@@ -37,33 +37,23 @@ class Stop:
 
     def take(self, token_ids: tuple[int, ...], num_accepted: int) -> Cut:
         """Return what a round adds; its first `num_accepted` tokens were drafted."""
-        kept, reason = self._kept(token_ids)
-        shown = kept[:-1] if reason == "stop" else kept
         pieces: list[Piece] = []
-        num_taken = 0
-        for run, drafted in self._runs(shown, num_accepted):
-            num_taken += len(run)
-            if self._stop_strings.push(self._detokenizer.push(run), drafted, pieces):
-                return Cut(token_ids[:num_taken], tuple(pieces), "stop")
-        if reason is not None and self._finish(len(kept) <= num_accepted, pieces):
-            reason = "stop"
-        return Cut(kept, tuple(pieces), reason)
+        for index, token_id in enumerate(token_ids):
+            reason = self._take_token(token_id, index < num_accepted, pieces)
+            if reason is not None:
+                return Cut(token_ids[: index + 1], tuple(pieces), reason)
+        return Cut(token_ids, tuple(pieces), None)
 
-    def _kept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Return the tokens up to EOS, which is "stop", or as many as are left, the last of which is "length"."""
-        kept = token_ids[: self._tokens_left]
-        self._tokens_left -= len(kept)
-        if not self._eos_ids.isdisjoint(kept):
-            end = next(index for index, token_id in enumerate(kept, 1) if token_id in self._eos_ids)
-            return kept[:end], "stop"
-        return kept, None if self._tokens_left else "length"
-
-    def _runs(self, shown: tuple[int, ...], num_accepted: int) -> list[tuple[tuple[int, ...], bool]]:
-        """Cut the tokens where their mark changes, or into single ones where one of them may complete a stop string."""
-        if self._stop_strings:
-            return [((token_id,), index < num_accepted) for index, token_id in enumerate(shown)]
-        runs = ((shown[:num_accepted], True), (shown[num_accepted:], False))
-        return [run for run in runs if run[0]]
+    def _take_token(self, token_id: int, drafted: bool, pieces: list[Piece]) -> FinishReason | None:
+        self._tokens_left -= 1
+        if token_id in self._eos_ids:
+            self._finish(drafted, pieces)
+            return "stop"
+        if self._stop_strings.push(self._detokenizer.push(token_id), drafted, pieces):
+            return "stop"
+        if self._tokens_left > 0:
+            return None
+        return "stop" if self._finish(drafted, pieces) else "length"
 
     def _finish(self, drafted: bool, pieces: list[Piece]) -> bool:
         """Release all that is left; return whether an unfinished character completed a stop string."""

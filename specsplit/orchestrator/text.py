@@ -34,16 +34,13 @@ class Detokenizer:
     # Invariant: `_shown` characters of decode(_window) were returned; `_whole` is an index into the window, above 0,
     # where characters were whole when they were last shown.
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that `token_ids` complete."""
-        window = [*self._window, *token_ids]
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes."""
+        window = self._window
+        window.append(token_id)
         text = self._decode(window)
         if text.endswith(REPLACEMENT):
-            if len(token_ids) > 1:  # which of them are whole shows one by one
-                return "".join([self.push([token_id]) for token_id in token_ids])
-            self._window = window
             return self._split_garbage(text) if len(window) >= _LONG_WINDOW_TOKENS else ""
-        self._window = window
         delta, self._shown = text[self._shown :], len(text)
         if self._whole is not None and len(window) >= _WINDOW_TOKENS:
             del window[: self._whole]
@@ -73,10 +70,6 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held: list[Piece] = []
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
-        return bool(self._stop)
 
     def push(self, text: str, drafted: bool, released: list[Piece]) -> bool:
         """Append to `released` what is certain to be shown; return whether a stop string is complete.

@@ -71,7 +71,7 @@ class WorkerChannel:
 
     def _method(self, name: str, arity: str) -> Any:
         if self._is_closed:
-            raise WorkerClosed(f"{self._peer}: the connection has been closed; make a new one.")
+            raise self.closed()
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._target, options=CLIENT_OPTIONS)
         if name not in self._methods:
@@ -87,6 +87,10 @@ class WorkerChannel:
     def error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
         """Return the error of the tree that a failed call means."""
         return error_of(failure, self._peer)
+
+    def closed(self) -> WorkerClosed:
+        """Return the error for a call after `aclose`."""
+        return WorkerClosed(f"{self._peer}: the connection has been closed; make a new one.")
 
     def cut(self) -> SpecSplitError:
         """Return the error for a stream that is over before its time."""

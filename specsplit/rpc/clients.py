@@ -111,8 +111,10 @@ class _RemoteWorker:
 
     async def aclose(self) -> None:
         """Close the connection; calls under way fail."""
-        await self._rounds.aclose()
-        await self._channel.aclose()
+        try:
+            await self._rounds.aclose()
+        finally:
+            await self._channel.aclose()
 
     async def _call(
         self, method: str, request: Message, kind: type[M], timeout_s: float | None = None, role: Role | None = None

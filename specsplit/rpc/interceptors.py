@@ -143,7 +143,9 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         try:
             await serve_rounds(read, context.write, serve, self._ending_rounds)
-        except SpecSplitError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_outcome`
+            if not isinstance(error, SpecSplitError):
+                _log.exception("%s failed", method)
             await context.abort_with_status(of_call(status_of(error)))
 
     async def _run(

@@ -29,6 +29,8 @@ class Pumped:
         loop = asyncio.get_running_loop()
         self._writer = loop.create_task(self._write_all(), name=f"{name}-writer")
         self._reader = loop.create_task(self._read_all(), name=f"{name}-reader")
+        self._writer.add_done_callback(self._writer_ended)
+        self._reader.add_done_callback(self._reader_ended)
 
     @property
     def is_over(self) -> bool:
@@ -48,21 +50,28 @@ class Pumped:
         self._outgoing.append(data)
         self._has_outgoing.set()
 
-    async def close(self, last: bytes | None = None) -> None:
+    def take_back(self, data: bytes) -> bool:
+        """Do not send a message after all; return False if it has left already."""
+        try:
+            self._outgoing.remove(data)
+        except ValueError:
+            return False
+        return True
+
+    async def close(self, last: bytes | None = None, *, flush_s: float = _FLUSH_S) -> None:
         """End the call in order, with a `last` message; one that the peer does not end in time is broken off."""
-        if not self._is_ending and not self._reader.done():
-            self._is_ending = True
-            if last is not None:
-                self._outgoing.append(last)
-            self._has_outgoing.set()
-            # A call broken off before would look like a lost client, and grpc.aio may keep a task of it for ever.
-            await to_its_end(asyncio.wait({self._reader}, timeout=_FLUSH_S))
-        self._writer.cancel()
-        self._reader.cancel()
-        await to_its_end(asyncio.wait({self._writer, self._reader}))
-        self._duplex.cancel()
-        if not self._reader.cancelled():
-            self._reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+        try:
+            if not self._is_ending and not self._reader.done():
+                self._is_ending = True
+                if last is not None:
+                    self._outgoing.append(last)
+                self._has_outgoing.set()
+                # A call broken off before would look like a lost client, and grpc.aio may keep a task of it for ever.
+                await to_its_end(asyncio.wait({self._reader}, timeout=flush_s))
+        finally:
+            self._writer.cancel()
+            self._reader.cancel()
+            await to_its_end(asyncio.wait({self._writer, self._reader}))
 
     async def _read_all(self) -> None:
         while (data := await self._duplex.read()) is not None:
@@ -76,3 +85,13 @@ class Pumped:
                     await self._duplex.write(self._outgoing.popleft())
                 self._has_outgoing.clear()
             await self._duplex.end()
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        self._writer.cancel()
+        self._duplex.cancel()
+        if not reader.cancelled():
+            reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+
+    def _writer_ended(self, writer: asyncio.Task[None]) -> None:
+        if not writer.cancelled() and writer.exception() is not None:
+            self._duplex.cancel()  # a mistake of ours: nobody shall wait for an answer to what was not sent

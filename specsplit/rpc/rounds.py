@@ -7,27 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from google.rpc.status_pb2 import Status
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LinkError,
+    NoFreeSlot,
+    SpecSplitError,
+    WorkerFailed,
+    WorkerUnreachable,
+)
+from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.pumped import Pumped
-from specsplit.rpc.status import error_said
+from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
 
 MAX_AT_ONCE = 1024
-"""Rounds of one stream that a server has in hand; it reads no further until one is answered."""
+"""Rounds of one stream that a server has in hand; more are refused."""
 _FLUSH_S = 1.0
 """How long the end of a stream waits for a client that takes its last answers slowly."""
 _log = logging.getLogger(__name__)
-Serve = Callable[[bytes, Iterable[tuple[str, str]]], Awaitable[bytes | Status]]
+_CLOSE_S = 0.2
+"""How long a client that is closed waits for the worker to end its stream."""
+Trace = Iterable[tuple[str, str]]
+Serve = Callable[[bytes, Trace], Awaitable[bytes | Status]]
 """Answers one round with the caller's trace context; what fails is said in the status."""
 
 
@@ -46,6 +58,7 @@ class RoundsClient:
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._method, self._peer = channel, method, peer
         self._line: _Line | None = None
+        self._is_closed = False
 
     async def call(self, request: bytes, timeout_s: float) -> Answered:
         """Return the answer to one round; cancelling the caller withdraws it.
@@ -55,12 +68,15 @@ class RoundsClient:
             SpecSplitError: what the worker answered.
         """
         line = self._line
+        if self._is_closed:
+            raise self._channel.closed()
         if line is None or line.is_over:
             line = self._line = _Line(self._channel, self._method, self._peer)
         return await line.call(request, timeout_s)
 
     async def aclose(self) -> None:
-        """End the stream."""
+        """End the stream; rounds under way fail."""
+        self._is_closed = True
         if self._line is not None:
             await self._line.aclose()
 
@@ -71,8 +87,8 @@ class _Line:
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._peer = channel, peer
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[Answered]] = {}
-        self._num_sent: dict[int, int] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[bytes, int]]] = {}
+        """For the response to a call and the bytes of its message."""
         self._last_id = 0
         self._stream = Pumped(channel.duplex(method), self._take, "specsplit-rounds")
         self._stream.when_over(self._end)
@@ -86,17 +102,20 @@ class _Line:
         call_id, waiter = self._last_id, self._loop.create_future()
         data = common_pb2.RoundCall(id=call_id, request=request, trace=dict(spans.inject())).SerializeToString()
         self._waiting[call_id] = waiter
-        self._num_sent[call_id] = len(data)
         self._stream.send(data)
         timer = self._loop.call_later(timeout_s, self._expire, waiter)
         try:
-            return await waiter
+            response, num_received = await waiter
+            return Answered(response, len(data), num_received)
         finally:
             timer.cancel()
-            del self._num_sent[call_id]
-            if self._waiting.pop(call_id, None) is not None and not self.is_over:  # nothing came for it
-                withdrawn = common_pb2.RoundCall(id=call_id, withdraw=common_pb2.Withdraw())
-                self._stream.send(withdrawn.SerializeToString())
+            if self._waiting.pop(call_id, None) is not None:  # nothing came for it
+                self._withdraw(call_id, data)
+
+    def _withdraw(self, call_id: int, data: bytes) -> None:
+        if not self.is_over and not self._stream.take_back(data):
+            withdrawn = common_pb2.RoundCall(id=call_id, withdraw=common_pb2.Withdraw())
+            self._stream.send(withdrawn.SerializeToString())
 
     def _take(self, data: bytes) -> None:
         """Give an answer to its caller, who may be gone."""
@@ -109,35 +128,39 @@ class _Line:
             return
         match answer.WhichOneof("body"):
             case "response":
-                waiter.set_result(Answered(answer.response, self._num_sent[answer.id], len(data)))
+                waiter.set_result((answer.response, len(data)))
             case "status":
                 waiter.set_exception(error_said(answer.status, self._peer))
             case None:
                 waiter.set_exception(WorkerFailed(f"{self._peer} gave an answer that says nothing."))
 
-    def _expire(self, waiter: asyncio.Future[Answered]) -> None:
+    def _expire(self, waiter: asyncio.Future[tuple[bytes, int]]) -> None:
         if not waiter.done():
             waiter.set_exception(DeadlineExceeded(f"{self._peer} gave no answer in time."))
 
     def _end(self) -> None:
-        """Tell those who still wait that nothing will come."""
+        """Tell those who still wait that nothing will come; what ended the stream was not theirs, whatever it was."""
         waiting, self._waiting = self._waiting, {}
-        try:
-            self._stream.check()
-            error = self._channel.cut()
-        except asyncio.CancelledError:
-            error = self._channel.cut()
-        except SpecSplitError as failure:
-            error = failure
         for waiter in waiting.values():
             if not waiter.done():
-                waiter.set_exception(error)
+                waiter.set_exception(self._error())
+
+    def _error(self) -> SpecSplitError:
+        try:
+            self._stream.check()
+        except LinkError as error:
+            return type(error)(str(error))
+        except Exception as error:  # noqa: BLE001 - a status for one message, or a mistake of ours
+            return WorkerFailed(f"{self._peer} ended the stream of all rounds: {error}")
+        except asyncio.CancelledError:
+            pass
+        return self._channel.cut()
 
     async def aclose(self) -> None:
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(WorkerUnreachable(f"{self._peer}: the connection was closed during the call."))
-        await self._stream.close()
+        await self._stream.close(flush_s=_CLOSE_S)
 
 
 async def serve_rounds(
@@ -178,7 +201,8 @@ class _Served:
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
-            if self._tasks:
+            reading.cancel()  # what has not been read is for another worker
+            while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
             await to_its_end(self._end({reading, stopping}))
@@ -204,28 +228,45 @@ class _Served:
                         self._under_way[call.id].cancel()
                 case _:
                     raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
-            if len(self._tasks) >= MAX_AT_ONCE:
+            if len(self._tasks) >= 2 * MAX_AT_ONCE:  # refusals that the client does not read
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall) -> None:
         self._last_id = call.id
-        task = asyncio.create_task(self._answer(call), name="specsplit-round")
-        self._under_way[call.id] = task
+        if len(call.request) > SMALL_BYTES:
+            self._refuse(call.id, InvalidRequest("The round is too large for the stream; make it a call of its own."))
+        elif len(self._tasks) >= MAX_AT_ONCE:
+            self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_AT_ONCE} rounds in hand; try again in a moment."))
+        else:
+            answering = self._answer(call.id, call.request, tuple(call.trace.items()))
+            self._under_way[call.id] = self._start(answering)
+
+    def _refuse(self, call_id: int, error: SpecSplitError) -> None:
+        refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
+        self._start(self._send(refusal.SerializeToString()))
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="specsplit-round")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _answer(self, call: common_pb2.RoundCall) -> None:
-        answer = common_pb2.RoundAnswer(id=call.id)
+    async def _answer(self, call_id: int, request: bytes, trace: Trace) -> None:
         try:
-            outcome = await self._serve(call.request, tuple(call.trace.items()))
+            outcome = await self._serve(request, trace)
         finally:
-            del self._under_way[call.id]  # a write is not to be broken off
+            del self._under_way[call_id]  # a write is not to be broken off
+        del request  # its room is given back
+        answer = common_pb2.RoundAnswer(id=call_id)
         if isinstance(outcome, bytes):
             answer.response = outcome
         else:
             answer.status = outcome.SerializeToString()
+        await self._send(answer.SerializeToString())
+
+    async def _send(self, data: bytes) -> None:
         try:
             async with self._writing:  # grpc takes one message at a time
-                await self._write(answer.SerializeToString())
+                await self._write(data)
         except Exception:  # noqa: BLE001 - the client has gone, which the end of its messages tells
             _log.debug("an answer was not wanted any more", exc_info=True)

@@ -7,11 +7,15 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_FEW = 3
+"""With two more than the best the estimates order growth as well as the sum over the vocabulary does (docs/log.md)."""
 
 
 def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
@@ -46,39 +50,50 @@ def picked(scores: Tensor) -> list[int] | None:
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return each row's k (one at least) best token ids, best first, and the logs of their shares of exp(scores).
+    """Return each row's k (one at least) best token ids, best first, and estimates of their log-probabilities.
 
-    Their law is that of k tokens sampled without replacement. The share is the draft's estimate that the target picks
-    the same token. The first is `pick`'s; of equals in float32 behind it the lower id comes first. Left out are tokens
-    that the processors cut and what is not a number.
+    Their law is that of k tokens sampled without replacement; the first is `pick`'s, of equals the lower id is first.
+    An estimate says how likely the target picks the same token: it is the share of exp(score) among the best few, a
+    function of the gaps between perturbed scores (algorithm 2), which needs no sum over the vocabulary. Left out are
+    tokens that the processors cut and what is not a number.
     """
-    log_shares = torch.log_softmax(scores, -1, torch.float32)
-    shares = (log_shares if scores.device.type == "cpu" else log_shares.cpu()).numpy()
     token_ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    for number, row in enumerate(shares):
-        row_ids, row_log_probs = _ranked(row, max(k, 2))
-        if len(row_ids) > 1 and row_log_probs[0] == row_log_probs[1]:  # float32 cannot tell which one is the best
-            first = int(pick(scores[number : number + 1]))
-            row_ids = [first, *(token_id for token_id in row_ids if token_id != first)]
-        token_ids.append(row_ids[:k])
-        log_probs.append(row_log_probs[:k])
+    for ids, values in _ranked(scores, max(k + 1, _FEW)):
+        shares = [math.exp(value - values[0]) for value in values]
+        log_sum = math.log(sum(shares)) if shares else 0.0
+        token_ids.append(ids[:k])
+        log_probs.append([value - values[0] - log_sum for value in values[:k]])
     return token_ids, log_probs
 
 
-def _ranked(row: NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:
-    """Return the places of the `count` largest values, of equals the first, and the values; `row` is used up."""
-    places: list[int] = []
-    values: list[float] = []
-    while len(places) < count:
-        place = int(row.argmax())  # a scan for each of a few takes less time than a topk
-        value: float = row.item(place)
-        if not value > -math.inf:
-            break
-        places.append(place)
-        values.append(value)
-        row[place] = -math.inf
-    return places, values
+def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Yield per row the ids of the `count` best scores that are numbers, of equals the lower id first, with the scores.
+
+    `scores` are as they were in the end.
+    """
+    if scores.device.type != "cpu":
+        values, ids = scores.topk(min(count, scores.shape[-1]))  # which may leave out some of many equals
+        for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
+            top: float = row_values[0]
+            held = {best: top} | dict(zip(row_ids, row_values, strict=True)) if math.isfinite(top) else {}
+            ranked = sorted(held, key=lambda token_id: (-held[token_id], token_id))[:count]
+            kept = [token_id for token_id in ranked if math.isfinite(held[token_id])]
+            yield kept, [held[token_id] for token_id in kept]
+        return
+    for row in _as_array(scores):
+        found_ids: list[int] = []
+        found: list[float] = []
+        while len(found) < count:
+            token_id = int(row.argmax())  # a scan for each of a few takes less time than a topk
+            value: float = row.item(token_id)
+            if not math.isfinite(value):
+                break
+            found_ids.append(token_id)
+            found.append(value)
+            row[token_id] = -math.inf
+        row[found_ids] = found  # as it was
+        yield found_ids, found
 
 
 def _best(scores: Tensor) -> NDArray[np.integer]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
 import pytest
 from google.rpc import status_pb2
 
-from specsplit.core.errors import LinkError, PeerMismatch, SlotBehind, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import (
+    LinkError,
+    NoFreeSlot,
+    PeerMismatch,
+    SlotBehind,
+    WorkerClosed,
+    WorkerFailed,
+    WorkerUnreachable,
+)
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.rpc import calls, rounds
 from specsplit.rpc.budget import SMALL_BYTES
@@ -183,18 +192,139 @@ async def test_a_client_that_ends_its_messages_gets_what_it_asked_for():
     assert {answer.id for answer in answers} | {3} == {1, 2, 3, 4, 5}
 
 
-async def test_a_stream_with_too_much_in_hand_is_read_no_further(monkeypatch: pytest.MonkeyPatch):
+async def test_more_rounds_at_once_than_a_stream_takes_are_refused_and_withdrawn_ones_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(rounds, "MAX_AT_ONCE", 3)
     target = FakeTarget(Faults(gate=asyncio.Event()))
     async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
-        turns = [Script().first() for _ in range(9)]
+        turns = [Script().first() for _ in range(3)]
         running = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for turn in turns]
         await wait_until(lambda: target.num_under_way == 3)
-        await asyncio.sleep(0.05)
-        assert target.num_under_way == 3
+        turn = Script().first()
+        with pytest.raises(NoFreeSlot):
+            await verifier.verify(turn, without_tree(turn))
+        running.pop().cancel()
+        await wait_until(lambda: target.num_under_way == 2)
+        running.append(asyncio.create_task(verifier.verify(turn, without_tree(turn))))
+        await wait_until(lambda: target.num_under_way == 3)
         assert target.faults.gate is not None
         target.faults.gate.set()
-        assert len(await asyncio.gather(*running)) == 9
+        assert len(await asyncio.gather(*running)) == 3
+
+
+async def test_a_stream_takes_no_request_that_is_a_call_of_its_own():
+    async with (
+        serving(listen=LOOPBACK, verifier=FakeTarget()) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.stream_stream(ROUNDS)()
+        await call.write(common_pb2.RoundCall(id=1, request=bytes(SMALL_BYTES + 1)).SerializeToString())
+        await call.write(round_of(2, Script().first()))
+        answers = {answer.id: answer for answer in await told(call)}
+    assert "call of its own" in status_pb2.Status.FromString(answers[1].status).message
+    assert answers[2].response
+
+
+@asynccontextmanager
+async def serving_rounds(
+    serve: Callable[[AsyncIterator[bytes], Any], AsyncIterator[bytes]],
+) -> AsyncIterator[str]:
+    """Serve nothing but streams of rounds, in a way of the test's own."""
+    server = grpc.aio.server()
+    methods = {"Rounds": cast(Any, grpc.stream_stream_rpc_method_handler)(serve)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
+    port = server.add_insecure_port(LOOPBACK)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_what_ends_the_stream_is_no_ones_own_mistake():
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            await anext(requests)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "a message was too large")
+        yield b""
+
+    async with serving_rounds(refuse) as address, verifier_at(address) as verifier:
+        turns = [Script().first() for _ in range(3)]
+        failures = await asyncio.gather(
+            *(verifier.verify(turn, without_tree(turn)) for turn in turns), return_exceptions=True
+        )
+    assert all(isinstance(failure, WorkerFailed) for failure in failures)
+    assert len({id(failure) for failure in failures}) == 3
+
+
+async def test_rounds_that_are_given_up_before_they_leave_are_never_sent():
+    received: list[common_pb2.RoundCall] = []
+    reads = asyncio.Event()
+
+    async def listen(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        await reads.wait()
+        async for data in requests:
+            received.append(common_pb2.RoundCall.FromString(data))
+            yield b""
+
+    async with serving_rounds(listen) as address, verifier_at(address) as verifier:
+        tail = (5,) * 30_000  # a few of these fill what the peer has room for
+        turns = [Script(tail).first(tail) for _ in range(200)]
+        running = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for turn in turns]
+        await asyncio.sleep(0.2)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        reads.set()
+        last = Script().first()
+        with pytest.raises(WorkerFailed):
+            await verifier.verify(last, without_tree(last))
+    requests = [call.id for call in received if call.WhichOneof("body") == "request"]
+    withdrawn = [call.id for call in received if call.WhichOneof("body") == "withdraw"]
+    assert requests[-1] == 201
+    assert len(requests) < 150
+    assert withdrawn == requests[:-1]
+
+
+async def test_streams_that_break_leave_no_task_behind():
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+        proxy = CountingProxy(int(server.address.rpartition(":")[2]))
+        async with proxy.running(), verifier_at(proxy.address) as verifier:
+            for _ in range(5):
+                turn = Script().first()
+                while True:
+                    try:
+                        await verifier.verify(turn, without_tree(turn))
+                        break
+                    except WorkerUnreachable:
+                        await asyncio.sleep(0.01)
+                proxy.cut()
+                await wait_until(lambda: not any("rounds" in task.get_name() for task in asyncio.all_tasks()))
+
+
+async def test_a_client_that_is_closing_takes_no_round_and_is_closed_even_if_that_is_cancelled():
+    stopped = asyncio.Event()
+
+    async def hang(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        await stopped.wait()
+        yield b""
+
+    async with serving_rounds(hang) as address, verifier_at(address) as verifier:
+        turn = Script().first()
+        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(verifier.aclose())
+        with pytest.raises(WorkerUnreachable, match="closed during"):
+            await running
+        with pytest.raises(WorkerClosed):
+            await verifier.verify(turn, without_tree(turn))
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert not any("rounds" in task.get_name() for task in asyncio.all_tasks())
+        with pytest.raises(WorkerClosed):
+            await verifier.ping()
+        stopped.set()
 
 
 async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
@@ -243,21 +373,23 @@ async def test_a_large_request_is_a_call_of_its_own():
     ids=["at random", "without a body"],
 )
 async def test_an_answer_that_makes_no_sense_is_the_workers_failure(answer: bytes):
-    async def garble(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
-        async for _ in requests:
-            yield common_pb2.RoundAnswer(id=99, response=b"of a call that nobody made").SerializeToString()
-            yield answer
+    num_open = 0
 
-    server = grpc.aio.server()
-    methods = {"Rounds": cast(Any, grpc.stream_stream_rpc_method_handler)(garble)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
-    port = server.add_insecure_port(LOOPBACK)
-    await server.start()
-    async with verifier_at(f"127.0.0.1:{port}") as verifier:
+    async def garble(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        nonlocal num_open
+        num_open += 1
+        try:
+            async for _ in requests:
+                yield common_pb2.RoundAnswer(id=99, response=b"of a call that nobody made").SerializeToString()
+                yield answer
+        finally:
+            num_open -= 1
+
+    async with serving_rounds(garble) as address, verifier_at(address) as verifier:
         for _ in range(3):
             turn = Script().first()
             with pytest.raises(WorkerFailed):
                 await verifier.verify(turn, without_tree(turn))
             if answer != b"\xff\xff":
                 break  # the ids of a stream rise
-    await server.stop(None)
+        await wait_until(lambda: answer != b"\xff\xff" or num_open == 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -64,11 +66,11 @@ def test_candidates_are_ranked_by_score_then_id(dtype: torch.dtype, k: int, leve
     rows = torch.randint(0, levels, (9, 40), generator=generator).to(dtype)
     before = rows.clone()
     ids, log_probs = candidate_estimates(rows, k)
-    shares = rows.float().log_softmax(-1)
-    for row, share, found, estimates in zip(rows.tolist(), shares, ids, log_probs, strict=True):
-        possible = [token for token in range(40) if share[token] > -torch.inf]
-        assert found == sorted(possible, key=lambda token: (-row[token], token))[:k]
-        assert estimates == share[found].tolist()
+    for row, found, estimates in zip(rows.tolist(), ids, log_probs, strict=True):
+        ranked = sorted(range(40), key=lambda token: (-row[token], token))
+        assert found == ranked[:k]
+        best_few = torch.tensor([row[token] for token in ranked[: max(k + 1, 3)]], dtype=torch.float64)
+        assert estimates == pytest.approx(best_few.log_softmax(-1)[:k].tolist(), abs=1e-12)
     assert [row[0] for row in ids] == pick(rows).tolist()
     assert torch.equal(rows, before)
 
@@ -80,9 +82,18 @@ def test_more_candidates_than_tokens_returns_them_all() -> None:
 
 def test_cut_tokens_and_what_is_no_number_are_no_candidates() -> None:
     nan, inf = float("nan"), torch.inf
-    ids, log_probs = candidate_estimates(torch.tensor([[-inf, 2.0, -inf, 1.0], [0.0, nan, 1.0, 2.0]]), 4)
-    assert ids == [[1, 3], []]
+    ids, log_probs = candidate_estimates(
+        torch.tensor([[-inf, 2.0, -inf, 1.0], [0.0, nan, 1.0, 2.0], [0.0, 1.0, inf, 2.0]]), 4
+    )
+    assert ids == [[1, 3], [], []]
     assert log_probs[0] == pytest.approx([-0.31326, -1.31326], abs=1e-5)
+
+
+def test_an_estimate_knows_only_the_best_few() -> None:
+    near, far = torch.zeros(1, 1000), torch.full((1, 1000), -50.0)
+    near[0, :2], far[0, :2] = 5.0, 5.0
+    assert candidate_estimates(near, 1)[1][0] == pytest.approx([-0.6965], abs=1e-3)
+    assert candidate_estimates(far, 1)[1][0] == pytest.approx([-math.log(2)], abs=1e-3)
 
 
 def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly_at_the_top() -> None:

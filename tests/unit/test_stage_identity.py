@@ -9,6 +9,7 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, PeerMismatch
 from specsplit.core.stage_identity import StageIdentity, WantedChain
+from specsplit.core.types import PROTOCOL_VERSION
 from specsplit.rpc.stage_codec import decode_identity, encode_identity
 
 STAGE = StageIdentity(
@@ -57,7 +58,7 @@ def test_wrong_order_gaps_and_overlaps_are_refused(ranges: tuple[str, ...], reas
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol_version": 99}, "protocol version 99, not 1"),
+        ({"protocol_version": 99}, f"protocol version 99, not {PROTOCOL_VERSION}"),
         ({"config_hash": "other"}, r"another model \(llama, config other\)"),
         ({"hidden_size": 64}, "another model"),
         ({"num_layers": 8}, "another model"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.orchestrator.records import Piece
-from specsplit.orchestrator.text import Decode, Detokenizer, StopStrings
+from specsplit.orchestrator.text import Detokenizer, StopStrings
 from tests.language import UNITS, VOCAB_SIZE, FakeTokenizer
 
 decode = FakeTokenizer().decode
@@ -34,17 +34,9 @@ def test_deltas_join_to_the_whole_text_and_never_take_anything_back(token_ids: l
     detokenizer = Detokenizer(decode)
     shown = ""
     for count, token_id in enumerate(token_ids, 1):
-        shown += detokenizer.push([token_id])
+        shown += detokenizer.push(token_id)
         assert decode(token_ids[:count]).startswith(shown)
     assert shown + detokenizer.flush() == decode(token_ids)
-
-
-@given(st.lists(token_lists.filter(bool), max_size=20), st.sampled_from([decode, spaced_decode]))
-def test_runs_show_what_their_tokens_show_one_by_one(runs: list[list[int]], decode: Decode) -> None:
-    by_runs, one_by_one = Detokenizer(decode), Detokenizer(decode)
-    for run in runs:
-        assert by_runs.push(run) == "".join(one_by_one.push([token_id]) for token_id in run)
-    assert by_runs.flush() == one_by_one.flush()
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=60))
@@ -52,14 +44,14 @@ def test_a_character_comes_with_its_last_byte_and_not_before(text: str) -> None:
     detokenizer = Detokenizer(decode)
     for character in text:
         *early, last = character.encode()
-        assert [detokenizer.push([byte]) for byte in early] == [""] * len(early)
-        assert detokenizer.push([last]) == character
+        assert [detokenizer.push(byte) for byte in early] == [""] * len(early)
+        assert detokenizer.push(last) == character
 
 
 @given(token_lists, st.integers(0, 2))
 def test_what_is_shown_does_not_depend_on_what_follows(token_ids: list[int], extra: int) -> None:
     shown = Detokenizer(decode)
-    text = "".join(shown.push([token_id]) for token_id in token_ids)
+    text = "".join(map(shown.push, token_ids))
     for continuation in ([0xE2, 0x82, 0xAC], [0xFF], [ord("a")]):
         assert decode([*token_ids, *continuation[: extra + 1]]).startswith(text)
 
@@ -78,21 +70,21 @@ def test_the_window_stays_short_whatever_the_length(first: list[int], repeated: 
 
     token_ids = [*first, *repeated * 200]
     detokenizer = Detokenizer(watched)
-    text = "".join(detokenizer.push([token_id]) for token_id in token_ids)
+    text = "".join(map(detokenizer.push, token_ids))
     assert text + detokenizer.flush() == decode(token_ids)
     assert longest <= 64
 
 
 def test_a_tokenizer_that_drops_the_first_space_of_a_text_keeps_all_others() -> None:
     detokenizer = Detokenizer(spaced_decode)
-    text = "".join(detokenizer.push([token_id]) for token_id in range(40)) + detokenizer.flush()
+    text = "".join(detokenizer.push(token_id) for token_id in range(40)) + detokenizer.flush()
     assert text == spaced_decode(range(40))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30))
 def test_the_window_begins_where_a_character_begins(text: str) -> None:
     detokenizer = Detokenizer(fallback_decode)
-    assert "".join(detokenizer.push([byte]) for byte in text.encode()) == text
+    assert "".join(map(detokenizer.push, text.encode())) == text
 
 
 def feed(stop: Sequence[str], texts: Sequence[str]) -> tuple[list[list[Piece]], bool]:
