@@ -266,7 +266,7 @@ async def test_rounds_that_are_given_up_before_they_leave_are_never_sent():
         await reads.wait()
         async for data in requests:
             received.append(common_pb2.RoundCall.FromString(data))
-            yield b""
+            yield common_pb2.RoundAnswer(id=received[-1].id, response=b"no verdict").SerializeToString()
 
     async with serving_rounds(listen) as address, verifier_at(address) as verifier:
         tail = (5,) * 30_000  # a few of these fill what the peer has room for
