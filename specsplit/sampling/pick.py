@@ -34,14 +34,14 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
 
 def pick(scores: Tensor) -> Tensor:
     """Return the best token of each row, int64 [N]; of equal scores the lowest id wins."""
-    if scores.device.type == "cpu":
+    if scores.is_cpu:
         return torch.from_numpy(_best(scores))
     return scores.argmax(dim=-1)
 
 
 def picked(scores: Tensor) -> list[int] | None:
     """Return `pick` of each row; None where a score is not a number."""
-    if scores.device.type != "cpu":
+    if not scores.is_cpu:
         return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
     rows = _as_array(scores)
     token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, the NaN
@@ -72,7 +72,7 @@ def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]
 
     `scores` are as they were in the end.
     """
-    if scores.device.type != "cpu":
+    if not scores.is_cpu:
         values, ids = scores.topk(min(count, scores.shape[-1]))  # which may leave out some of many equals
         for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
             top: float = row_values[0]

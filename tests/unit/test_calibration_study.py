@@ -319,8 +319,8 @@ def test_nodes_are_right_where_the_text_has_their_token_and_own_is_what_the_draf
         logits = models.draft.runner.forward([Entry(0, 0, texts[each.prompt][: each.position])])[0][-1]
         expected = torch.log_softmax(logits.double() / (temperature or 1), -1)[each.token_id].item()
         assert each.own == pytest.approx(expected, abs=1e-3)
-    if not temperature:
-        assert all(abs(each.own - each.sent) <= 1 / 32 + 1e-4 for each in drafted if each.own > -15), "but for rounding"
+    if not temperature:  # of the best few, so that nothing is lost to the rest of the vocabulary
+        assert all(each.sent >= each.own - 1 / 32 - 1e-4 for each in drafted if each.own > -15)
 
 
 # --- the command, its file and its section
