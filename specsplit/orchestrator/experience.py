@@ -40,7 +40,7 @@ _PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
 class Experience:
     """Measured times and counted guesses; older ones count less, so that it follows a change.
 
-    What only `decide` needs is counted if it `plans`.
+    What only a choice or a stream goes by is counted if it `plans`.
     """
 
     def __init__(self, *, plans: bool = True) -> None:
@@ -82,7 +82,7 @@ class Experience:
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
         rows, device_s = timings.num_tokens, timings.device_ms / 1e3
-        if rows <= 0 or device_s <= 0:
+        if rows <= 0 or device_s <= 0 or not self._plans:
             return
         if self.verify is None:
             per_row = device_s / (1 + _ROW_COST * (rows - 1))
@@ -114,7 +114,7 @@ class Experience:
         """Count a propose that was answered."""
         self.num_proposals += 1
         levels, device_s = timings.num_forwards, timings.device_ms / 1e3
-        if levels <= 0 or device_s <= 0:
+        if levels <= 0 or device_s <= 0 or not self._plans:
             return
         rows = max(timings.num_tokens / levels, 1.0)
         if self._draft is None:
@@ -123,7 +123,8 @@ class Experience:
 
     def observe_own(self, own_s: float) -> None:
         """Count what a round took beside its verify and waiting for the draft."""
-        self._own.observe(max(own_s, 0.0))
+        if self._plans:
+            self._own.observe(max(own_s, 0.0))
 
     def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""

@@ -67,8 +67,8 @@ class Orchestrator:
         self._draft_modes = draft_modes
         self._rng = rng if rng is not None else random.Random()
         self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
-        is_choosing = speculation.mode == "auto"
-        self._experiences = {is_greedy: Experience(plans=is_choosing) for is_greedy in (False, True)}
+        plans = speculation.mode in ("auto", "stream")
+        self._experiences = {is_greedy: Experience(plans=plans) for is_greedy in (False, True)}
         self._target: Identity | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
