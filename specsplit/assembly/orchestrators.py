@@ -16,7 +16,8 @@ from specsplit.orchestrator.records import Patience, Speculation
 class Workers:
     """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended.
 
-    `draft_modes` are what `auto` may choose with the draft.
+    `draft_modes` are what `auto` may choose with the draft. Engines that the caller's event loop itself drives
+    `are_on_loop`: what they do not answer, nobody can wait for.
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class Workers:
         tokenizer: Tokenizer,
         *,
         are_remote: bool = False,
+        are_on_loop: bool = False,
         draft_modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self._are_remote = are_remote
+        self._are_remote, self._are_on_loop = are_remote, are_on_loop
         self._draft_modes = draft_modes
         self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
 
@@ -45,7 +47,7 @@ class Workers:
             lookup=settings.lookup,
         )
         draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
-        patience = Patience(retry_s=settings.retry, draft_s=draft_s, are_here=not self._are_remote)
+        patience = Patience(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
         key = (speculation, patience)
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter

@@ -254,7 +254,7 @@ def quantised_log_prob(log_prob: float) -> float:
 
     Every drafter rounds so, in process too, so that a transport changes nothing.
     """
-    return -min(round(-log_prob * 16), 255) / 16
+    return -min(round(min(-log_prob, 16.0) * 16), 255) / 16
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:

@@ -33,7 +33,7 @@ class Persistence:
         self._loop = asyncio.get_running_loop()
         self._timeout_s, self._rng, self._incidents = timeout_s, rng, incidents
         self._retry_s = patience.retry_s
-        self._are_here = patience.are_here
+        self._can_be_silent = patience.can_be_silent
         self.num_failures = 0
         self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
 
@@ -48,7 +48,7 @@ class Persistence:
         A peer that is dead shows by its missing keepalives, but something may live and never answer. So an attempt gets
         `retry_s`, or what is left of it, and beyond that `work_s`: an upper bound on how long a target that is well
         works on this answer, such as a whole prompt after a restart. It is infinite as long as nobody knows; then the
-        call's own limit is all there is. A target in this process is not silent, and has no such limit.
+        call's own limit is all there is. A target on this event loop is never silent, and has no such limit.
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
@@ -60,7 +60,7 @@ class Persistence:
             return await self._ask_again(send, work_s, error)
 
     def _limit_s(self, patience_s: float, work_s: float) -> float:
-        return math.inf if self._are_here else patience_s + work_s
+        return patience_s + work_s if self._can_be_silent else math.inf
 
     async def _attempt(self, send: Callable[[], Awaitable[Answer]], limit_s: float = math.inf) -> Answer:
         """Return the answer, if it comes before the request's deadline and within `limit_s`."""

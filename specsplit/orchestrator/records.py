@@ -133,9 +133,9 @@ class Patience:
     """How long workers are waited for, in seconds.
 
     `timeout_s` bounds a whole request (None: no bound). Without a bound, `retry_s` is how long a target that cannot be
-    reached is asked again, and bounds each attempt, unless the workers `are_here`: parts of this process answer or
-    fail. A proposal is waited for as long as it could save, and at least `draft_s`; what comes later is not offered any
-    more.
+    reached is asked again. It bounds each attempt, too, if a worker `can_be_silent`: those on this event loop answer or
+    fail before anybody could wait. A proposal is waited for as long as it could save, and at least `draft_s`; what
+    comes later is not offered any more.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -144,7 +144,7 @@ class Patience:
     timeout_s: float | None = None
     retry_s: float = RETRY_S
     draft_s: float = DRAFT_PATIENCE_S
-    are_here: bool = False
+    can_be_silent: bool = True
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import SpecSplitError
 from specsplit.rpc.channel import Duplex
 
+_log = logging.getLogger(__name__)
 _FLUSH_S = 1.0
 """How long the end of a stream waits for its last message to leave, and for the peer to end it too."""
 
@@ -26,6 +28,8 @@ class Pumped:
         self._outgoing: deque[bytes] = deque()
         self._has_outgoing = asyncio.Event()
         self._is_ending = False
+        self._mistake: BaseException | None = None
+        """What the writer ended with that is no error of the call."""
         loop = asyncio.get_running_loop()
         self._writer = loop.create_task(self._write_all(), name=f"{name}-writer")
         self._reader = loop.create_task(self._read_all(), name=f"{name}-reader")
@@ -39,6 +43,8 @@ class Pumped:
 
     def check(self) -> None:
         """Raise what the call failed with; once it is over."""
+        if self._mistake is not None:
+            raise self._mistake
         self._reader.result()
 
     def when_over(self, call: Callable[[], None]) -> None:
@@ -90,8 +96,16 @@ class Pumped:
         self._writer.cancel()
         self._duplex.cancel()
         if not reader.cancelled():
-            reader.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+            _tell(reader.exception())
 
     def _writer_ended(self, writer: asyncio.Task[None]) -> None:
-        if not writer.cancelled() and writer.exception() is not None:
-            self._duplex.cancel()  # a mistake of ours: nobody shall wait for an answer to what was not sent
+        if not writer.cancelled() and (mistake := writer.exception()) is not None:
+            self._mistake = mistake
+            _tell(mistake)
+            self._duplex.cancel()  # nobody shall wait for an answer to what was not sent
+
+
+def _tell(error: BaseException | None) -> None:
+    """Log a mistake of ours; errors of the tree are for those who wait."""
+    if error is not None and not isinstance(error, SpecSplitError):
+        _log.error("a stream ended by a mistake of ours", exc_info=error)

@@ -38,6 +38,8 @@ _FLUSH_S = 1.0
 _log = logging.getLogger(__name__)
 _CLOSE_S = 0.2
 """How long a client that is closed waits for the worker to end its stream."""
+_TRACE_BYTES = 4096
+"""What the trace context and the rest of a message may add to its request."""
 Trace = Iterable[tuple[str, str]]
 Serve = Callable[[bytes, Trace], Awaitable[bytes | Status]]
 """Answers one round with the caller's trace context; what fails is said in the status."""
@@ -222,18 +224,19 @@ class _Served:
             call = parse(common_pb2.RoundCall, data)
             match call.WhichOneof("body"):
                 case "request" if call.id > self._last_id:
-                    self._begin(call)
-                case "withdraw" if call.id <= self._last_id:
+                    self._begin(call, is_large=len(data) > SMALL_BYTES + _TRACE_BYTES)
+                case "withdraw" if 0 < call.id <= self._last_id:
                     if call.id in self._under_way:
                         self._under_way[call.id].cancel()
                 case _:
                     raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
+            del data, call  # a request is its round's to hold
             if len(self._tasks) >= 2 * MAX_AT_ONCE:  # refusals that the client does not read
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
-    def _begin(self, call: common_pb2.RoundCall) -> None:
+    def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
         self._last_id = call.id
-        if len(call.request) > SMALL_BYTES:
+        if is_large:
             self._refuse(call.id, InvalidRequest("The round is too large for the stream; make it a call of its own."))
         elif len(self._tasks) >= MAX_AT_ONCE:
             self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_AT_ONCE} rounds in hand; try again in a moment."))

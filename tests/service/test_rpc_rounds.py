@@ -219,7 +219,7 @@ async def test_a_stream_takes_no_request_that_is_a_call_of_its_own():
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_stream(ROUNDS)()
-        await call.write(common_pb2.RoundCall(id=1, request=bytes(SMALL_BYTES + 1)).SerializeToString())
+        await call.write(common_pb2.RoundCall(id=1, request=bytes(SMALL_BYTES + 8192)).SerializeToString())
         await call.write(round_of(2, Script().first()))
         answers = {answer.id: answer for answer in await told(call)}
     assert "call of its own" in status_pb2.Status.FromString(answers[1].status).message

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from specsplit.core.types import quantised_log_prob
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import candidate_estimates, pick, picked, scores
 
@@ -87,6 +88,13 @@ def test_cut_tokens_and_what_is_no_number_are_no_candidates() -> None:
     )
     assert ids == [[1, 3], [], []]
     assert log_probs[0] == pytest.approx([-0.31326, -1.31326], abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45, 1e-307, 1e-320])
+def test_hopeless_candidates_have_an_estimate_that_can_travel(temperature: float) -> None:
+    processed = torch.tensor([[5.0, 0.0, -5.0]])
+    _, log_probs = candidate_estimates(scores(processed, temperature, gumbel_rows(1, 0, 0, 1, 3)), 2)
+    assert [quantised_log_prob(log_prob) for log_prob in log_probs[0]] in ([0.0], [0.0, -255 / 16])
 
 
 def test_an_estimate_knows_only_the_best_few() -> None:

@@ -457,7 +457,8 @@ Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
 @_typing.final
 class RoundCall(_message.Message):
     """One stream carries the rounds of all sessions of a connection; answers come in any order. A call of a round is a
-    GenerateDraftsRequest or a VerifyDraftsRequest, and answered as the call of that name would be.
+    GenerateDraftsRequest or a VerifyDraftsRequest, and answered as the call of that name would be. A message has at most
+    64 KiB, what is larger is a call of its own; of more than 1,024 rounds at once the rest is refused with a status.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -487,11 +488,11 @@ class RoundCall(_message.Message):
     WITHDRAW_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Of this stream, and never used again in it; from 1."""
+    """Of this stream: each larger than the one before, from 1."""
     request: _builtins.bytes
     @_builtins.property
     def withdraw(self) -> Global___Withdraw:
-        """Nobody waits for the answer any more, and none comes."""
+        """Nobody waits for the answer any more; one may come that was on its way."""
 
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
