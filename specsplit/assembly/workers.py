@@ -68,9 +68,9 @@ async def running(models: Models, *, side_by_side: bool = False, measures: bool 
     target_device, draft_device = _devices(models, side_by_side=side_by_side)
     target = TargetEngine(models.target, target_device)
     draft = DraftEngine(models.draft, draft_device) if models.draft is not None else None
-    draft_modes: list[Mode] = ["overlap", "pingpong"] if target_device is not draft_device else ["pingpong"]
-    on_loop = target_device is draft_device
-    workers = Workers(target, draft, models.tokenizer, are_on_loop=on_loop, draft_modes=draft_modes)
+    are_on_loop = target_device is draft_device
+    draft_modes: list[Mode] = ["pingpong"] if are_on_loop else ["overlap", "pingpong"]
+    workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, draft_modes=draft_modes)
     try:
         for engine in (target, draft) if measures else ():
             if engine is not None:

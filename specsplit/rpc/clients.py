@@ -133,8 +133,8 @@ class _RemoteWorker:
         data = request.SerializeToString()
         if len(data) > SMALL_BYTES:
             return await self._call(method, request, kind)
-        answered = await self._rounds.call(data, self._call_timeout_s)
-        return self._read(lambda: calls.parse(kind, answered.response)), answered.num_sent, answered.num_received
+        answer, num_sent, num_received = await self._rounds.call(data, self._call_timeout_s)
+        return self._read(lambda: calls.parse(kind, answer)), num_sent, num_received
 
     def _read(self, decode: Callable[[], A]) -> A:
         """Decode what the worker answered: if that is malformed, it is the worker's fault, not the request's."""

@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
 from specsplit.rpc.budget import ByteBudget
-from specsplit.rpc.rounds import serve_rounds
+from specsplit.rpc.rounds import ServedRounds
 from specsplit.rpc.status import of_call, status_of
 from specsplit.telemetry import spans
 
@@ -142,7 +142,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             return await self._counted(partial(one, request), len(request), name, trace, self._max_call_s)
 
         try:
-            await serve_rounds(read, context.write, serve, self._ending_rounds)
+            await ServedRounds(read, context.write, serve).run(self._ending_rounds)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from google.rpc.status_pb2 import Status
@@ -31,11 +30,11 @@ from specsplit.rpc.pumped import Pumped
 from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
 
+_log = logging.getLogger(__name__)
 MAX_AT_ONCE = 1024
 """Rounds of one stream that a server has in hand; more are refused."""
 _FLUSH_S = 1.0
 """How long the end of a stream waits for a client that takes its last answers slowly."""
-_log = logging.getLogger(__name__)
 _CLOSE_S = 0.2
 """How long a client that is closed waits for the worker to end its stream."""
 _TRACE_BYTES = 4096
@@ -43,15 +42,6 @@ _TRACE_BYTES = 4096
 Trace = Iterable[tuple[str, str]]
 Serve = Callable[[bytes, Trace], Awaitable[bytes | Status]]
 """Answers one round with the caller's trace context; what fails is said in the status."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer, and the bytes of the messages sent and received."""
-
-    response: bytes
-    num_sent: int
-    num_received: int
 
 
 class RoundsClient:
@@ -62,8 +52,10 @@ class RoundsClient:
         self._line: _Line | None = None
         self._is_closed = False
 
-    async def call(self, request: bytes, timeout_s: float) -> Answered:
-        """Return the answer to one round; cancelling the caller withdraws it.
+    async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
+        """Return the answer to one round, and the bytes of the messages sent and received.
+
+        Cancelling the caller withdraws the round.
 
         Raises:
             LinkError: the worker cannot be reached, is late, or failed.
@@ -99,7 +91,7 @@ class _Line:
     def is_over(self) -> bool:
         return self._stream.is_over
 
-    async def call(self, request: bytes, timeout_s: float) -> Answered:
+    async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
         self._last_id += 1
         call_id, waiter = self._last_id, self._loop.create_future()
         data = common_pb2.RoundCall(id=call_id, request=request, trace=dict(spans.inject())).SerializeToString()
@@ -108,7 +100,7 @@ class _Line:
         timer = self._loop.call_later(timeout_s, self._expire, waiter)
         try:
             response, num_received = await waiter
-            return Answered(response, len(data), num_received)
+            return response, len(data), num_received
         finally:
             timer.cancel()
             if self._waiting.pop(call_id, None) is not None:  # nothing came for it
@@ -165,24 +157,8 @@ class _Line:
         await self._stream.close(flush_s=_CLOSE_S)
 
 
-async def serve_rounds(
-    read: Callable[[], Awaitable[bytes | None]],
-    write: Callable[[bytes], Awaitable[None]],
-    serve: Serve,
-    ending: asyncio.Event,
-) -> None:
-    """Answer the rounds of one stream, each as soon as it can be, until the client or `ending` ends it.
-
-    `read` gives None where the client ends it.
-
-    Raises:
-        InvalidRequest: a message that makes no sense; every round under way ends with the stream.
-    """
-    await _Served(read, write, serve).run(ending)
-
-
-class _Served:
-    """One stream at the server."""
+class ServedRounds:
+    """One stream at the server, whose rounds are answered each as soon as it can be; `read` gives None at its end."""
 
     def __init__(
         self,
@@ -198,6 +174,11 @@ class _Served:
         self._last_id = 0
 
     async def run(self, ending: asyncio.Event) -> None:
+        """Answer until the client or `ending` ends the stream.
+
+        Raises:
+            InvalidRequest: a message that makes no sense; every round under way ends with the stream.
+        """
         reading, stopping = asyncio.create_task(self._read_all()), asyncio.create_task(ending.wait())
         try:
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -241,8 +222,11 @@ class _Served:
         elif len(self._tasks) >= MAX_AT_ONCE:
             self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_AT_ONCE} rounds in hand; try again in a moment."))
         else:
-            answering = self._answer(call.id, call.request, tuple(call.trace.items()))
-            self._under_way[call.id] = self._start(answering)
+            call_id = call.id
+            task = self._under_way[call_id] = self._start(
+                self._answer(call_id, call.request, tuple(call.trace.items()))
+            )
+            task.add_done_callback(lambda _: self._under_way.pop(call_id, None))  # also if withdrawn before it began
 
     def _refuse(self, call_id: int, error: SpecSplitError) -> None:
         refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
@@ -258,7 +242,7 @@ class _Served:
         try:
             outcome = await self._serve(request, trace)
         finally:
-            del self._under_way[call_id]  # a write is not to be broken off
+            self._under_way.pop(call_id, None)  # a write is not to be broken off
         del request  # its room is given back
         answer = common_pb2.RoundAnswer(id=call_id)
         if isinstance(outcome, bytes):

@@ -111,19 +111,24 @@ def _handlers(
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
+    one = _in_bytes(kind, serve)
+
     async def handle(data: bytes, context: Context) -> bytes:
-        return (await serve(calls.parse(kind, data))).SerializeToString()
+        return await one(data)
 
     return cast(Any, grpc.unary_unary_rpc_method_handler)(handle)
 
 
 def _rounds(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
     """Return what answers one round; the interceptor makes a stream of it."""
+    return cast(Any, grpc.stream_stream_rpc_method_handler)(_in_bytes(kind, serve))
 
+
+def _in_bytes(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> Callable[[bytes], Awaitable[bytes]]:
     async def handle(data: bytes) -> bytes:
         return (await serve(calls.parse(kind, data))).SerializeToString()
 
-    return cast(Any, grpc.stream_stream_rpc_method_handler)(handle)
+    return handle
 
 
 def _server_stream(serve: Callable[[bytes, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
