@@ -27,7 +27,7 @@ _MIN_OBSERVED = 3
 _MOST_WAITING = 32
 """Observations that a curve takes in at once, if nobody asks it before."""
 _STEP = 0.25
-"""How much of an error one observation corrects."""
+"""How much of an error one observation corrects; the first ones of a place correct more, being all that is known."""
 _HALVING = 3.0
 """Doublings of the number of rows over which half of a correction is believed."""
 
@@ -79,6 +79,7 @@ class StepTimes:
         self._corrections = [0.0] * len(self._rows)
         """Logarithms of what the measured times are multiplied by."""
         self._ratios: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._rows]
+        self._num_observed = [0] * len(self._rows)
         self._observed: list[tuple[float, float]] = []
         """Rows and seconds that the curve does not know yet: a round observes, and not every round asks."""
 
@@ -114,9 +115,10 @@ class StepTimes:
         nearest = bisect_left(self._middles, rows)
         ratios = self._ratios[nearest]
         ratios.append(math.log(seconds / _interpolate(self._rows, self._measured, rows)))
-        if len(ratios) < _MIN_OBSERVED:
+        count = self._num_observed[nearest] = self._num_observed[nearest] + 1
+        if count < _MIN_OBSERVED:
             return
-        shift = _STEP * (_median(ratios) - self._corrections[nearest])
+        shift = max(_STEP, 1 / (count - _MIN_OBSERVED + 1)) * (_median(ratios) - self._corrections[nearest])
         corrections = [old + shift * part for old, part in zip(self._corrections, self._parts[nearest], strict=True)]
         self._corrections = corrections
         self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, corrections))))
@@ -284,20 +286,20 @@ def choose(
     limits: Limits,
     last: Choice | None = None,
     *,
-    reached: Mapping[Mode, float] | None = None,
+    kept: Mapping[Mode, float] | None = None,
     margin: float = 0.05,
     patience: int = 3,
 ) -> Choice:
     """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
 
-    `reached` says which part of what the model gives a mode really came of it, 1 where nothing is known.
+    `kept` says which part of the rate that the model promises a mode is to be expected, 1 where nothing is known.
     The `last` choice stands until another one is better by `margin` at `patience` decisions in a row; plain decoding
     needs no margin, so that speculating never stays where it only costs. A mode no longer offered is left at once.
     """
-    plans = _scaled(_best_plans(profiles, costs, limits), reached or {})
+    plans = _scaled(_best_plans(profiles, costs, limits), kept or {})
     best = plans[0]
     revised = _revised(last, profiles, costs, limits) if last is not None else None
-    current = _scaled((revised,), reached or {})[0] if revised is not None else None
+    current = _scaled((revised,), kept or {})[0] if revised is not None else None
     if last is None or current is None:
         return _chosen(best, plans)
     needed = current.tokens_per_s * (1 + margin if best.nodes else 1)
@@ -308,9 +310,9 @@ def choose(
     return _chosen(current, plans, last.num_beaten + 1)
 
 
-def _scaled(plans: Sequence[Plan], reached: Mapping[Mode, float]) -> tuple[Plan, ...]:
+def _scaled(plans: Sequence[Plan], kept: Mapping[Mode, float]) -> tuple[Plan, ...]:
     """Return the plans with the rates that are to be expected, the best first."""
-    told = [replace(plan, tokens_per_s=plan.tokens_per_s * reached.get(plan.mode, 1.0)) for plan in plans]
+    told = [replace(plan, tokens_per_s=plan.tokens_per_s * kept.get(plan.mode, 1.0)) for plan in plans]
     return tuple(sorted(told, key=lambda plan: -plan.tokens_per_s))
 
 

@@ -6,6 +6,7 @@ Knows no tree and no worker; asked once at the start of every round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from specsplit.core.cost_model import Choice, Limits, Mode
@@ -23,6 +24,9 @@ SHADOW_EVERY = 16
 EXPLORED_ROUNDS = 3
 """Proposals before the first choice; a draft that gives none has twice as many rounds for it."""
 MAX_DEPTH = 12
+LOOKED_UP_NODES = 16
+"""What lookup is asked for at least where a choice was made, since it costs no draft; what is worth its rows is
+verified."""
 _PLAIN, _STREAMED_PLAIN = Move("plain"), Move("stream")
 
 
@@ -47,6 +51,7 @@ class Controller:
         self._mode: ChosenMode = mode
         self._end = end
         self._limits = _limits(min(speculation.max_nodes, max_nodes), speculation.branching)
+        self._looked_up = min(LOOKED_UP_NODES, self._limits.nodes[-1])
         self._first = _budget(speculation, max_nodes)
         self._num_rounds = 0
         self._num_without_draft = 0
@@ -90,15 +95,23 @@ class Controller:
         return self._followed(choice, has_draft=has_draft) if choice is not None else Move(first, self._first)
 
     def _followed(self, choice: Choice, *, has_draft: bool) -> Move:
-        """Turn the choice into a move; while the draft is not asked, look now and then at what it would say."""
+        """Turn the choice into a move; while the draft is not asked, look now and then at what it would say.
+
+        Plain decoding takes along what lookup finds and is worth its rows.
+        """
         shadow = None
         if choice.mode in ("plain", "lookup") or choice.nodes == 0:
             self._num_without_draft += 1
             if has_draft and self._num_without_draft % SHADOW_EVERY == 0:
                 shadow = self._first
+        if choice.mode == "stream" and choice.nodes == 0:
+            return Move("stream", None, choice, shadow)
+        limits = self._limits
+        most = Budget(max(choice.nodes, self._looked_up), limits.max_depth, limits.branching)
         if choice.nodes == 0:
-            return Move("stream" if choice.mode == "stream" else "plain", None, choice, shadow)
-        return Move(choice.mode, Budget(choice.nodes, choice.depth, self._limits.branching), choice, shadow)
+            has_lookup = self._speculation.lookup
+            return Move("lookup" if has_lookup else "plain", most if has_lookup else None, choice, shadow)
+        return Move(choice.mode, Budget(choice.nodes, choice.depth, limits.branching), choice, shadow, most)
 
 
 @lru_cache(maxsize=64)
@@ -121,12 +134,12 @@ def _budget(speculation: Speculation, max_nodes: int) -> Budget:
 
 
 def _shallower(move: Move, room: int) -> Move:
-    budget = move.budget
-    if budget is None or budget.max_depth <= room:
+    most = move.most
+    if most is None or most.max_depth <= room:
         return move
-    return Move(move.mode, _cut(budget, room), move.choice, move.shadow)
+    return replace(move, budget=_cut(move.budget, room), limit=_cut(move.limit, room))
 
 
 @lru_cache(maxsize=64)
-def _cut(budget: Budget, depth: int) -> Budget:
-    return Budget(budget.max_new_nodes, depth, budget.max_branching)
+def _cut(budget: Budget | None, depth: int) -> Budget | None:
+    return replace(budget, max_depth=min(budget.max_depth, depth)) if budget is not None else None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from specsplit.core.cost_model import (
+    PLAIN,
     Choice,
     Costs,
     DraftTimes,
@@ -23,6 +24,7 @@ from specsplit.core.cost_model import (
 from specsplit.core.types import Identity, Timings
 from specsplit.orchestrator.calibration import Acceptance, DepthProfile
 from specsplit.orchestrator.lookup import LookupTree
+from specsplit.orchestrator.promises import Promises
 from specsplit.orchestrator.token_tree import TokenTree
 
 MAX_DEPTH, MAX_BRANCHING = 16, 4
@@ -31,10 +33,8 @@ _GRID = (1, 2, 3, 5, 9, 17, 33)
 _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
 _HIT_MEMORY = 0.97
-_LEARNED, _FORGIVEN = 0.25, 0.01
-_LEAST_REACHED, _MOST_REACHED = 0.5, 1.25
-_MIN_ROUNDS = 4
 _PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
+_MODES: tuple[Mode, ...] = (PLAIN, *_PLANNED)
 
 
 class Experience:
@@ -61,12 +61,11 @@ class Experience:
         self._least_ping_s = math.inf
         self._own = RunningMedian()
         self._hit_rate = 0.5
-        self._reached: dict[Mode, float] = {}
-        """What came of the model's rates, by mode."""
-        self._progress = (0, 0, 0.0)
-        """Since the last decision, in the mode it chose: rounds, tokens, seconds."""
+        self._promises = Promises()
+        self._promised = 0.0
+        """Tokens per second that the model gives the choice, whatever came of its promises before."""
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
-        self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.2, counts_absent=True)
+        self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.1, counts_absent=True)
 
     def meet(self, target: Identity, draft: Identity | None) -> None:
         """Take over what workers measured themselves, unless more is known already."""
@@ -155,34 +154,22 @@ class Experience:
 
     def observe_progress(self, mode: Mode, num_tokens: int, seconds: float) -> None:
         """Count a round that followed the choice: its tokens and its time."""
-        if self.choice is not None and mode == self.choice.mode:
-            rounds, tokens, elapsed_s = self._progress
-            self._progress = rounds + 1, tokens + num_tokens, elapsed_s + seconds
-
-    def _learn_reached(self) -> None:
-        """Compare what the choice promised with what came of it."""
-        rounds, tokens, seconds = self._progress
-        choice, self._progress = self.choice, (0, 0, 0.0)
-        for mode, reached in self._reached.items():
-            if choice is None or mode != choice.mode:  # what is not tried is slowly believed again
-                self._reached[mode] = reached + (1 - reached) * _FORGIVEN
-        if choice is None or rounds < _MIN_ROUNDS or seconds <= 0:
-            return
-        before = self._reached.get(choice.mode, 1.0)
-        ratio = tokens / seconds / (choice.tokens_per_s / before)
-        self._reached[choice.mode] = min(max(before + _LEARNED * (ratio - before), _LEAST_REACHED), _MOST_REACHED)
+        if self.choice is not None and mode == self.choice.mode and num_tokens and seconds > 0:
+            self._promises.observe(mode, num_tokens / self._promised, seconds)
 
     def decide(self, modes: Sequence[Mode], limits: Limits) -> Choice | None:
         """Choose anew among plain decoding and `modes`; None while no verify was measured."""
         if self.verify is None:
             return None
-        self._learn_reached()
+        self._promises.forgive(self.choice.mode if self.choice is not None else None)
         costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=self._verify_beside)
         profiles: dict[Mode, Profile] = {}
         for mode in _PLANNED:
             if mode in modes and (mode == "lookup" or (self._draft is not None and self.num_proposals)):
                 profiles[mode] = self._found.profile if mode == "lookup" else self._drafted.profile
-        self.choice = choose(profiles, costs, limits, self.choice, reached=self._reached)
+        kept = self._promises.of(_MODES)
+        self.choice = choose(profiles, costs, limits, self.choice, kept=kept)
+        self._promised = self.choice.tokens_per_s / kept[self.choice.mode]
         return self.choice
 
     def worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
+from specsplit.core.cost_model import Choice
 from specsplit.core.types import MAX_STREAM_NODES, ROOT, Budget, Proposal, Timings, Verdict, quantised_log_prob
 from specsplit.orchestrator.drafting import Drafting
 from specsplit.orchestrator.experience import Experience
@@ -132,15 +133,17 @@ class Growing:
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
         self._look_up(move)
-        budget, nodes = move.budget, list[int]()
-        if budget is not None:
+        budget, most, nodes = move.budget, move.most, list[int]()
+        if budget is not None and most is not None:
             if self._found is not None:
                 self._tree.merge(self._found)
-            if move.mode != "lookup" and not self._is_enough(move, budget):
+            if move.mode == "lookup" or move.choice is not None:
+                nodes = self._best(move.choice, most)
+            if move.mode != "lookup" and not self._is_enough(move.choice, nodes):
                 began_s = self._loop.time()
                 await self._draft(move.mode == "overlap", budget)
                 self._waited_s += self._loop.time() - began_s
-            nodes = self._best(move, budget)
+                nodes = self._best(move.choice, most)
         offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
         timings, self._drafted = self._drafted, Timings()
         if move.mode == "overlap" and budget is not None:
@@ -155,25 +158,24 @@ class Growing:
 
     def _look_up(self, move: Move) -> None:
         if self._lookup is not None and (move.budget or move.choice) is not None:
-            shape = move.budget or _LOOKED_UP
+            shape = move.most or _LOOKED_UP
             self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
 
-    def _is_enough(self, move: Move, budget: Budget) -> bool:
-        """Say whether what is here promises more than the choice did, so that waiting for the draft would cost."""
-        if move.choice is None or not len(self._tree):
+    def _is_enough(self, choice: Choice | None, nodes: list[int]) -> bool:
+        """Say whether these nodes promise more than the choice did, so that waiting for the draft would cost."""
+        if choice is None or not nodes:
             return False
-        paths = [self._tree.path_log_probs[node] for node in self._tree.best(budget.max_new_nodes, budget.max_depth)]
-        return self._experience.rate_of(paths) > move.choice.tokens_per_s
+        return self._experience.rate_of([self._tree.path_log_probs[node] for node in nodes]) > choice.tokens_per_s
 
-    def _best(self, move: Move, budget: Budget) -> list[int]:
+    def _best(self, choice: Choice | None, most: Budget) -> list[int]:
         """Return the nodes to verify; where a choice was made, those that are worth their rows."""
         tree = self._tree
-        nodes = tree.best(budget.max_new_nodes, budget.max_depth)
-        if move.choice is None or not nodes:
+        nodes = tree.best(most.max_new_nodes, most.max_depth)
+        if choice is None or not nodes:
             return nodes
         paths = sorted((tree.path_log_probs[node] for node in nodes), reverse=True)
-        count = self._experience.worth_verifying(paths, move.choice.tokens_per_s)
-        return nodes if count == len(nodes) else tree.best(count, budget.max_depth)
+        count = self._experience.worth_verifying(paths, choice.tokens_per_s)
+        return nodes if count == len(nodes) else tree.best(count, most.max_depth)
 
     def observe(self, outcome: Outcome) -> None:
         """Take note of a round's outcome; its tokens are committed."""

@@ -21,13 +21,21 @@ from specsplit.telemetry import spans
 class Move:
     """How a round is run; without a budget it has no tree.
 
-    `choice` is why, where it was chosen. `shadow` asks the draft for a tree that is only compared with the text.
+    `budget` is what the draft is asked for. `choice` is why, where it was chosen: then all that is worth its rows is
+    verified, up to `limit`, which is what lookup is asked for. `shadow` asks the draft for a tree that is only
+    compared with the text.
     """
 
     mode: Mode
     budget: Budget | None = None
     choice: Choice | None = None
     shadow: Budget | None = None
+    limit: Budget | None = None
+
+    @property
+    def most(self) -> Budget | None:
+        """What is verified at most."""
+        return self.limit or self.budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Session:
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
         if move.choice is not None:
             round_s = asyncio.get_running_loop().time() - began_s
-            self._experience.observe_progress(move.mode, len(outcome.verdict.token_ids), round_s)
+            self._experience.observe_progress(move.choice.mode, len(outcome.verdict.token_ids), round_s)
         if trouble is not None and self._mode in ("auto", "stream") and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()

@@ -83,7 +83,8 @@ class Pace:
         """Return how many nodes, the likeliest first, to verify now."""
         if self._verify is None:
             return len(path_log_probs)
-        return worth_verifying(path_log_probs, self._tokens_per_s, self._verify)
+        tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
+        return worth_verifying(path_log_probs, tokens_per_s, self._verify)
 
     def wait_s(self, path_log_probs: Sequence[float], waited_s: float) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -19,6 +19,7 @@ from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.language import Guess
+from tests.periodic_target import PeriodicTarget
 from tests.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.virtual_time import LoopClock, run_virtual
 
@@ -139,3 +140,28 @@ def test_a_useless_draft_is_looked_at_now_and_then_and_not_more():
     assert late, "the draft is never looked at again"
     assert len(late) < result.num_rounds / 8
     assert all(later - earlier > 0.2 for earlier, later in pairwise(late))
+
+
+class _TimedLoop(PeriodicTarget, TimedTarget):
+    """A target that takes time and repeats itself."""
+
+
+def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
+    """Whatever shape suits the draft: lookup's nodes cost nothing but their rows."""
+
+    def served(speculation: Speculation) -> Result:
+        diary = Diary()
+        target, worker = _TimedLoop(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
+
+        async def main() -> Result:
+            owner = Orchestrator(target, worker, FakeTokenizer(), speculation, LoopClock())
+            result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
+            await owner.aclose()
+            return result
+
+        return run_virtual(main)
+
+    auto, lookup = served(Speculation(mode="auto")), served(Speculation(mode="lookup", nodes=16, depth=12))
+    assert auto.token_ids == lookup.token_ids
+    assert auto.timings.tokens_per_s > 0.75 * lookup.timings.tokens_per_s
+    assert auto.num_rounds < 40

@@ -108,6 +108,18 @@ def test_times_follow_what_is_observed_and_neighbours_follow_in_part():
     assert 1.2 < ratios[1] < 2
 
 
+def test_the_first_observations_correct_a_wrong_start_at_once():
+    times = StepTimes(STAIRCASE)
+    for _ in range(3):
+        times.observe(40, 3 * STAIRCASE[40])
+    assert times.seconds(40) == pytest.approx(3 * STAIRCASE[40])
+    for _ in range(30):
+        times.observe(40, 3 * STAIRCASE[40])
+    for _ in range(3):
+        times.observe(40, STAIRCASE[40])
+    assert 1.5 * STAIRCASE[40] < times.seconds(40) < 3 * STAIRCASE[40], "later ones are weighed"
+
+
 def test_times_observed_at_several_points_follow_all_of_them():
     truth = {1: 15e-3, 5: 16e-3, 17: 25e-3, 40: 50e-3}
     times = StepTimes(STAIRCASE)
@@ -346,13 +358,13 @@ def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
     profiles: dict[Mode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
     costs = costs_of(FLAT)
     promised = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
-    choice = choose(profiles, costs, LIMITS, reached={"overlap": 0.7, "stream": 0.9})
+    choice = choose(profiles, costs, LIMITS, kept={"overlap": 0.7, "stream": 0.9})
     assert choice.mode == "stream"
     assert choice.tokens_per_s == pytest.approx(0.9 * promised["stream"])
-    poor = choose(profiles, costs, LIMITS, reached={"overlap": 0.1, "stream": 0.1})
+    poor = choose(profiles, costs, LIMITS, kept={"overlap": 0.1, "stream": 0.1})
     assert poor.mode == "plain"
-    last = choose(profiles, costs, LIMITS, reached={"stream": 0.9})
+    last = choose(profiles, costs, LIMITS, kept={"stream": 0.9})
     assert last.mode == "overlap"
     for _ in range(3):
-        last = choose(profiles, costs, LIMITS, last, reached={"overlap": 0.7, "stream": 0.9})
+        last = choose(profiles, costs, LIMITS, last, kept={"overlap": 0.7, "stream": 0.9})
     assert last.mode == "stream"

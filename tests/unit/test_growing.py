@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.cost_model import Mode
-from specsplit.core.types import Proposal, SessionParams, Verdict
+from specsplit.core.types import SessionParams
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Patience, Request, Result, Speculation
-from tests.fakes import FakeTarget, FakeTokenizer, _Slot, adversarial_guess, good_guess, perfect_guess, plain_tokens
+from tests.fakes import FakeTokenizer, adversarial_guess, good_guess, perfect_guess, plain_tokens
 from tests.language import Guess
+from tests.periodic_target import PeriodicTarget
 from tests.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.virtual_time import LoopClock, run_virtual
 
@@ -112,24 +113,6 @@ def test_draft_forwards_and_their_time_are_counted_once():
     assert draft.num_forwards - cut_short <= result.draft_forwards <= draft.num_forwards
 
 
-class _Periodic(FakeTarget):
-    """A target whose text has a period of seven tokens."""
-
-    def _walk(self, slot: _Slot, proposal: Proposal, parents: list[int]) -> Verdict:  # type: ignore[override]
-        at, accepted, token_ids = -1, list[int](), list[int]()
-        while True:
-            pick = slot.ids[-7]
-            token_ids.append(pick)
-            at = next((n for n in range(len(proposal)) if parents[n] == at and proposal.token_ids[n] == pick), -2)
-            if at < 0:
-                break
-            accepted.append(at)
-            slot.extend([pick])
-        first = proposal.first_node
-        verified = tuple(range(first, first + len(proposal)))
-        return Verdict(tuple(first + n for n in accepted), tuple(token_ids), len(slot.ids), verified)
-
-
 def test_lookup_speculates_without_any_draft():
     async def both() -> tuple[Result, Result]:
         request = replace(REQUEST, prompt_ids=tuple(range(60, 67)))
@@ -137,7 +120,7 @@ def test_lookup_speculates_without_any_draft():
         for chosen in ("plain", "lookup"):
             speculation = Speculation(mode=chosen, nodes=6, depth=6)
             results.append(
-                await Orchestrator(_Periodic(), None, FakeTokenizer(), speculation, LoopClock()).generate(request)
+                await Orchestrator(PeriodicTarget(), None, FakeTokenizer(), speculation, LoopClock()).generate(request)
             )
         return results[0], results[1]
 
@@ -152,7 +135,7 @@ def test_lookup_goes_on_while_the_draft_is_away():
     async def main() -> Result:
         draft = TimedDraft(Diary(), 3600.0, perfect_guess)
         owner = Orchestrator(
-            _Periodic(),
+            PeriodicTarget(),
             draft,
             FakeTokenizer(),
             Speculation(mode="overlap", nodes=6, depth=6),

@@ -112,6 +112,8 @@ def test_nodes_are_verified_while_they_are_worth_their_rows():
     assert pace().count([likely, likely, unlikely]) == 2  # a row costs 1 ms, which is 0.05 tokens
     assert pace(rate=10).count([likely, likely, unlikely]) == 3
     assert Pace((), 8).count([unlikely] * 4) == 4
+    begun = Pace(((1, VERIFY_S), (9, VERIFY_S + 0.008)), max_nodes=8)  # before its first step it goes by plain decoding
+    assert begun.count([likely, likely, unlikely]) == 2
 
 
 def test_nodes_are_waited_for_where_they_promise_more_than_a_step_now():
