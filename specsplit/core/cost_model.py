@@ -140,11 +140,12 @@ class DraftTimes:
         """Return the seconds until a tree of this many levels, each of `rows` rows, is here."""
         return self.call_s + num_levels * self.level.seconds(rows) if num_levels else 0.0
 
-    def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float) -> None:
-        """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it."""
+    def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float | None) -> None:
+        """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it, None if nobody did."""
         if num_levels > 0:
             self.level.observe(rows, device_s / num_levels)
-            self._call.observe(max(wall_s - device_s, 0.0))
+            if wall_s is not None:
+                self._call.observe(max(wall_s - device_s, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +279,8 @@ class Choice(Plan):
     alternatives: tuple[Plan, ...] = ()
     num_beaten: int = 0
     """Decisions in a row at which another plan was clearly better."""
+    without_lookup: float = 0.0
+    """Its tokens per second where lookup finds nothing, which is what lookup has to beat."""
 
 
 def choose(

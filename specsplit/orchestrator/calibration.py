@@ -102,10 +102,7 @@ class Acceptance:
 
 
 class DepthProfile:
-    """Counts, for the controller, how often a parent's first child is accepted, by depth, and which sibling if not.
-
-    For a source that may offer nothing, as lookup does, `counts_absent` takes an empty tree for a first child missed.
-    """
+    """Counts, for the controller, how often a parent's first child is accepted, by depth, and which sibling if not."""
 
     def __init__(
         self,
@@ -114,10 +111,9 @@ class DepthProfile:
         *,
         prior: float = 0.5,
         half_life: float = HALF_LIFE,
-        counts_absent: bool = False,
     ) -> None:
         self._remembered = 0.5 ** (1 / half_life)
-        self._prior, self._counts_absent = prior, counts_absent
+        self._prior = prior
         self._first = [(0.0, 0.0)] * max_depth
         self._further = [(0.0, 0.0)] * (max_branching - 1)
 
@@ -129,8 +125,6 @@ class DepthProfile:
         verified: Collection[int] | None = None,
     ) -> None:
         """Count a verdict on a tree; arguments as for `Acceptance.observe_tree`, `ranks` among siblings, 0 first."""
-        if not parents and self._counts_absent:
-            self._count(self._first, 0, is_hit=False)
         path = {-1, *accepted}
         depth_of = {node: depth for depth, node in enumerate(sorted(path))}
         taken = {parents[node]: ranks[node] for node in accepted}

@@ -34,8 +34,8 @@ class Controller:
     """Gives every round of a session its move: the user's mode and shape, or in `auto` what promises most.
 
     `end` is the number of tokens, prompt included, at which the session must stop. Beyond the draft's context lookup
-    goes on alone. `modes` are those that `auto` may choose, the first one until something is known; `max_nodes` is the
-    target's limit.
+    goes on alone. `modes` are those with a draft that `auto` may choose, the first one until something is known;
+    `max_nodes` is the target's limit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Controller:
         move = self._wanted(has_draft=has_draft and room_of_draft >= 1)
         if move.mode in ("pingpong", "overlap", "stream"):
             if room_of_draft < 1:
-                move = Move("lookup", move.budget) if self._speculation.lookup else _PLAIN
+                move = self._without_draft(move)
             else:
                 room = min(room, room_of_draft)
         self._is_streaming = move.mode == "stream"
@@ -82,36 +82,33 @@ class Controller:
         if self._mode != "auto":
             return Move(self._mode, default)
         self._num_rounds += 1
-        first = self._modes[0]
+        modes = self._modes if has_draft else ()
         is_known = self._experience.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
-        if not is_known and has_draft and first != "lookup":
-            return Move(first, self._first)
+        if modes and not is_known:
+            return Move(modes[0], self._first)
         if not self._experience.has_seen_plain:
             return _PLAIN
         if self._num_rounds % DECIDE_EVERY == 1 or self._experience.choice is None:
-            modes: Sequence[Mode] = self._modes if has_draft else [mode for mode in self._modes if mode == "lookup"]
             self._experience.decide(modes, self._limits)
         choice = self._experience.choice
-        return self._followed(choice, has_draft=has_draft) if choice is not None else Move(first, self._first)
+        return self._followed(choice, has_draft=bool(modes)) if choice is not None else _PLAIN
 
     def _followed(self, choice: Choice, *, has_draft: bool) -> Move:
-        """Turn the choice into a move; while the draft is not asked, look now and then at what it would say.
-
-        Plain decoding takes along what lookup finds and is worth its rows.
-        """
+        """Turn the choice into a move; while the draft is not asked, look now and then at what it would say."""
         shadow = None
-        if choice.mode in ("plain", "lookup") or choice.nodes == 0:
+        if choice.nodes == 0:
             self._num_without_draft += 1
             if has_draft and self._num_without_draft % SHADOW_EVERY == 0:
                 shadow = self._first
-        if choice.mode == "stream" and choice.nodes == 0:
-            return Move("stream", None, choice, shadow)
         limits = self._limits
         most = Budget(max(choice.nodes, self._looked_up), limits.max_depth, limits.branching)
-        if choice.nodes == 0:
-            has_lookup = self._speculation.lookup
-            return Move("lookup" if has_lookup else "plain", most if has_lookup else None, choice, shadow)
-        return Move(choice.mode, Budget(choice.nodes, choice.depth, limits.branching), choice, shadow, most)
+        wanted = Budget(choice.nodes, choice.depth, limits.branching) if choice.nodes else None
+        return Move(choice.mode, wanted, choice, shadow, most)
+
+    def _without_draft(self, move: Move) -> Move:
+        if move.choice is not None:
+            return replace(move, mode="plain", budget=None)
+        return Move("lookup", move.budget) if self._speculation.lookup else _PLAIN
 
 
 @lru_cache(maxsize=64)

@@ -71,12 +71,23 @@ class Drafting:
         """
         return await self._ask(budget, verified, self.wait_s(budget.max_depth), self._persistence.remaining_s)
 
-    async def ask_ahead(self, budget: Budget, verified: tuple[int, ...]) -> Proposal | Reason | None:
-        """Do the same with nobody waiting: the caller gives up by cancelling."""
-        return await self._ask(budget, verified, math.inf, math.inf)
+    async def ask_ahead(
+        self, budget: Budget, verified: tuple[int, ...], *, is_aside: bool = False
+    ) -> Proposal | Reason | None:
+        """Do the same with nobody waiting: the caller gives up by cancelling.
+
+        `is_aside` tells that the draft does so now and then only: how long a call takes beside other work says nothing.
+        """
+        return await self._ask(budget, verified, math.inf, math.inf, is_aside=is_aside)
 
     async def _ask(
-        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float
+        self,
+        budget: Budget,
+        verified: tuple[int, ...],
+        wait_s: float,
+        remaining_s: float,
+        *,
+        is_aside: bool = False,
     ) -> Proposal | Reason | None:
         draft = self._peer.identity
         if draft is not None and self._largest_token >= draft.vocab_size:
@@ -87,7 +98,8 @@ class Drafting:
         with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
             answer = await self._link.propose(budget, verified, wait_s, remaining_s)
             if isinstance(answer, Proposal):
-                self._experience.observe_propose(answer.timings, self._loop.time() - asked_s)
+                wall_s = None if is_aside else self._loop.time() - asked_s
+                self._experience.observe_propose(answer.timings, wall_s)
                 spans.annotate(nodes=len(answer), forwards=answer.timings.num_forwards)
         return answer
 

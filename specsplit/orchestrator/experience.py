@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specsplit.core.cost_model import (
     PLAIN,
@@ -22,9 +23,9 @@ from specsplit.core.cost_model import (
     worth_verifying,
 )
 from specsplit.core.types import Identity, Timings
-from specsplit.orchestrator.calibration import Acceptance, DepthProfile
+from specsplit.orchestrator.calibration import Acceptance, DepthProfile, lookup_cell
 from specsplit.orchestrator.lookup import LookupTree
-from specsplit.orchestrator.promises import Promises
+from specsplit.orchestrator.promises import Kept, Promises
 from specsplit.orchestrator.token_tree import TokenTree
 
 MAX_DEPTH, MAX_BRANCHING = 16, 4
@@ -33,8 +34,9 @@ _GRID = (1, 2, 3, 5, 9, 17, 33)
 _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
 _HIT_MEMORY = 0.97
-_PLANNED: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
-_MODES: tuple[Mode, ...] = (PLAIN, *_PLANNED)
+_DRAFTED: tuple[Mode, ...] = ("pingpong", "overlap", "stream")
+_LEAST_WORTH = math.log(0.1)
+"""Paths less likely than that are hardly worth a row."""
 
 
 class Experience:
@@ -64,8 +66,11 @@ class Experience:
         self._promises = Promises()
         self._promised = 0.0
         """Tokens per second that the model gives the choice, whatever came of its promises before."""
+        self._alone = Promises()
+        """Of the rounds in which lookup had nothing better."""
+        self._lookup_gain = Kept()
+        """What plain decoding with lookup would have given over plain decoding, whatever was done."""
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
-        self._found = DepthProfile(MAX_DEPTH, MAX_BRANCHING, prior=0.1, counts_absent=True)
 
     def meet(self, target: Identity, draft: Identity | None) -> None:
         """Take over what workers measured themselves, unless more is known already."""
@@ -109,8 +114,8 @@ class Experience:
             return 0
         return min(math.ceil(self._round_trip.value / self.verify.seconds(nodes + 1) - 0.1), MAX_STEPS_AWAY)
 
-    def observe_propose(self, timings: Timings, wall_s: float) -> None:
-        """Count a propose that was answered."""
+    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
+        """Count a propose that was answered, after `wall_s` where that says what a call takes."""
         self.num_proposals += 1
         levels, device_s = timings.num_forwards, timings.device_ms / 1e3
         if levels <= 0 or device_s <= 0 or not self._plans:
@@ -134,42 +139,54 @@ class Experience:
             accepted = [node for node, is_right in decided if is_right]
             self._drafted.observe_tree(tree.parents, tree.sibling_ranks(), accepted, [node for node, _ in decided])
 
-    def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
-        """Count what committed tokens say of a lookup's tree."""
-        if not self._plans:
-            return
-        at, accepted, decided = -1, list[int](), list[int]()
-        for token_id in token_ids:
-            children = [node for node, parent in enumerate(found.parents) if parent == at]
-            decided.extend(children)
-            at = next((node for node in children if found.token_ids[node] == token_id), -2)
-            if at < 0:
-                break
-            accepted.append(at)
-        self._found.observe_tree(found.parents, found.ranks, accepted, decided)
-
     def observe_ahead(self, *, is_hit: bool) -> None:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
         self._hit_rate += (is_hit - self._hit_rate) * (1 - _HIT_MEMORY)
 
     def observe_progress(self, mode: Mode, num_tokens: int, seconds: float) -> None:
-        """Count a round that followed the choice: its tokens and its time."""
-        if self.choice is not None and mode == self.choice.mode and num_tokens and seconds > 0:
-            self._promises.observe(mode, num_tokens / self._promised, seconds)
+        """Count a round that followed the choice, or lookup where that promised more: its tokens and its time."""
+        choice = self.choice
+        if choice is None or not num_tokens or seconds <= 0 or mode not in (choice.mode, "lookup"):
+            return
+        promised_s = num_tokens / self._promised
+        self._promises.observe(choice.mode, promised_s, seconds)
+        if mode == choice.mode:
+            self._alone.observe(mode, promised_s, seconds)
+
+    def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
+        """Count what lookup's first path would have brought of the committed tokens, at the price of its rows."""
+        if not self._plans or self.verify is None:
+            return
+        num_rows = num_right = 0
+        path_log_prob = 0.0
+        for node, token_id in zip(range(len(found)), token_ids, strict=False):
+            cell = lookup_cell(found.match_lengths[node], node + 1, 0)
+            path_log_prob += self.acceptance.estimate(cell)
+            if found.parents[node] != node - 1 or path_log_prob < _LEAST_WORTH:
+                break
+            num_rows += 1
+            if found.token_ids[node] != token_id:
+                break
+            num_right += 1
+        verify, other_s = self.verify.seconds, self._other_s
+        self._lookup_gain.observe((num_right + 1) * (verify(1) + other_s), verify(num_rows + 1) + other_s)
 
     def decide(self, modes: Sequence[Mode], limits: Limits) -> Choice | None:
         """Choose anew among plain decoding and `modes`; None while no verify was measured."""
         if self.verify is None:
             return None
-        self._promises.forgive(self.choice.mode if self.choice is not None else None)
+        tried = self.choice.mode if self.choice is not None else None
+        self._promises.forgive(tried)
+        self._alone.forgive(tried)
         costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=self._verify_beside)
-        profiles: dict[Mode, Profile] = {}
-        for mode in _PLANNED:
-            if mode in modes and (mode == "lookup" or (self._draft is not None and self.num_proposals)):
-                profiles[mode] = self._found.profile if mode == "lookup" else self._drafted.profile
-        kept = self._promises.of(_MODES)
-        self.choice = choose(profiles, costs, limits, self.choice, kept=kept)
-        self._promised = self.choice.tokens_per_s / kept[self.choice.mode]
+        has_draft = self._draft is not None and self.num_proposals > 0
+        drafted = self._drafted.profile
+        profiles: dict[Mode, Profile] = {mode: drafted for mode in _DRAFTED if mode in modes and has_draft}
+        kept: dict[Mode, float] = {mode: self._promises.kept(mode) for mode in _DRAFTED}
+        kept[PLAIN] = self._alone.kept(PLAIN) * max(self._lookup_gain.value, 1.0)
+        choice = choose(profiles, costs, limits, self.choice, kept=kept)
+        self._promised = choice.tokens_per_s / kept[choice.mode]
+        self.choice = replace(choice, without_lookup=self._promised * self._alone.kept(choice.mode))
         return self.choice
 
     def worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:

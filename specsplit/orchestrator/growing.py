@@ -33,8 +33,6 @@ AHEAD_BRANCHING = 3
 """Children of a node where several are allowed: a further one is an outcome more, and costs the draft no forward."""
 MAX_CAUGHT_UP = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
-_LOOKED_UP = Budget(8, 8, 2)
-"""What lookup is asked for in rounds that verify nothing, to learn what it would be worth."""
 
 
 def _report(growing: asyncio.Task[None]) -> None:
@@ -100,9 +98,7 @@ class Growing:
 
     def go_on(self, move: Move) -> None:
         """Grow what a streaming target is to get for its next steps."""
-        self._look_up(move)
-        if self._found is not None:
-            self._tree.merge(self._found)  # the target takes of it what is worth its rows
+        self._look_up(move.most)  # the target takes of it what is worth its rows
         if move.budget is not None:
             self._keep_growing(move.budget)
         elif move.shadow is not None:
@@ -132,18 +128,17 @@ class Growing:
 
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
-        self._look_up(move)
-        budget, most, nodes = move.budget, move.most, list[int]()
-        if budget is not None and most is not None:
-            if self._found is not None:
-                self._tree.merge(self._found)
-            if move.mode == "lookup" or move.choice is not None:
-                nodes = self._best(move.choice, most)
-            if move.mode != "lookup" and not self._is_enough(move.choice, nodes):
-                began_s = self._loop.time()
-                await self._draft(move.mode == "overlap", budget)
-                self._waited_s += self._loop.time() - began_s
-                nodes = self._best(move.choice, most)
+        budget, most, nodes, is_looked_up = move.budget, move.most, list[int](), False
+        if most is not None:
+            self._look_up(most)
+            nodes = self._worth_more(move.choice, most) if move.choice is not None else []
+            is_looked_up = bool(nodes) and move.mode != "overlap"
+            if not nodes and budget is not None:
+                if move.mode != "lookup":
+                    began_s = self._loop.time()
+                    await self._draft(move.mode == "overlap", budget)
+                    self._waited_s += self._loop.time() - began_s
+                nodes = self._best(most, move.choice.without_lookup if move.choice is not None else None)
         offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
         timings, self._drafted = self._drafted, Timings()
         if move.mode == "overlap" and budget is not None:
@@ -151,30 +146,33 @@ class Growing:
         elif move.shadow is not None:
             self._look_aside(move.shadow)
         self._is_beside = self._growing is not None and not self._growing.done()
-        return self._offered(offer, timings)
+        return self._offered(offer, timings, is_looked_up=is_looked_up)
 
-    def _offered(self, offer: Offer, timings: Timings) -> Offer:
-        return Offer(offer.proposal.timed(timings), offer.depths, offer.draft_numbers, self._is_kept)
+    def _offered(self, offer: Offer, timings: Timings, *, is_looked_up: bool = False) -> Offer:
+        return Offer(offer.proposal.timed(timings), offer.depths, offer.draft_numbers, self._is_kept, is_looked_up)
 
-    def _look_up(self, move: Move) -> None:
-        if self._lookup is not None and (move.budget or move.choice) is not None:
-            shape = move.most or _LOOKED_UP
+    def _look_up(self, shape: Budget | None) -> None:
+        if self._lookup is not None and shape is not None:
             self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
+            self._tree.merge(self._found)
 
-    def _is_enough(self, choice: Choice | None, nodes: list[int]) -> bool:
-        """Say whether these nodes promise more than the choice did, so that waiting for the draft would cost."""
-        if choice is None or not nodes:
-            return False
-        return self._experience.rate_of([self._tree.path_log_probs[node] for node in nodes]) > choice.tokens_per_s
+    def _worth_more(self, choice: Choice, most: Budget) -> list[int]:
+        """Return nodes that promise more at once than the choice does with the draft waited for, [] if none do.
 
-    def _best(self, choice: Choice | None, most: Budget) -> list[int]:
-        """Return the nodes to verify; where a choice was made, those that are worth their rows."""
+        They are those that give most in this round, whose rate is what every further row is weighed against.
+        """
+        nodes = self._best(most, choice.without_lookup)
+        rate = self._experience.rate_of([self._tree.path_log_probs[node] for node in nodes]) if nodes else 0.0
+        return self._best(most, rate) if rate > choice.without_lookup else []
+
+    def _best(self, most: Budget, tokens_per_s: float | None) -> list[int]:
+        """Return the nodes to verify; those that are worth their rows at this rate, where there is one."""
         tree = self._tree
         nodes = tree.best(most.max_new_nodes, most.max_depth)
-        if choice is None or not nodes:
+        if tokens_per_s is None or not nodes:
             return nodes
         paths = sorted((tree.path_log_probs[node] for node in nodes), reverse=True)
-        count = self._experience.worth_verifying(paths, choice.tokens_per_s)
+        count = self._experience.worth_verifying(paths, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, most.max_depth)
 
     def observe(self, outcome: Outcome) -> None:
@@ -291,7 +289,7 @@ class Growing:
 
     async def _ask_aside(self, budget: Budget) -> None:
         assert self._drafting is not None
-        answer = await self._drafting.ask_ahead(budget, ())
+        answer = await self._drafting.ask_ahead(budget, (), is_aside=True)
         if isinstance(answer, Proposal):
             self._take(answer, budget)
 

@@ -79,8 +79,7 @@ class Orchestrator:
 
     @property
     def _modes(self) -> list[Mode]:
-        drafted: list[Mode] = list(self._draft_modes) if self.drafter is not None else []
-        return [*drafted, "lookup"] if self.speculation.lookup else drafted
+        return list(self._draft_modes) if self.drafter is not None else []
 
     async def connect(self) -> Identity:
         """Ask the workers who they are and return the target's identity; `stream` does so by itself.

@@ -5,53 +5,70 @@ Knows no worker and no round; an `Experience` shares one among all its sessions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from specsplit.core.cost_model import Mode
+from specsplit.core.cost_model import PLAIN, Mode
 
 _LEARNED = 0.04
 """What a round counts against those before it: a good text and a bad one are told apart within some dozens."""
 _FORGIVEN = 0.01
 """What a decision for another mode gives back."""
-_LEAST, _MOST = 0.5, 1.5
-_DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
+_LEAST, _MOST = 0.3, 4.0
+
+
+class Kept:
+    """Which part of a rate came: the seconds that were promised for the tokens that came, over those they took.
+
+    So a slow round counts by its length.
+    """
+
+    def __init__(self, believed: float = 1.0) -> None:
+        self._believed = believed
+        self._promised_s = self._taken_s = 0.0
+
+    def observe(self, promised_s: float, taken_s: float) -> None:
+        """Count a round, of which both times are positive."""
+        if not self._promised_s:
+            self._promised_s, self._taken_s = promised_s, promised_s / self._believed
+        self._promised_s += _LEARNED * (promised_s - self._promised_s)
+        self._taken_s += _LEARNED * (taken_s - self._taken_s)
+
+    def forgive(self) -> None:
+        """Believe the promise itself a little more again."""
+        self._taken_s += _FORGIVEN * (self._promised_s - self._taken_s)
+
+    @property
+    def value(self) -> float:
+        """What is to be expected of the next promise, 1 if all of it."""
+        if not self._promised_s:
+            return self._believed
+        return min(max(self._promised_s / self._taken_s, _LEAST), _MOST)
 
 
 class Promises:
-    """By mode, the seconds that the model gave the tokens that came, and the seconds that they took.
+    """What was kept, by mode.
 
-    Their ratio counts a slow round by its length. Modes with a draft are promised much by the same counts, so one that
-    was never tried is believed no more than the one among them that kept least.
+    Modes with a draft are promised much by the same counts, so one that was never tried is believed no more than the
+    one among them that kept least.
     """
 
     def __init__(self) -> None:
-        self._promised_s: dict[Mode, float] = {}
-        self._taken_s: dict[Mode, float] = {}
+        self._kept: dict[Mode, Kept] = {}
 
     def observe(self, mode: Mode, promised_s: float, taken_s: float) -> None:
-        """Count a round, or several at once, of which both times are positive."""
-        if mode not in self._promised_s:
-            self._promised_s[mode], self._taken_s[mode] = promised_s, promised_s / self._untried(mode)
-        self._promised_s[mode] += _LEARNED * (promised_s - self._promised_s[mode])
-        self._taken_s[mode] += _LEARNED * (taken_s - self._taken_s[mode])
+        """Count a round, of which both times are positive."""
+        if mode not in self._kept:
+            self._kept[mode] = Kept(self._untried(mode))
+        self._kept[mode].observe(promised_s, taken_s)
 
     def forgive(self, tried: Mode | None) -> None:
         """Believe the modes other than the one that is being tried a little more again."""
-        for mode, promised_s in self._promised_s.items():
+        for mode, kept in self._kept.items():
             if mode != tried:
-                self._taken_s[mode] += _FORGIVEN * (promised_s - self._taken_s[mode])
+                kept.forgive()
 
     def kept(self, mode: Mode) -> float:
         """Return which part of a promised rate is to be expected."""
-        if mode not in self._promised_s:
-            return self._untried(mode)
-        return min(max(self._promised_s[mode] / self._taken_s[mode], _LEAST), _MOST)
+        return self._kept[mode].value if mode in self._kept else self._untried(mode)
 
     def _untried(self, mode: Mode) -> float:
-        if mode in _DRAFTLESS:
-            return 1.0
-        return min([1.0, *[self.kept(tried) for tried in self._promised_s if tried not in _DRAFTLESS]])
-
-    def of(self, modes: tuple[Mode, ...]) -> Mapping[Mode, float]:
-        """Return `kept` of each mode."""
-        return {mode: self.kept(mode) for mode in modes}
+        drafted = [kept.value for tried, kept in self._kept.items() if tried != PLAIN]
+        return 1.0 if mode == PLAIN else min([1.0, *drafted])

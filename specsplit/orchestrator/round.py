@@ -21,9 +21,9 @@ from specsplit.telemetry import spans
 class Move:
     """How a round is run; without a budget it has no tree.
 
-    `budget` is what the draft is asked for. `choice` is why, where it was chosen: then all that is worth its rows is
-    verified, up to `limit`, which is what lookup is asked for. `shadow` asks the draft for a tree that is only
-    compared with the text.
+    `budget` is what the draft is asked for. `choice` is why, where it was chosen: then it is followed where lookup,
+    asked for `limit`, does not promise more, and what is worth its rows is verified. `shadow` asks the draft for a tree
+    that is only compared with the text.
     """
 
     mode: Mode
@@ -49,6 +49,8 @@ class Offer:
     """The same nodes as the draft counts them."""
     is_kept: bool | None = None
     """Whether the tree was drafted before the last verdict came; None where nothing was drafted ahead."""
+    is_looked_up: bool = False
+    """Lookup promised more than the choice, which was not followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,13 @@ class Outcome:
     verdict: Verdict
     verify_s: float
     """Seconds from the verify to its verdict."""
-    is_streamed: bool = False
-    """The target took the step without being asked."""
+    mode: Mode
+    """How the round was run in the end."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the target took the step without being asked."""
+        return self.mode == "stream"
 
     @property
     def num_accepted(self) -> int:
@@ -155,7 +162,7 @@ class Rounds:
         with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
             verdict = await self._target.verify(offer.proposal)
             spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
-        return Outcome(offer, verdict, self._target.verify_s)
+        return Outcome(offer, verdict, self._target.verify_s, "lookup" if offer.is_looked_up else move.mode)
 
     async def _streamed(self, move: Move) -> Outcome:
         assert self._stream is not None, "checked with the mode"
@@ -168,7 +175,7 @@ class Rounds:
             verdict = await self._stream.next_commit()
             spans.annotate(nodes=len(verdict.verified), accepted=len(verdict.accepted))
         offer, told = self._source.scored(verdict)
-        return Outcome(offer, told, self._target.verify_s, is_streamed=True)
+        return Outcome(offer, told, self._target.verify_s, "stream")
 
     async def _offer(self, move: Move) -> Offer:
         first_node = self._target.next_node

@@ -70,8 +70,9 @@ class Serving:
 
 
 def resolved_mode(speculation: Speculation, modes: Sequence[Mode]) -> ChosenMode:
-    """Return the mode, `auto` being plain where there is nothing to choose from."""
-    return "plain" if speculation.mode == "auto" and not modes else speculation.mode
+    """Return the mode, `auto` being plain where there is neither a draft nor lookup."""
+    is_plain = speculation.mode == "auto" and not modes and not speculation.lookup
+    return "plain" if is_plain else speculation.mode
 
 
 class Session:
@@ -143,13 +144,13 @@ class Session:
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
         if move.choice is not None:
             round_s = asyncio.get_running_loop().time() - began_s
-            self._experience.observe_progress(move.choice.mode, len(outcome.verdict.token_ids), round_s)
+            self._experience.observe_progress(outcome.mode, len(outcome.verdict.token_ids), round_s)
         if trouble is not None and self._mode in ("auto", "stream") and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()
         if is_prompt:
             self._first_token_s = now_s
-        self._tally.add(outcome, move.mode)
+        self._tally.add(outcome)
         cut = self._stop.take(outcome.verdict.token_ids, outcome.num_accepted)
         self._token_ids.extend(cut.token_ids)
         self._text.extend(text for text, _ in cut.pieces)
@@ -162,7 +163,7 @@ class Session:
             degraded=self._incidents.now,
             facts=RoundFacts(
                 number=self._rounds.number - 1,
-                mode=move.mode,
+                mode=outcome.mode,
                 num_nodes=len(outcome.verdict.verified),
                 num_accepted=outcome.num_accepted,
                 verify_s=outcome.verify_s,

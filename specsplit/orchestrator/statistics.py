@@ -27,13 +27,13 @@ class Tally:
         self._histogram = [0] * (max_depth + 1 if max_depth else 0)
         self._tested = [0] * max_depth
 
-    def add(self, outcome: Outcome, mode: Mode) -> None:
-        """Count one round that was run in `mode`."""
+    def add(self, outcome: Outcome) -> None:
+        """Count one round."""
         verified = outcome.verdict.timings
         self.target_forwards += verified.num_forwards
         self.num_rounds += 1
         if self.num_rounds:
-            self.rounds_by_mode[mode] = self.rounds_by_mode.get(mode, 0) + 1
+            self.rounds_by_mode[outcome.mode] = self.rounds_by_mode.get(outcome.mode, 0) + 1
             self.target_device_ms += verified.device_ms
         self.add_drafted(outcome.offer.proposal.timings)
         if outcome.offer.is_kept is not None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 
+from specsplit.core.cost_model import Mode as PlannedMode
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Turn
@@ -149,12 +150,14 @@ class _TimedLoop(PeriodicTarget, TimedTarget):
 def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     """Whatever shape suits the draft: lookup's nodes cost nothing but their rows."""
 
-    def served(speculation: Speculation) -> Result:
+    def served(speculation: Speculation, *draft_modes: PlannedMode) -> Result:
         diary = Diary()
         target, worker = _TimedLoop(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
 
         async def main() -> Result:
-            owner = Orchestrator(target, worker, FakeTokenizer(), speculation, LoopClock())
+            owner = Orchestrator(
+                target, worker, FakeTokenizer(), speculation, LoopClock(), draft_modes=draft_modes or ("overlap",)
+            )
             result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
             await owner.aclose()
             return result
@@ -165,3 +168,8 @@ def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     assert auto.token_ids == lookup.token_ids
     assert auto.timings.tokens_per_s > 0.75 * lookup.timings.tokens_per_s
     assert auto.num_rounds < 40
+    in_turns = served(Speculation(mode="auto"), "pingpong")
+    assert in_turns.token_ids == lookup.token_ids
+    assert in_turns.num_rounds < 40
+    assert in_turns.rounds_by_mode["lookup"] > 0.7 * in_turns.num_rounds, "the draft is not asked where lookup knows"
+    assert in_turns.draft_forwards < in_turns.num_rounds

@@ -1,0 +1,77 @@
+"""What an orchestrator learns beside its estimates: what lookup adds to plain decoding, and what a call takes."""
+
+from __future__ import annotations
+
+from specsplit.core.cost_model import Choice, Limits
+from specsplit.core.types import Identity, Timings
+from specsplit.orchestrator.experience import Experience
+from specsplit.orchestrator.lookup import LookupTree
+
+TARGET = Identity(
+    role="target",
+    model="m",
+    vocab_size=8,
+    vocab_hash="v",
+    context=64,
+    max_nodes=16,
+    step_times=((1, 0.010), (5, 0.012), (17, 0.018)),
+)
+PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0] * 8)
+
+
+def decided(experience: Experience) -> Choice:
+    choice = experience.decide(["pingpong"], Limits())
+    assert choice is not None
+    return choice
+
+
+def begun() -> Experience:
+    experience = Experience()
+    experience.meet(TARGET, None)
+    return experience
+
+
+def test_lookup_that_is_right_makes_plain_decoding_promise_more_but_not_its_rounds_without_lookup():
+    experience = begun()
+    before = decided(experience)
+    assert before.mode == "plain"
+    assert before.tokens_per_s == before.without_lookup
+    for _ in range(100):
+        experience.observe_found(PATH, range(9))
+    after = decided(experience)
+    assert after.tokens_per_s > 2 * before.tokens_per_s
+    assert after.without_lookup == before.without_lookup
+
+
+def test_lookup_that_is_wrong_or_finds_nothing_takes_nothing_away():
+    for found, token_ids in ((PATH, [7]), (LookupTree(), [1])):
+        experience = begun()
+        before = decided(experience)
+        for _ in range(100):
+            experience.observe_found(found, token_ids)
+        assert decided(experience).tokens_per_s == before.tokens_per_s
+
+
+def test_rounds_that_lookup_took_over_tell_nothing_of_those_without_it():
+    experience = begun()
+    before = decided(experience)
+    for _ in range(100):
+        experience.observe_progress("lookup", 9, 0.01)
+    assert decided(experience).without_lookup == before.without_lookup
+    for _ in range(100):
+        experience.observe_progress("plain", 1, 0.02)
+    assert decided(experience).without_lookup < 0.6 * before.without_lookup
+
+
+def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():
+    experience = begun()
+    levels = Timings(num_forwards=2, num_tokens=4, device_ms=4.0)
+    experience.observe_propose(levels, None)
+    for _ in range(20):
+        experience.observe_propose(levels, 0.005)
+    assert experience._draft is not None
+    known_s = experience._draft.call_s
+    assert 0.0009 < known_s < 0.0011
+    for _ in range(20):
+        experience.observe_propose(levels, None)
+    assert experience._draft.call_s == known_s
