@@ -20,7 +20,9 @@ DECIDE_EVERY = 8
 """Rounds from one choice to the next: rates hardly change within fewer, and a choice takes a quarter of a
 millisecond."""
 SHADOW_EVERY = 16
-"""Rounds without the draft from one look at what it would have said to the next."""
+"""Rounds without the draft from one look at what it would have said to the next, at least."""
+SHADOW_SHARE = 0.03
+"""What looking may cost of the time: in one process the draft takes the target's turn."""
 EXPLORED_ROUNDS = 3
 """Proposals before the first choice; a draft that gives none has twice as many rounds for it."""
 MAX_DEPTH = 12
@@ -98,12 +100,17 @@ class Controller:
         shadow = None
         if choice.nodes == 0:
             self._num_without_draft += 1
-            if has_draft and self._num_without_draft % SHADOW_EVERY == 0:
-                shadow = self._first
+            if has_draft and self._num_without_draft >= SHADOW_EVERY and self._may_look(choice):
+                shadow, self._num_without_draft = self._first, 0
         limits = self._limits
         most = Budget(max(choice.nodes, self._looked_up), limits.max_depth, limits.branching)
         wanted = Budget(choice.nodes, choice.depth, limits.branching) if choice.nodes else None
         return Move(choice.mode, wanted, choice, shadow, most)
+
+    def _may_look(self, choice: Choice) -> bool:
+        """Say whether the rounds since the draft was last asked pay for a look at it."""
+        draft_s = self._experience.draft_s(self._first.max_new_nodes, self._first.max_depth)
+        return draft_s * choice.without_lookup <= SHADOW_SHARE * self._num_without_draft
 
     def _without_draft(self, move: Move) -> Move:
         if move.choice is not None:

@@ -114,6 +114,10 @@ class Experience:
             return 0
         return min(math.ceil(self._round_trip.value / self.verify.seconds(nodes + 1) - 0.1), MAX_STEPS_AWAY)
 
+    def draft_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds in which the draft grows a tree of so many nodes, evenly over its levels."""
+        return depth * self._draft.level.seconds(-(-nodes // depth)) if self._draft is not None and depth else 0.0
+
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered, after `wall_s` where that says what a call takes."""
         self.num_proposals += 1
