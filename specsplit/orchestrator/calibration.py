@@ -19,6 +19,8 @@ sqrt(p (1 - p) ln 2 / (2 HALF_LIFE)), at most 0.026: less than the step of 1/16 
 of text is followed within some dozens of rounds, since a round observes the common cells several times."""
 PRIOR_WEIGHT = 4.0
 """Observations that the prior is worth."""
+_FIRST_PRIOR = 0.5
+"""Of a first child at the first depth."""
 NO_CELL = -1
 """Of a node that no estimate is kept for."""
 _NUM_STEPS = 256
@@ -109,11 +111,9 @@ class DepthProfile:
         max_depth: int,
         max_branching: int,
         *,
-        prior: float = 0.5,
         half_life: float = HALF_LIFE,
     ) -> None:
         self._remembered = 0.5 ** (1 / half_life)
-        self._prior = prior
         self._first = [(0.0, 0.0)] * max_depth
         self._further = [(0.0, 0.0)] * (max_branching - 1)
 
@@ -149,7 +149,7 @@ class DepthProfile:
         """
         first: list[float] = []
         for seen, hits in self._first:
-            prior = first[-1] if first else self._prior
+            prior = first[-1] if first else _FIRST_PRIOR
             first.append((hits + PRIOR_WEIGHT * prior) / (seen + PRIOR_WEIGHT))
         further = [
             (hits + PRIOR_WEIGHT / 2 ** (rank + 2)) / (seen + PRIOR_WEIGHT)

@@ -90,9 +90,9 @@ class Controller:
             return Move(modes[0], self._first)
         if not self._experience.has_seen_plain:
             return _PLAIN
-        if self._num_rounds % DECIDE_EVERY == 1 or self._experience.choice is None:
-            self._experience.decide(modes, self._limits)
-        choice = self._experience.choice
+        choice = self._experience.choice(modes)
+        if self._num_rounds % DECIDE_EVERY == 1 or choice is None:
+            choice = self._experience.decide(modes, self._limits)
         return self._followed(choice, has_draft=bool(modes)) if choice is not None else _PLAIN
 
     def _followed(self, choice: Choice, *, has_draft: bool) -> Move:

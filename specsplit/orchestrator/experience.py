@@ -9,23 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specsplit.core.cost_model import (
-    PLAIN,
-    Choice,
-    Costs,
-    DraftTimes,
-    Limits,
-    Mode,
-    Profile,
-    RunningMedian,
-    StepTimes,
-    choose,
-    worth_verifying,
-)
+from specsplit.core.cost_model import Choice, Costs, Limits, Mode, Profile, choose, worth_verifying
+from specsplit.core.measured_times import DraftTimes, RunningMedian, StepTimes
 from specsplit.core.types import Identity, Timings
 from specsplit.orchestrator.calibration import Acceptance, DepthProfile, lookup_cell
 from specsplit.orchestrator.lookup import LookupTree
-from specsplit.orchestrator.promises import Kept, Promises
+from specsplit.orchestrator.promises import Promises, Stretches
 from specsplit.orchestrator.token_tree import TokenTree
 
 MAX_DEPTH, MAX_BRANCHING = 16, 4
@@ -35,8 +24,6 @@ _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
 _HIT_MEMORY = 0.97
 _DRAFTED: tuple[Mode, ...] = ("pingpong", "overlap", "stream")
-_LEAST_WORTH = math.log(0.1)
-"""Paths less likely than that are hardly worth a row."""
 
 
 class Experience:
@@ -54,7 +41,8 @@ class Experience:
         """Whether a forward of one row was measured."""
         self.num_proposals = 0
         """Proposes that were answered."""
-        self.choice: Choice | None = None
+        self._choices: dict[tuple[Mode, ...], Choice] = {}
+        """By the modes that were offered: a session whose draft is away, or full, chooses for itself."""
         self._verify_beside: StepTimes | None = None
         """The same while the draft is at work: on one machine they slow each other down."""
         self._draft: DraftTimes | None = None
@@ -64,12 +52,10 @@ class Experience:
         self._own = RunningMedian()
         self._hit_rate = 0.5
         self._promises = Promises()
-        self._promised = 0.0
-        """Tokens per second that the model gives the choice, whatever came of its promises before."""
+        """Of all rounds under a choice."""
         self._alone = Promises()
-        """Of the rounds in which lookup had nothing better."""
-        self._lookup_gain = Kept()
-        """What plain decoding with lookup would have given over plain decoding, whatever was done."""
+        """Of those that lookup did not take over."""
+        self._stretches = Stretches()
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
 
     def meet(self, target: Identity, draft: Identity | None) -> None:
@@ -97,7 +83,7 @@ class Experience:
             self._verify_beside.observe(rows, device_s)
         else:
             self.verify.observe(rows, device_s)
-            self.has_seen_plain |= rows == 1
+        self.has_seen_plain |= rows == 1
         if wall_s is not None:
             self._has_round_trip = True
             self._round_trip.observe(max(wall_s - device_s, 0.0))
@@ -147,51 +133,69 @@ class Experience:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
         self._hit_rate += (is_hit - self._hit_rate) * (1 - _HIT_MEMORY)
 
-    def observe_progress(self, mode: Mode, num_tokens: int, seconds: float) -> None:
-        """Count a round that followed the choice, or lookup where that promised more: its tokens and its time."""
-        choice = self.choice
-        if choice is None or not num_tokens or seconds <= 0 or mode not in (choice.mode, "lookup"):
-            return
-        promised_s = num_tokens / self._promised
-        self._promises.observe(choice.mode, promised_s, seconds)
-        if mode == choice.mode:
-            self._alone.observe(mode, promised_s, seconds)
+    def observe_progress(self, choice: Choice, mode: Mode, num_tokens: int, seconds: float) -> None:
+        """Count a round that was run by `choice`, in its mode or as lookup's: its tokens and its time."""
+        if mode in (choice.mode, "lookup") and num_tokens and seconds > 0:
+            promised_s = num_tokens / choice.promised
+            self._promises.observe(choice.mode, promised_s, seconds)
+            if mode == choice.mode:
+                self._alone.observe(mode, promised_s, seconds)
 
     def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
-        """Count what lookup's first path would have brought of the committed tokens, at the price of its rows."""
+        """Count what a round of plain decoding would have made of lookup's nodes here, whatever was done."""
         if not self._plans or self.verify is None:
             return
-        num_rows = num_right = 0
-        path_log_prob = 0.0
-        for node, token_id in zip(range(len(found)), token_ids, strict=False):
-            cell = lookup_cell(found.match_lengths[node], node + 1, 0)
-            path_log_prob += self.acceptance.estimate(cell)
-            if found.parents[node] != node - 1 or path_log_prob < _LEAST_WORTH:
-                break
-            num_rows += 1
-            if found.token_ids[node] != token_id:
-                break
+        paths: list[float] = []
+        for parent, *seen in zip(found.parents, found.match_lengths, found.depths, found.ranks, strict=True):
+            above = paths[parent] if parent >= 0 else 0.0
+            paths.append(above + self.acceptance.estimate(lookup_cell(*seen)))
+        ranked = sorted(paths, reverse=True)
+        count = worth_verifying(ranked, self._plain_rate, self.verify)
+        if not count:
+            self._stretches.observe(1, 0, 0.0)
+            return
+        at, num_right, children = -1, 0, dict[tuple[int, int], int]()
+        for node, (parent, token_id, path) in enumerate(zip(found.parents, found.token_ids, paths, strict=True)):
+            if path >= ranked[count - 1]:
+                children[parent, token_id] = node
+        while num_right < len(token_ids) and (at := children.get((at, token_ids[num_right]), -2)) >= 0:
             num_right += 1
-        verify, other_s = self.verify.seconds, self._other_s
-        self._lookup_gain.observe((num_right + 1) * (verify(1) + other_s), verify(num_rows + 1) + other_s)
+        num_taken = min(num_right + 1, len(token_ids))
+        taken_s = (self.verify.seconds(count + 1) + self._other_s) * num_taken / (num_right + 1)
+        self._stretches.observe(0, num_taken, taken_s)
 
     def decide(self, modes: Sequence[Mode], limits: Limits) -> Choice | None:
         """Choose anew among plain decoding and `modes`; None while no verify was measured."""
         if self.verify is None:
             return None
-        tried = self.choice.mode if self.choice is not None else None
-        self._promises.forgive(tried)
-        self._alone.forgive(tried)
+        offered = tuple(modes)
+        last = self._choices.get(offered)
+        current = last.mode if last is not None else None
+        self._promises.forgive(current)
+        self._alone.forgive(current)
+
+        def expected(mode: Mode, promised: float) -> float:
+            if mode in (current, "stream"):  # what it makes of this text is known; a stream's rounds are not taken over
+                return promised * self._promises.kept(mode)
+            return self._stretches.tokens_per_s(promised * self._alone.kept(mode))
+
         costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=self._verify_beside)
         has_draft = self._draft is not None and self.num_proposals > 0
         drafted = self._drafted.profile
         profiles: dict[Mode, Profile] = {mode: drafted for mode in _DRAFTED if mode in modes and has_draft}
-        kept: dict[Mode, float] = {mode: self._promises.kept(mode) for mode in _DRAFTED}
-        kept[PLAIN] = self._alone.kept(PLAIN) * max(self._lookup_gain.value, 1.0)
-        choice = choose(profiles, costs, limits, self.choice, kept=kept)
-        self._promised = choice.tokens_per_s / kept[choice.mode]
-        self.choice = replace(choice, without_lookup=self._promised * self._alone.kept(choice.mode))
-        return self.choice
+        choice = choose(profiles, costs, limits, last, expect=expected)
+        alone = max(choice.promised * self._alone.kept(choice.mode), self._plain_rate)
+        self._choices[offered] = choice = replace(choice, without_lookup=alone)
+        return choice
+
+    def choice(self, modes: Sequence[Mode]) -> Choice | None:
+        """Return what was chosen last among plain decoding and `modes`."""
+        return self._choices.get(tuple(modes))
+
+    @property
+    def _plain_rate(self) -> float:
+        assert self.verify is not None, "asked once there is one"
+        return 1 / (self.verify.seconds(1) + self._other_s)
 
     def worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate."""

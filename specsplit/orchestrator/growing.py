@@ -129,10 +129,12 @@ class Growing:
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
         budget, most, nodes, is_looked_up = move.budget, move.most, list[int](), False
+        if budget is None:
+            self._cut_growing()  # of a choice before this one
         if most is not None:
             self._look_up(most)
             nodes = self._worth_more(move.choice, most) if move.choice is not None else []
-            is_looked_up = bool(nodes) and move.mode != "overlap"
+            is_looked_up = any(not self._tree.draft_numbers[node] for node in nodes)
             if not nodes and budget is not None:
                 if move.mode != "lookup":
                     began_s = self._loop.time()

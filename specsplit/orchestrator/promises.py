@@ -1,4 +1,4 @@
-"""What comes of the rates that the cost model promises: it knows neither a link's moods nor how guesses hang together.
+"""What comes of the rates that the cost model promises, which knows neither a link's moods nor what lookup finds.
 
 Knows no worker and no round; an `Experience` shares one among all its sessions.
 """
@@ -11,7 +11,9 @@ _LEARNED = 0.04
 """What a round counts against those before it: a good text and a bad one are told apart within some dozens."""
 _FORGIVEN = 0.01
 """What a decision for another mode gives back."""
-_LEAST, _MOST = 0.3, 4.0
+_LEAST, _MOST = 0.3, 16.0
+_LONGEST = 10.0
+"""Times its promise that a round counts at most: one that a machine or a link stalls says nothing of the mode."""
 
 
 class Kept:
@@ -29,7 +31,7 @@ class Kept:
         if not self._promised_s:
             self._promised_s, self._taken_s = promised_s, promised_s / self._believed
         self._promised_s += _LEARNED * (promised_s - self._promised_s)
-        self._taken_s += _LEARNED * (taken_s - self._taken_s)
+        self._taken_s += _LEARNED * (min(taken_s, _LONGEST * promised_s) - self._taken_s)
 
     def forgive(self) -> None:
         """Believe the promise itself a little more again."""
@@ -72,3 +74,22 @@ class Promises:
     def _untried(self, mode: Mode) -> float:
         drafted = [kept.value for tried, kept in self._kept.items() if tried != PLAIN]
         return 1.0 if mode == PLAIN else min([1.0, *drafted])
+
+
+class Stretches:
+    """How much of a text lookup takes over, and how quickly; by round, an older one counting less."""
+
+    def __init__(self) -> None:
+        self._alone = self._taken = self._taken_s = 0.0
+
+    def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:
+        """Count a round: its tokens that lookup has no part in, and those that it takes over in `taken_s`."""
+        self._alone += _LEARNED * (num_alone - self._alone)
+        self._taken += _LEARNED * (num_taken - self._taken)
+        self._taken_s += _LEARNED * (taken_s - self._taken_s)
+
+    def tokens_per_s(self, alone: float) -> float:
+        """Return what comes of a mode that has `alone` tokens per second where lookup finds nothing."""
+        if not self._taken_s:
+            return alone
+        return max(alone, (self._alone + self._taken) / (self._alone / alone + self._taken_s))

@@ -23,7 +23,7 @@ class Move:
 
     `budget` is what the draft is asked for. `choice` is why, where it was chosen: then it is followed where lookup,
     asked for `limit`, does not promise more, and what is worth its rows is verified. `shadow` asks the draft for a tree
-    that is only compared with the text.
+    that nobody waits for.
     """
 
     mode: Mode

@@ -142,9 +142,9 @@ class Session:
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(move)
             spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
-        if move.choice is not None:
+        if move.choice is not None and not is_prompt:
             round_s = asyncio.get_running_loop().time() - began_s
-            self._experience.observe_progress(outcome.mode, len(outcome.verdict.token_ids), round_s)
+            self._experience.observe_progress(move.choice, outcome.mode, len(outcome.verdict.token_ids), round_s)
         if trouble is not None and self._mode in ("auto", "stream") and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specsplit.core.cost_model import RunningMedian, StepTimes, worth_verifying
+from specsplit.core.cost_model import worth_verifying
+from specsplit.core.measured_times import RunningMedian, StepTimes
 from specsplit.core.types import Timings
 
 _GRID = (1, 2, 3, 5, 9, 17, 33)

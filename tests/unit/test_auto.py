@@ -32,6 +32,8 @@ FIXED: tuple[tuple[Mode, int, int], ...] = (
     ("pingpong", 8, 4),
     ("overlap", 4, 2),
     ("overlap", 8, 4),
+    ("stream", 4, 2),
+    ("stream", 8, 4),
 )
 
 

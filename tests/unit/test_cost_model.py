@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from specsplit.core.cost_model import (
     Choice,
     Costs,
-    DraftTimes,
+    Expect,
     Limits,
     Mode,
     Plan,
     Profile,
-    RunningMedian,
-    StepTimes,
     choose,
     expected_by_nodes,
     round_s,
     tokens_per_s,
     worth_verifying,
 )
+from specsplit.core.measured_times import DraftTimes, RunningMedian, StepTimes
 
 STAIRCASE = {1: 7.5e-3, 5: 10.9e-3, 17: 15.7e-3, 40: 27e-3}
 FLAT = {1: 10e-3, 64: 10e-3}
@@ -118,6 +117,18 @@ def test_the_first_observations_correct_a_wrong_start_at_once():
     for _ in range(3):
         times.observe(40, STAIRCASE[40])
     assert 1.5 * STAIRCASE[40] < times.seconds(40) < 3 * STAIRCASE[40], "later ones are weighed"
+
+
+def test_what_is_seen_of_a_new_size_moves_the_sizes_that_are_known_no_further_than_before():
+    times = StepTimes({1: 10e-3, 9: 12e-3, 17: 14e-3})
+    for _ in range(100):
+        times.observe(1, 10e-3)
+        times.observe(9, 12e-3)
+    for _ in range(3):
+        times.observe(17, 42e-3)
+    assert times.seconds(17) == pytest.approx(42e-3)
+    assert times.seconds(9) < 16e-3
+    assert times.seconds(1) < 11.5e-3
 
 
 def test_times_observed_at_several_points_follow_all_of_them():
@@ -252,7 +263,8 @@ def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, off
     best = {mode: max(found) for mode, found in rates_by_mode.items()}
     assert {plan.mode: plan.tokens_per_s for plan in choice.alternatives} == pytest.approx(best)
     assert choice.tokens_per_s == pytest.approx(max(best.values()))
-    assert choice.alternatives[0] == Plan(choice.mode, choice.nodes, choice.depth, choice.tokens_per_s)
+    rate = choice.tokens_per_s
+    assert choice.alternatives[0] == Plan(choice.mode, choice.nodes, choice.depth, rate, promised=rate)
 
 
 @settings(deadline=None)
@@ -354,17 +366,21 @@ def test_a_draft_that_becomes_good_is_taken_up_again():
     assert choice.mode == "pingpong"
 
 
+def kept(share: dict[Mode, float]) -> Expect:
+    return lambda mode, promised: promised * share.get(mode, 1.0)
+
+
 def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
     profiles: dict[Mode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
     costs = costs_of(FLAT)
     promised = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
-    choice = choose(profiles, costs, LIMITS, kept={"overlap": 0.7, "stream": 0.9})
+    choice = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.7, "stream": 0.9}))
     assert choice.mode == "stream"
     assert choice.tokens_per_s == pytest.approx(0.9 * promised["stream"])
-    poor = choose(profiles, costs, LIMITS, kept={"overlap": 0.1, "stream": 0.1})
+    poor = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.1, "stream": 0.1}))
     assert poor.mode == "plain"
-    last = choose(profiles, costs, LIMITS, kept={"stream": 0.9})
+    last = choose(profiles, costs, LIMITS, expect=kept({"stream": 0.9}))
     assert last.mode == "overlap"
     for _ in range(3):
-        last = choose(profiles, costs, LIMITS, last, kept={"overlap": 0.7, "stream": 0.9})
+        last = choose(profiles, costs, LIMITS, last, expect=kept({"overlap": 0.7, "stream": 0.9}))
     assert last.mode == "stream"

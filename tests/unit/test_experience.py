@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specsplit.core.cost_model import Choice, Limits
 from specsplit.core.types import Identity, Timings
 from specsplit.orchestrator.experience import Experience
@@ -31,36 +33,53 @@ def begun() -> Experience:
     return experience
 
 
-def test_lookup_that_is_right_makes_plain_decoding_promise_more_but_not_its_rounds_without_lookup():
+def after_finding(found: LookupTree, token_ids: Sequence[int]) -> Choice:
     experience = begun()
-    before = decided(experience)
-    assert before.mode == "plain"
-    assert before.tokens_per_s == before.without_lookup
     for _ in range(100):
-        experience.observe_found(PATH, range(9))
-    after = decided(experience)
-    assert after.tokens_per_s > 2 * before.tokens_per_s
-    assert after.without_lookup == before.without_lookup
+        experience.observe_found(found, token_ids)
+    return decided(experience)
+
+
+def test_lookup_that_is_right_makes_plain_decoding_promise_more_but_not_its_rounds_without_lookup():
+    without, found = decided(begun()), after_finding(PATH, range(9))
+    assert without.mode == found.mode == "plain"
+    assert found.tokens_per_s > 2 * without.tokens_per_s
+    assert found.without_lookup == without.without_lookup
 
 
 def test_lookup_that_is_wrong_or_finds_nothing_takes_nothing_away():
-    for found, token_ids in ((PATH, [7]), (LookupTree(), [1])):
-        experience = begun()
-        before = decided(experience)
-        for _ in range(100):
-            experience.observe_found(found, token_ids)
-        assert decided(experience).tokens_per_s == before.tokens_per_s
+    without = decided(begun())
+    assert after_finding(PATH, [7]).tokens_per_s == without.tokens_per_s
+    assert after_finding(LookupTree(), [1]).tokens_per_s == without.tokens_per_s
 
 
 def test_rounds_that_lookup_took_over_tell_nothing_of_those_without_it():
     experience = begun()
     before = decided(experience)
     for _ in range(100):
-        experience.observe_progress("lookup", 9, 0.01)
+        experience.observe_progress(before, "lookup", 9, 0.01)
     assert decided(experience).without_lookup == before.without_lookup
     for _ in range(100):
-        experience.observe_progress("plain", 1, 0.02)
-    assert decided(experience).without_lookup < 0.6 * before.without_lookup
+        experience.observe_progress(before, "plain", 2, 0.01)
+    assert decided(experience).without_lookup > 1.5 * before.without_lookup
+
+
+def test_lookup_always_has_plain_decoding_to_beat():
+    experience = begun()
+    before = decided(experience)
+    for _ in range(100):
+        experience.observe_progress(before, "plain", 1, 0.1)
+    after = decided(experience)
+    assert after.tokens_per_s < 0.5 * before.tokens_per_s
+    assert after.without_lookup == before.without_lookup
+
+
+def test_a_session_without_a_draft_chooses_for_itself():
+    experience = begun()
+    both = decided(experience)
+    alone = experience.decide([], Limits())
+    assert experience.choice(["pingpong"]) is both
+    assert experience.choice([]) is alone
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specsplit.core.cost_model import Mode
-from specsplit.orchestrator.promises import Promises
+from specsplit.orchestrator.promises import Promises, Stretches
 
 
 def kept_after(num_rounds: int, taken_s: float, mode: Mode = "stream") -> Promises:
@@ -24,6 +24,28 @@ def test_a_rate_is_believed_as_far_as_it_was_kept():
     assert kept_after(100, 0.08).kept("stream") == pytest.approx(1.25, rel=0.02)
     assert 0.85 < kept_after(3, 0.2).kept("stream") < 0.95, "a few rounds say little"
     assert kept_after(500, 9.9).kept("stream") == 0.3, "and no number of them everything"
+
+
+def test_a_round_that_was_stalled_says_little():
+    promises = kept_after(100, 0.1)
+    promises.observe("stream", 0.1, 60.0)
+    assert promises.kept("stream") > 0.7
+    for _ in range(30):
+        promises.observe("stream", 0.1, 0.1)
+    assert promises.kept("stream") > 0.85
+
+
+def test_what_lookup_takes_over_adds_to_every_mode_by_its_own_rate_elsewhere():
+    stretches = Stretches()
+    assert stretches.tokens_per_s(40) == 40
+    for number in range(1000):
+        if number % 2:
+            stretches.observe(0, 9, 0.03)  # 300 a second
+        else:
+            stretches.observe(1, 0, 0.0)
+    assert stretches.tokens_per_s(40) == pytest.approx(10 / (1 / 40 + 0.03), rel=0.1)
+    assert stretches.tokens_per_s(80) == pytest.approx(10 / (1 / 80 + 0.03), rel=0.1)
+    assert stretches.tokens_per_s(500) == 500, "what is quicker than lookup lets it take nothing over"
 
 
 def test_a_slow_round_counts_by_its_length_wherever_it_stands():
