@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specsplit.core.types import Proposal, Verdict
 from tests.fakes import FakeTarget, _Slot
+from tests.timed_workers import TimedTarget
 
 
 class PeriodicTarget(FakeTarget):
@@ -22,3 +23,7 @@ class PeriodicTarget(FakeTarget):
         first = proposal.first_node
         verified = tuple(range(first, first + len(proposal)))
         return Verdict(tuple(first + n for n in accepted), tuple(token_ids), len(slot.ids), verified)
+
+
+class TimedPeriodicTarget(PeriodicTarget, TimedTarget):
+    """The same, taking time."""

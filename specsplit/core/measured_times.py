@@ -114,8 +114,7 @@ class StepTimes:
         for point, part in enumerate(self._parts[nearest]):
             is_new = point == nearest or self._num_observed[point] < _MIN_OBSERVED
             self._corrections[point] += (step if is_new else _STEP) * part * error
-        corrections = self._corrections
-        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, corrections))))
+        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
         self._known.clear()
 
 

@@ -154,12 +154,7 @@ class Experience:
         if not count:
             self._stretches.observe(1, 0, 0.0)
             return
-        at, num_right, children = -1, 0, dict[tuple[int, int], int]()
-        for node, (parent, token_id, path) in enumerate(zip(found.parents, found.token_ids, paths, strict=True)):
-            if path >= ranked[count - 1]:
-                children[parent, token_id] = node
-        while num_right < len(token_ids) and (at := children.get((at, token_ids[num_right]), -2)) >= 0:
-            num_right += 1
+        num_right = found.num_spelled(token_ids, [node for node, path in enumerate(paths) if path >= ranked[count - 1]])
         num_taken = min(num_right + 1, len(token_ids))
         taken_s = (self.verify.seconds(count + 1) + self._other_s) * num_taken / (num_right + 1)
         self._stretches.observe(0, num_taken, taken_s)

@@ -128,19 +128,8 @@ class Growing:
 
     async def next_offer(self, move: Move, first_node: int) -> Offer:
         """Return the tree of the next round."""
-        budget, most, nodes, is_looked_up = move.budget, move.most, list[int](), False
-        if budget is None:
-            self._cut_growing()  # of a choice before this one
-        if most is not None:
-            self._look_up(most)
-            nodes = self._worth_more(move.choice, most) if move.choice is not None else []
-            is_looked_up = any(not self._tree.draft_numbers[node] for node in nodes)
-            if not nodes and budget is not None:
-                if move.mode != "lookup":
-                    began_s = self._loop.time()
-                    await self._draft(move.mode == "overlap", budget)
-                    self._waited_s += self._loop.time() - began_s
-                nodes = self._best(most, move.choice.without_lookup if move.choice is not None else None)
+        budget = move.budget
+        nodes, is_looked_up = await self._nodes_of(move)
         offer = self._offer(nodes, first_node) if nodes else empty_offer(first_node, self._committed)
         timings, self._drafted = self._drafted, Timings()
         if move.mode == "overlap" and budget is not None:
@@ -149,6 +138,25 @@ class Growing:
             self._look_aside(move.shadow)
         self._is_beside = self._growing is not None and not self._growing.done()
         return self._offered(offer, timings, is_looked_up=is_looked_up)
+
+    async def _nodes_of(self, move: Move) -> tuple[list[int], bool]:
+        """Return the nodes to verify, and whether lookup took the round over."""
+        budget, most, choice = move.budget, move.most, move.choice
+        if budget is None:
+            self._cut_growing()  # of a choice before this one
+        if most is None:
+            return [], False
+        self._look_up(most)
+        at_once = self._worth_more(choice, most) if choice is not None else []
+        if at_once:
+            return at_once, any(not self._tree.draft_numbers[node] for node in at_once)
+        if budget is None:
+            return [], False
+        if move.mode != "lookup":
+            began_s = self._loop.time()
+            await self._draft(move.mode == "overlap", budget)
+            self._waited_s += self._loop.time() - began_s
+        return self._best(most, choice.without_lookup if choice is not None else None), False
 
     def _offered(self, offer: Offer, timings: Timings, *, is_looked_up: bool = False) -> Offer:
         return Offer(offer.proposal.timed(timings), offer.depths, offer.draft_numbers, self._is_kept, is_looked_up)

@@ -29,6 +29,17 @@ class LookupTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def num_spelled(self, token_ids: Sequence[int], nodes: Iterable[int]) -> int:
+        """Return how many of `token_ids` these nodes spell from the root."""
+        child_of = {(self.parents[node], self.token_ids[node]): node for node in nodes}
+        at = -1
+        for count, token_id in enumerate(token_ids):
+            child = child_of.get((at, token_id))
+            if child is None:
+                return count
+            at = child
+        return len(token_ids)
+
 
 class LookupIndex:
     """Where each n-gram of one session's committed tokens ended, for a few lengths n; it only grows.

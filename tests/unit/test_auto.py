@@ -20,7 +20,7 @@ from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.language import Guess
-from tests.periodic_target import PeriodicTarget
+from tests.periodic_target import TimedPeriodicTarget
 from tests.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.virtual_time import LoopClock, run_virtual
 
@@ -157,16 +157,12 @@ def test_looks_at_a_draft_are_the_rarer_the_longer_they_take():
     assert looks[0] > looks[1] > 0
 
 
-class _TimedLoop(PeriodicTarget, TimedTarget):
-    """A target that takes time and repeats itself."""
-
-
 def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     """Whatever shape suits the draft: lookup's nodes cost nothing but their rows."""
 
     def served(speculation: Speculation, *draft_modes: PlannedMode) -> Result:
         diary = Diary()
-        target, worker = _TimedLoop(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
+        target, worker = TimedPeriodicTarget(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
 
         async def main() -> Result:
             owner = Orchestrator(

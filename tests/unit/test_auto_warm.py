@@ -10,16 +10,12 @@ from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Request, Result, Speculation
 from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.language import Guess
-from tests.periodic_target import PeriodicTarget
+from tests.periodic_target import TimedPeriodicTarget
 from tests.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.virtual_time import LoopClock, run_virtual
 
 CONTEXT = 8192
 SHORT = tuple(b"Once upon a time")
-
-
-class _TimedLoop(PeriodicTarget, TimedTarget):
-    """A target that takes time and repeats itself."""
 
 
 def verify_s(rows: int) -> float:
@@ -91,8 +87,8 @@ def test_in_a_text_that_repeats_itself_no_draft_is_better_than_lookup():
     asked = requests(tuple(range(60, 67)), 6, 400)
     fixed = Speculation(mode="lookup", nodes=16, depth=12)
     for guess in (perfect_guess, random_guess):
-        auto = rates_of(asked, guess, ("overlap", "pingpong"), target_type=_TimedLoop)
-        lookup = rates_of(asked, guess, ("overlap", "pingpong"), target_type=_TimedLoop, speculation=fixed)
+        auto = rates_of(asked, guess, ("overlap", "pingpong"), target_type=TimedPeriodicTarget)
+        lookup = rates_of(asked, guess, ("overlap", "pingpong"), target_type=TimedPeriodicTarget, speculation=fixed)
         assert auto[-1] > 0.93 * lookup[-1]
 
 
