@@ -5,7 +5,6 @@ Changes nothing that they do. Knows neither statistics nor files.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from benchmarks.calibration_report import Node, Source
 from benchmarks.workloads import Prompt
 from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.workers import opened
+from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, quantised_log_prob
@@ -185,7 +185,7 @@ def measure(
     tick: Callable[[str], None],
 ) -> Found:
     """Continue every prompt, one after the other, with an orchestrator that knows nothing yet; return all nodes."""
-    return asyncio.run(_measure(settings, models, prompts, mode, temperature, tick))
+    return event_loop.run(_measure(settings, models, prompts, mode, temperature, tick))
 
 
 async def _measure(

@@ -10,7 +10,6 @@ Run as a module: `python -m benchmarks.critical_path [--modes auto,stream] [--ou
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
 from specsplit.assembly.links import connected
 from specsplit.assembly.models import require_worker_extra
+from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.settings import Settings
@@ -90,7 +90,7 @@ def on_loopback(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str,
         for process in started.values():
             scope.callback(process.end)
         addresses = {role: process.wait_ready() for role, process in started.items()}
-        links, loop = AsyncExitStack(), scope.enter_context(asyncio.Runner())
+        links, loop = AsyncExitStack(), scope.enter_context(event_loop.runner())
         scope.callback(lambda: loop.run(links.aclose()))
         reached = Settings(
             target=TargetSettings(address=addresses["target"]), draft=DraftSettings(address=addresses["draft"])

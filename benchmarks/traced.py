@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from benchmarks.peers.at_once import Network
 from benchmarks.peers.factories import Shape
 from benchmarks.peers.ours_remote import worker
 from specsplit.assembly.links import connected
+from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
@@ -75,7 +75,7 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
             if settings.rtt_ms:
                 network = scope.enter_context(Network(seed=0))
                 addresses["target"] = network.open(addresses["target"], settings.rtt_ms / 2e3)
-            result = asyncio.run(_generate(settings, addresses, paths[0]))
+            result = event_loop.run(_generate(settings, addresses, paths[0]))
             tick("tracing")
         try:
             output.write_text("".join(path.read_text(encoding="utf-8") for path in paths), encoding="utf-8")

@@ -21,6 +21,7 @@ from specsplit.assembly.requests import check_prompt, make_request
 from specsplit.assembly.workers import opened
 from specsplit.core.defaults import Device, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.event_loop import new_event_loop
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings, override
 from specsplit.orchestrator.records import Chunk, Result
 
@@ -101,7 +102,7 @@ class Pipeline:
         settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
         self.settings = settings
         models = None if settings.is_remote else load_models(settings)
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
         self._thread.start()
         self._turn = asyncio.Lock()

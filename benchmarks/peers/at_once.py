@@ -25,7 +25,7 @@ from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
-from specsplit.core import defaults
+from specsplit.core import defaults, event_loop
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
 
@@ -80,7 +80,7 @@ class Points:
 
     def __init__(self, setup: ServePoints) -> None:
         self._setup = setup
-        self._loop = asyncio.Runner()
+        self._loop = event_loop.runner()
         self._links = AsyncExitStack()
         self._workers: dict[int, Workers] = {}
         self._systems: dict[tuple[int, str], AtOnce] = {}

@@ -19,6 +19,7 @@ from benchmarks.peers.ours_remote import worker
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
+from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
@@ -142,7 +143,7 @@ class FatefulPair:
 
     def __init__(self, setup: ServeFate) -> None:
         self._setup = setup
-        self._loop = asyncio.Runner()
+        self._loop = event_loop.runner()
         self._links = AsyncExitStack()
         self._target = worker("target", setup.threads, setup.pair)
         self._draft = DraftProcess(setup.threads, setup.pair)

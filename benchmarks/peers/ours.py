@@ -15,6 +15,7 @@ from benchmarks.systems import Sample, Task
 from specsplit.assembly.models import load_models
 from specsplit.assembly.orchestrators import Workers
 from specsplit.assembly.workers import opened
+from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
@@ -31,7 +32,7 @@ class InProcess:
         self._settings = _settings(threads, modes, pair)
         self._models = load_models(self._settings)
         self._modes = modes
-        self._loop = asyncio.Runner()
+        self._loop = event_loop.runner()
         self._engines = AsyncExitStack()
 
     def __enter__(self) -> InProcess:

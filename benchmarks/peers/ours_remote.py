@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.proxy import Proxy
 from benchmarks.worker_process import ANY_PORT, WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
+from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
@@ -50,7 +50,7 @@ class Services:
 
     def __init__(self, mode: ServedMode, addresses: Mapping[str, str]) -> None:
         self._mode, self._addresses = mode, dict(addresses)
-        self._loop = asyncio.Runner()
+        self._loop = event_loop.runner()
         self._links = AsyncExitStack()
 
     def __enter__(self) -> Services:

@@ -5,7 +5,6 @@ Uses the package as any caller does. Knows no training.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from benchmarks.workloads import Prompt
 from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.orchestrators import Workers
 from specsplit.assembly.workers import running
+from specsplit.core import event_loop
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.core.types import SamplingParams
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -169,5 +169,5 @@ def measure(
 ) -> dict[str, object]:
     """Return acceptance of chains of 4 on both sets of prompts, the table, ten answers, and the loading time."""
     models, loading_s = load_pair(target, draft, threads)
-    found = asyncio.run(_measured(models, code, held_out, num_table_prompts, tell))
+    found = event_loop.run(_measured(models, code, held_out, num_table_prompts, tell))
     return {"loading_s": loading_s, **found}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from specsplit.assembly.stages import Coordinator, load_coordinator
+from specsplit.core import event_loop
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings
 from specsplit.core.sections import TargetSettings
 
@@ -65,7 +66,7 @@ def check_stages(settings: TargetSettings) -> list[StageCheck]:
     coordinator = load_coordinator(settings.model_copy(update={"local_stages": None, "sessions": 1}))
     entry = _known_entry(coordinator)
     truth = _compute(settings, coordinator, entry)
-    return asyncio.run(_check(settings.stages, coordinator, entry, truth))
+    return event_loop.run(_check(settings.stages, coordinator, entry, truth))
 
 
 @dataclass(frozen=True, slots=True)

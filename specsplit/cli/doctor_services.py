@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import specsplit
 from specsplit.cli.doctor_checks import Check
+from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
@@ -24,7 +25,7 @@ def check_services(settings: Settings) -> list[Check]:
         addresses["target"] = settings.target.address
     if settings.draft_address is not None:
         addresses["draft"] = settings.draft_address
-    answers = asyncio.run(_ping_all(addresses))
+    answers = event_loop.run(_ping_all(addresses))
     checks: list[Check] = []
     for role, answer in answers.items():
         if isinstance(answer, PingDetails):

@@ -25,6 +25,7 @@ from specsplit.assembly.workers import opened
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
+from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -97,7 +98,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
             models = None if settings.is_remote else load_models(settings, progress)
         for reason in models.degraded if models is not None else ():
             render.note(reason)
-        return asyncio.run(_generate(job, models))
+        return event_loop.run(_generate(job, models))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from specsplit.assembly.workers import serving
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
+from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.sections import TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
@@ -65,7 +66,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
     ready = {"role": model.role, "model": model.name}
-    asyncio.run(serve_until_told(lambda: serving(model, settings), ready, settings.drain))
+    event_loop.run(serve_until_told(lambda: serving(model, settings), ready, settings.drain))
 
 
 def _serve_chain(settings: TargetSettings) -> None:
@@ -76,7 +77,7 @@ def _serve_chain(settings: TargetSettings) -> None:
         coordinator = load_coordinator(settings)
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
-    asyncio.run(serve_until_told(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
+    event_loop.run(serve_until_told(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -90,7 +91,7 @@ def check_listen(listen: str) -> None:
     from specsplit.rpc.server import check_free
     from specsplit.rpc.transport import parse_address
 
-    asyncio.run(check_free(*parse_address(listen, listening=True)))
+    event_loop.run(check_free(*parse_address(listen, listening=True)))
 
 
 @contextmanager
