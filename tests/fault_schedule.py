@@ -70,6 +70,8 @@ class LetterTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token_id) for token_id in token_ids)
 
+    token_bytes = None
+
 
 class _Errors(logging.Handler):
     """What our code logs as an error: a mistake in the background, which no request shows."""

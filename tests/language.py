@@ -43,6 +43,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return TOKENS[token_id]
+
 
 def next_token(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> int:
     """Return the target's pick: a hash of seed, choice and prefix; mostly well-formed UTF-8, EOS now and then."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Literal
 
 from specsplit.core.measured_times import DraftTimes, StepTimes
+from specsplit.core.record import record
 
 Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """`lookup` is rounds whose trees come from lookup alone: no draft is waited for."""
@@ -23,7 +24,7 @@ Expect = Callable[[Mode, float], float]
 _BESIDE = ("overlap", "stream")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Costs:
     """What a round is made of, as measured by now."""
 
@@ -65,7 +66,7 @@ def worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: Step
     return count
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Profile:
     """Acceptance by place in the tree, to predict trees that do not exist yet.
 
@@ -128,7 +129,7 @@ def tokens_per_s(mode: Mode, expected: float, nodes: int, depth: int, costs: Cos
     return expected / round_s(mode, nodes, depth, costs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """What may be chosen: `nodes` is the grid of n beside 0, ascending."""
 
@@ -137,7 +138,7 @@ class Limits:
     branching: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """One way to run rounds, and the tokens per second that are to be expected of it."""
 
@@ -149,7 +150,7 @@ class Plan:
     """What the model gives it, whatever came of its promises before."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Choice(Plan):
     """The plan to follow, and why: the best plan of each mode, the best of all first."""
 

@@ -12,6 +12,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from specsplit.core.errors import InvalidPacket
+from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 
 COORDINATOR = -1
@@ -56,7 +57,7 @@ class Layout(IntEnum):
     CONTIGUOUS = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Keep:
     """Which rows of the last step became committed tokens.
 
@@ -74,7 +75,7 @@ class Keep:
             before = row
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ask:
     """What the stage with the head shall make of its logits: picks, or log-probabilities of `scored`.
 
@@ -85,7 +86,7 @@ class Ask:
     scored: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PacketSession:
     """One session's share of a packet: where its rows go, what they hang on, what is wanted of them.
 

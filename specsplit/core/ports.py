@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from specsplit.core.packet import Packet
@@ -136,6 +136,14 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+        ...
+
+    @property
+    def token_bytes(self) -> Callable[[int], bytes] | None:
+        """What one token adds to the text's UTF-8, wherever it stands; None where that depends on its neighbours.
+
+        A text is then what its tokens' bytes decode to, as `decode` does.
+        """
         ...
 
 

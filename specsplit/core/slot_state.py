@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket
 from specsplit.core.packet import MAX_ROWS, Buffer, PayloadType
+from specsplit.core.record import record
 
 _MAGIC = b"SSKV"
 _CRC = struct.Struct("<4sI")
@@ -18,7 +19,7 @@ _HEADER = struct.Struct("<IQIIIIQIBIIQ")
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pending:
     """Rows of the last packet, which the next one's keep-list chooses from."""
 
@@ -27,7 +28,7 @@ class Pending:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotState:
     """A slot of the layers `first_layer` to `end_layer` - 1: `num_rows` rows, the first `length` of them committed.
 

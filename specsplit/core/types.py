@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.record import record
 
 FinishReason = Literal["stop", "length"]
 _MAX_BIAS = 1e4
@@ -91,7 +92,7 @@ class SessionParams:
     max_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Turn:
     """Where one session stands on one link: what the worker should hold before it answers.
 
@@ -110,7 +111,7 @@ class Turn:
     verified: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Budget:
     """How far one propose may go; `max_new_nodes` counts the nodes returned, the bonus token excluded."""
 
@@ -124,7 +125,7 @@ class Budget:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Timings:
     """Where a worker's time went. `device_ms` is measured around the forwards, not copied from `wall_ms`."""
 
@@ -141,7 +142,7 @@ class Timings:
     received_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proposal:
     """A token tree as parallel arrays; entry i is node number `first_node + i`.
 
@@ -165,7 +166,7 @@ class Proposal:
         return Proposal(self.first_node, self.root_position, self.token_ids, self.parents, self.log_probs, timings)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Verdict:
     """The target's answer: the accepted path and always exactly one bonus token after it."""
 
@@ -188,7 +189,7 @@ class Verdict:
         return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StreamLimits:
     """What one streaming verification may do; the largest tree verified at once, and how far it runs ahead.
 
@@ -207,7 +208,7 @@ class StreamLimits:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Scores:
     """The target's answer to a score."""
 

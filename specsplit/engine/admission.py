@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
+from specsplit.core.record import record
 from specsplit.core.types import Timings
 from specsplit.model.plan import Entry
 
@@ -24,7 +25,7 @@ MAX_CALLERS = 16
 """Callers that may wait for one round; one more sends the oldest away."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Round:
     """Which round of its session a piece of work is; a repeat has the same `body`."""
 

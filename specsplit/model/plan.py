@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specsplit.core.record import record
 from specsplit.sampling.tree_attention import ancestor_mask, is_chain
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,7 +34,7 @@ class BiasKind:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Entry:
     """One session's share of a step.
 
@@ -55,7 +56,7 @@ class Entry:
         return len(self.token_ids) if self.parents is None else len(self.parents)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """One step as tensors, E entries in T tokens.
 

@@ -9,11 +9,12 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it complains where there is no torch
+from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
@@ -21,6 +22,19 @@ from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import MAX_TOKENIZER_BYTES, files_hash, place_of, read_tokenizer_files
 
 _NO_LIMIT = 1 << 62
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for: itself, where it can be printed.
+
+    The others have the letters from 256 on, in their order.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES_OF_LETTERS = _bytes_of_letters()
 
 
 class TransformersTokenizer:
@@ -37,6 +51,7 @@ class TransformersTokenizer:
         self.num_tokens = len(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The tokenizer itself, without the Python around it that every token would pay for."""
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -73,6 +88,29 @@ class TransformersTokenizer:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+    @property
+    def token_bytes(self) -> Callable[[int], bytes] | None:
+        """What each token adds to the text, of a byte-level vocabulary; None for others."""
+        is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
+        return self._bytes_of if is_byte_level else None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._looked_up_bytes(token_id)
+        return known
+
+    def _looked_up_bytes(self, token_id: int) -> bytes:
+        assert self._backend is not None, "asked of byte-level vocabularies"
+        token: str | None = self._backend.id_to_token(token_id)
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        if token is None or (added is not None and added.special):
+            return b""
+        try:
+            return bytes([_BYTES_OF_LETTERS[letter] for letter in token])
+        except KeyError:  # a token that was added to the vocabulary as it is
+            return token.encode()
 
 
 def held_tokenizer_hash(folder: Path) -> str:

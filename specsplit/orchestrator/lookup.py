@@ -6,14 +6,15 @@ Knows neither model nor worker. Source: prompt lookup decoding (Saxena 2023), wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from specsplit.core.record import record
 
 NO_POSITION = -1
 _SPACING = 3
 """From one n-gram length to the next; closer ones find rare long matches among many short ones, at a cost per token."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LookupTree:
     """A token tree as parallel arrays, parents first; a parent is an index into them, -1 for the root."""
 

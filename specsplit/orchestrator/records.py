@@ -21,6 +21,7 @@ from specsplit.core.defaults import (
 )
 from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
+from specsplit.core.record import record
 from specsplit.core.types import FinishReason, SamplingParams
 from specsplit.orchestrator.wire import JsonValue, Wire
 
@@ -193,7 +194,7 @@ class Resync:
         return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundFacts:
     """How one round was run, and why."""
 
@@ -208,7 +209,7 @@ class RoundFacts:
     """What `auto` went by: its plan, and the best plan of every mode with the tokens per second predicted for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """What one round added to the answer.
 

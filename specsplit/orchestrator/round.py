@@ -6,10 +6,10 @@ Knows no text and no end; a mode is a Source, a way to obtain the next tree. The
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from specsplit.core.cost_model import Choice, Mode
+from specsplit.core.record import record
 from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Verdict
 from specsplit.orchestrator.incidents import Incidents
 from specsplit.orchestrator.link import Committed, TargetLink
@@ -17,7 +17,7 @@ from specsplit.orchestrator.streaming import TargetStreaming
 from specsplit.telemetry import spans
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Move:
     """How a round is run; without a budget it has no tree.
 
@@ -38,7 +38,7 @@ class Move:
         return self.limit or self.budget
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Offer:
     """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
 
@@ -53,7 +53,7 @@ class Offer:
     """Lookup promised more than the choice, which was not followed."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """What a round offered and what became of it."""
 

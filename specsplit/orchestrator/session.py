@@ -115,7 +115,7 @@ class Session:
             end=num_prompt + max_tokens,
             max_nodes=target.max_nodes,
         )
-        self._stop = Stop(serving.tokenizer.decode, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
+        self._stop = Stop(serving.tokenizer, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
         self._tally = Tally(serving.speculation.depth if self._source is not None else 0)
         self._token_ids: list[int] = []
         self._text: list[str] = []

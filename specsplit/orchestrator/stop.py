@@ -6,14 +6,15 @@ The walk in the target ignores all of this; here the tokens of a round become th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from specsplit.core.ports import Tokenizer
+from specsplit.core.record import record
 from specsplit.core.types import FinishReason
 from specsplit.orchestrator.records import Piece
-from specsplit.orchestrator.text import Decode, Detokenizer, StopStrings
+from specsplit.orchestrator.text import StopStrings, detokenizer_of
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cut:
     """What is left of a round's tokens, the text they release, and the end if this is it."""
 
@@ -29,9 +30,9 @@ class Stop:
     fall on one token, EOS and stop strings come before length.
     """
 
-    def __init__(self, decode: Decode, *, eos_ids: Sequence[int], stop: Sequence[str], max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, eos_ids: Sequence[int], stop: Sequence[str], max_tokens: int) -> None:
         self._eos_ids = frozenset(eos_ids)
-        self._detokenizer = Detokenizer(decode)
+        self._detokenizer = detokenizer_of(tokenizer)
         self._stop_strings = StopStrings(stop)
         self._tokens_left = max_tokens
 

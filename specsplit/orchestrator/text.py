@@ -5,8 +5,10 @@ Knows the Tokenizer port only. What comes out is a function of the token ids alo
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 
+from specsplit.core.ports import Tokenizer
 from specsplit.orchestrator.records import Piece
 
 Decode = Callable[[Sequence[int]], str]
@@ -62,6 +64,28 @@ class Detokenizer:
         del window[:-_KEPT_TOKENS]
         self._shown, self._whole = 0, None
         return delta
+
+
+class ByteDetokenizer:
+    """The same from what each token adds by itself: a small part of the time, where the tokenizer can say that."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes."""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Return what is left, an unfinished character as U+FFFD; nothing may be pushed after it."""
+        return self._decoder.decode(b"", final=True)
+
+
+def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer | ByteDetokenizer:
+    """Return what turns the tokens of one answer into text."""
+    token_bytes = tokenizer.token_bytes
+    return Detokenizer(tokenizer.decode) if token_bytes is None else ByteDetokenizer(token_bytes)
 
 
 class StopStrings:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specsplit.core.record import record
+
 JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Traffic:
     """Bytes of the answered calls on one link, seen from here."""
 

@@ -33,6 +33,7 @@ from specsplit.core.errors import (
 )
 from specsplit.core.packet import COORDINATOR, Buffer, Packet, PacketSession, PayloadType, StepKind, check_answer
 from specsplit.core.ports import StageLink
+from specsplit.core.record import record
 from specsplit.model.plan import Entry
 from specsplit.model.runner import ForwardStatistics
 from specsplit.model.shard import LoadedShard, hidden_entry
@@ -101,7 +102,7 @@ class Ends:
             raise InvalidPacket(f"The last stage sent what cannot be computed: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sent:
     """A packet under way, and which part of which share its sessions are."""
 
@@ -109,7 +110,7 @@ class _Sent:
     shares: tuple[tuple[Share, Part], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Attempt:
     """Packets under way, and the answer or error of each."""
 

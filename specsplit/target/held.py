@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specsplit.core.packet import Keep
+from specsplit.core.record import record
 
 _HASH_BYTES = 8
 
@@ -28,7 +28,7 @@ class RowHash:
         return int.from_bytes(hashlib.blake2b(data, digest_size=_HASH_BYTES, key=self._key).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LastRows:
     """Rows that the stages still hold as the last packet wrote them.
 

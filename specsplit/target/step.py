@@ -7,21 +7,21 @@ again, behind what the stages say that they have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specsplit.core.packet import Ask, PacketSession
+from specsplit.core.record import record
 from specsplit.model.plan import Entry
 from specsplit.target.held import HeldSlot, LastRows
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ChainEntry(Entry):
     """An entry whose logits stay with the last stage, which does with them what `ask` says."""
 
     ask: Ask | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part:
     """Rows [start, end) of a step in one packet; the last part has the tree and everything that is wanted."""
 

@@ -11,7 +11,7 @@ TEXT_B_END_A = TOKENS.index(b"b END a")
 
 
 def make_stop(*stop: str, eos_ids: tuple[int, ...] = (EOS,), max_tokens: int = 100) -> Stop:
-    return Stop(FakeTokenizer().decode, eos_ids=eos_ids, stop=stop, max_tokens=max_tokens)
+    return Stop(FakeTokenizer(), eos_ids=eos_ids, stop=stop, max_tokens=max_tokens)
 
 
 def ids(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.orchestrator.records import Piece
-from specsplit.orchestrator.text import Detokenizer, StopStrings
+from specsplit.orchestrator.text import Detokenizer, StopStrings, detokenizer_of
 from tests.language import UNITS, VOCAB_SIZE, FakeTokenizer
 
 decode = FakeTokenizer().decode
@@ -85,6 +85,25 @@ def test_a_tokenizer_that_drops_the_first_space_of_a_text_keeps_all_others() -> 
 def test_the_window_begins_where_a_character_begins(text: str) -> None:
     detokenizer = Detokenizer(fallback_decode)
     assert "".join(map(detokenizer.push, text.encode())) == text
+
+
+@given(token_lists)
+def test_bytes_join_to_the_whole_text_and_never_take_anything_back(token_ids: list[int]) -> None:
+    detokenizer = detokenizer_of(FakeTokenizer())
+    shown = ""
+    for count, token_id in enumerate(token_ids, 1):
+        shown += detokenizer.push(token_id)
+        assert decode(token_ids[:count]).startswith(shown)
+    assert shown + detokenizer.flush() == decode(token_ids)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+def test_by_bytes_a_character_comes_with_its_last_byte_and_not_before(text: str) -> None:
+    detokenizer = detokenizer_of(FakeTokenizer())
+    for character in text:
+        *early, last = character.encode()
+        assert [detokenizer.push(byte) for byte in early] == [""] * len(early)
+        assert detokenizer.push(last) == character
 
 
 def feed(stop: Sequence[str], texts: Sequence[str]) -> tuple[list[list[Piece]], bool]:
