@@ -46,7 +46,8 @@ class DraftEngine(Engine):
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
-        with self._sessions.using(turn, (known_nodes, budget)) as session:
+        session = self._sessions.enter(turn, (known_nodes, budget))
+        try:
             if isinstance(session.answer, Proposal):
                 return session.answer
             grower = session.kept
@@ -54,6 +55,8 @@ class DraftEngine(Engine):
                 grower = session.kept = _Grower(self._model, session)
             session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
             return proposal
+        finally:
+            self._sessions.leave(session)
 
 
 class _Grower:

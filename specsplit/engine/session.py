@@ -124,6 +124,8 @@ class WorkerSession:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit tokens whose rows already lie behind the slot's length."""
+        if not token_ids:
+            return
         self._hashes.extend(prefix_hashes(token_ids, self._hashes[-1] if self._hashes else 0))
         self.ids.extend(token_ids)
         self.slot.length = len(self.ids)

@@ -66,9 +66,8 @@ class SessionTable:
     def num_slots_used(self) -> int:
         return self._pool.num_used
 
-    @contextmanager
-    def using(self, turn: Turn, body: object) -> Generator[WorkerSession]:
-        """Give the turn's session after the checks of the contract; it is in use for the length of the block.
+    def enter(self, turn: Turn, body: object) -> WorkerSession:
+        """Return the turn's session after the checks of the contract; it is in use until `leave`.
 
         `body` is what the request says beside the turn. A repeat of the last round leaves the session with its answer.
 
@@ -92,11 +91,12 @@ class SessionTable:
             raise
         self._idle.pop(session.key, None)
         session.is_in_use = True
-        try:
-            yield session
-        finally:
-            session.is_in_use = False
-            self._set_aside(session)
+        return session
+
+    def leave(self, session: WorkerSession) -> None:
+        """Let a session expire or be evicted again."""
+        session.is_in_use = False
+        self._set_aside(session)
 
     def _set_aside(self, session: WorkerSession) -> None:
         session.last_used_s = self._clock.now()

@@ -15,14 +15,14 @@ class Step:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.entries = [task.entry for task in tasks if task.entry is not None]
-        self._start_s, self._start_ns = time.perf_counter(), time.time_ns()
+        self._start_s = time.perf_counter()
         for task in tasks:
             task.is_under_way = True
             task.waited_s += self._start_s - task.ready_s
 
     def end(self, worker: str) -> None:
         """Count the forward for every task, and record it for those that have a span."""
-        elapsed_ms, end_ns = (time.perf_counter() - self._start_s) * 1e3, time.time_ns()
+        elapsed_ms = (time.perf_counter() - self._start_s) * 1e3
         for task, entry in zip(self.tasks, self.entries, strict=True):
             task.is_under_way = False
             task.device_ms += elapsed_ms
@@ -30,10 +30,11 @@ class Step:
             task.num_tokens += len(entry.token_ids)
             task.batch_size = max(task.batch_size, len(self.entries))
             if task.context is not None:
+                end_ns = time.time_ns()
                 spans.record(
                     "forward",
                     task.context,
-                    self._start_ns,
+                    end_ns - round(elapsed_ms * 1e6),
                     end_ns,
                     worker=worker,
                     num_tokens=len(entry.token_ids),

@@ -63,6 +63,7 @@ class Runner:
         self.device, self.dtype = model.device, model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = cache
+        self._is_cuda = model.device.type == "cuda"
         self._layers, self._kinds = probed.layers, probed.kinds
         self._forward: Forward = self._model_forward
         self.is_recorded = False
@@ -85,8 +86,10 @@ class Runner:
         """
         start = time.perf_counter()
         plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
-        logits = self._forward(*self._arguments(plan)).float()
-        if self.device.type == "cuda":
+        logits = self._forward(*self._arguments(plan))
+        if logits.dtype is not torch.float32:
+            logits = logits.float()
+        if self._is_cuda:
             torch.cuda.synchronize(self.device)
         self.statistics.num_forwards += 1
         self.statistics.num_tokens += plan.token_ids.shape[1]

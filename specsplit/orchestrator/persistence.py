@@ -55,6 +55,8 @@ class Persistence:
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
+            if self._timeout_s is None and not self._can_be_silent:
+                return await send()
             return await self._attempt(send, self._limit_s(max(self._retry_s, _LEAST_TRY_S), work_s))
         except _RETRIED as error:
             return await self._ask_again(send, work_s, error)

@@ -151,12 +151,14 @@ class Session:
         if is_prompt:
             self._first_token_s = now_s
         self._tally.add(outcome)
-        cut = self._stop.take(outcome.verdict.token_ids, outcome.num_accepted)
+        num_accepted = outcome.num_accepted
+        cut = self._stop.take(outcome.verdict.token_ids, num_accepted)
+        num_tokens = len(cut.token_ids)
         self._token_ids.extend(cut.token_ids)
         self._text.extend(text for text, _ in cut.pieces)
         return Chunk(
             token_ids=cut.token_ids,
-            accepted=tuple(index < outcome.num_accepted for index in range(len(cut.token_ids))),
+            accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),
             pieces=cut.pieces,
             finish_reason=cut.finish_reason,
             result=self._result(cut.finish_reason, now_s) if cut.finish_reason else None,
@@ -165,7 +167,7 @@ class Session:
                 number=self._rounds.number - 1,
                 mode=outcome.mode,
                 num_nodes=len(outcome.verdict.verified),
-                num_accepted=outcome.num_accepted,
+                num_accepted=num_accepted,
                 verify_s=outcome.verify_s,
                 choice=move.choice,
             ),

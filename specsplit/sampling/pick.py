@@ -44,6 +44,9 @@ def picked(scores: Tensor) -> list[int] | None:
     if not scores.is_cpu:
         return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
     rows = _as_array(scores)
+    if len(rows) == 1:
+        token_id = int(rows.argmax())
+        return None if math.isnan(rows.item(token_id)) else [token_id]
     token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, the NaN
     best = [rows.item(row, token_id) for row, token_id in enumerate(token_ids)]
     return None if any(map(math.isnan, best)) else token_ids
@@ -92,7 +95,8 @@ def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]
             found_ids.append(token_id)
             found.append(value)
             row[token_id] = -math.inf
-        row[found_ids] = found  # as it was
+        for token_id, value in zip(found_ids, found, strict=True):
+            row[token_id] = value  # as it was
         yield found_ids, found
 
 

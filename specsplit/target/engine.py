@@ -97,12 +97,15 @@ class TargetEngine(Engine):
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
-        with self._sessions.using(turn, proposal) as session:
+        session = self._sessions.enter(turn, proposal)
+        try:
             if not isinstance(session.answer, Verdict):
-                _check_numbers(session, proposal)
+                last = _check_numbers(session, proposal)
                 session.answer = yield from self._verdict(session, turn, proposal)
-                session.kept = max(_last_number(session), proposal.first_node + len(proposal) - 1)
+                session.kept = max(last, proposal.first_node + len(proposal.token_ids) - 1)
             return session.answer
+        finally:
+            self._sessions.leave(session)
 
     def _verdict(self, session: WorkerSession, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
         length = turn.base_length + len(turn.tail)
@@ -149,20 +152,18 @@ class TargetEngine(Engine):
         return token_ids
 
 
-def _last_number(session: WorkerSession) -> int:
-    """Return the highest node number that was verified in this epoch."""
-    return session.kept if isinstance(session.kept, int) else 0
+def _check_numbers(session: WorkerSession, proposal: Proposal) -> int:
+    """Return the highest node number that was verified in this epoch.
 
-
-def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:
-    """Refuse a tree that uses node numbers again: an answer about them could mean either node.
+    A tree that uses numbers again is refused: an answer about them could mean either node.
 
     Raises:
         InvalidRequest: it does.
     """
-    last = _last_number(session)
-    if len(proposal) and proposal.first_node <= last:
+    last = session.kept if isinstance(session.kept, int) else 0
+    if proposal.token_ids and proposal.first_node <= last:
         raise InvalidRequest(
             f"Node {proposal.first_node} was verified before in this epoch; the next number is {last + 1}.",
             param="first_node",
         )
+    return last
