@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 from specsplit.engine.session import Sampler
 from specsplit.model.loader import LoadedModel, Role
@@ -55,7 +55,7 @@ def row_values(token_ids: Sequence[int], before: int = START) -> list[int]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ClaimedEntry(Entry):
     """An entry that also says what the rows of its session's committed tokens, first to last, must hold."""
 
