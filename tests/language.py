@@ -47,6 +47,12 @@ class FakeTokenizer:
         return TOKENS[token_id]
 
 
+class WindowedTokenizer(FakeTokenizer):
+    """The same, whose tokens' bytes nobody can say: text comes of decoding windows."""
+
+    token_bytes = None
+
+
 def next_token(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> int:
     """Return the target's pick: a hash of seed, choice and prefix; mostly well-formed UTF-8, EOS now and then."""
     chance = zlib.crc32(f"{params.seed} {params.choice} {prefix}".encode())

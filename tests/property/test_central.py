@@ -143,11 +143,11 @@ def check_chunks(chunks: list[Chunk], result: Result) -> None:
 
 
 @settings(max_examples=4 * settings().max_examples)
-@given(targets, drafts, speculations, requests)
+@given(targets, drafts, speculations, requests, st.sampled_from([TOKENIZER, WindowedTokenizer()]))
 def test_the_output_is_plain_decodings(
-    target: FakeTarget, draft: FakeDraft, speculation: Speculation, request: Request
+    target: FakeTarget, draft: FakeDraft, speculation: Speculation, request: Request, tokenizer: FakeTokenizer
 ) -> None:
-    chunks, result = asyncio.run(collect(Orchestrator(target, draft, TOKENIZER, speculation), request))
+    chunks, result = asyncio.run(collect(Orchestrator(target, draft, tokenizer, speculation), request))
     expected = decode_plainly(request, target.context)
     assert Expected(result.token_ids, result.text, result.finish_reason) == expected
     check_chunks(chunks, result)
