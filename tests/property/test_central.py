@@ -27,6 +27,7 @@ from tests.fakes import (
     random_guess,
 )
 from tests.flaky import Fault, Flaky
+from tests.language import WindowedTokenizer
 from tests.virtual_time import LoopClock, run_virtual
 
 TOKENIZER = FakeTokenizer()
