@@ -2,8 +2,9 @@
 
 Where draft and target take turns that is the time of decoding without the forwards of both, over the rounds: in
 ping-pong, and in one process with a target as fast as the embedded one. Where the draft works ahead or is asked beside
-a verify, not all that it does is on the critical path, so there only the target's forwards are taken off: all of the
-draft's work counts as if the text had waited for it, and the critical path has at most that much beside the models.
+a verify, not all that it does is on the critical path. There only so much of its work is taken off as must have been
+done while the text waited for it: what a call's device did, less the time from the call to the beginning of the wait.
+So the critical path has at most that much beside the models.
 
 Run as a module: `python -m benchmarks.critical_path [--modes auto,stream] [--output FILE]`.
 """
@@ -69,7 +70,7 @@ class Found:
     whole: Estimate
     beside: Estimate
     is_bound: bool
-    """The draft worked ahead: `beside` holds all of its work, and the true figure is smaller."""
+    """The draft worked ahead: `beside` may hold some of its work, and the true figure is smaller."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields in JSON types."""
@@ -121,7 +122,8 @@ def found_in(rounds: Sequence[Sequence[Result]], *, is_bound: bool) -> Found:
     for results in rounds:
         timings, num_rounds = [result.timings for result in results], sum(result.num_rounds for result in results)
         decode_s = sum(each.decode_s for each in timings)
-        models_s = sum(each.target_device_s + (0.0 if is_bound else each.draft_device_s) for each in timings)
+        drafts_s = [each.draft_waited_s if is_bound else each.draft_device_s for each in timings]
+        models_s = sum(drafts_s) + sum(each.target_device_s for each in timings)
         whole.append(decode_s * 1e3 / num_rounds)
         beside.append((decode_s - models_s) * 1e3 / num_rounds)
     return Found(estimate(whole), estimate(beside), is_bound)

@@ -40,6 +40,8 @@ class Drafting:
         self._loop = asyncio.get_running_loop()
         self._peer, self._link, self._persistence = peer, link, persistence
         self._draft_s = draft_s
+        self.asked_s = 0.0
+        """When the call began that was answered last."""
         self._largest_token = max(committed.ids)
         self._num_verifies = 0
         self._mean_verify_s = 0.0
@@ -98,6 +100,7 @@ class Drafting:
         with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
             answer = await self._link.propose(budget, verified, wait_s, remaining_s)
             if isinstance(answer, Proposal):
+                self.asked_s = asked_s
                 wall_s = None if is_aside else self._loop.time() - asked_s
                 self._experience.observe_propose(answer.timings, wall_s)
                 spans.annotate(nodes=len(answer), forwards=answer.timings.num_forwards)

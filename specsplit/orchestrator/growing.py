@@ -79,6 +79,10 @@ class Growing:
         """When the last round ended; the prompt's is the first."""
         self._waited_s = 0.0
         """For the draft, since then."""
+        self._wait_began_s: float | None = None
+        """Of the wait under way."""
+        self._waited_device_ms = 0.0
+        """What the draft's device did, at least, in the waits since the last offer."""
         self._is_beside = False
         """The draft is at work while the target verifies."""
         self._is_aside = False
@@ -153,13 +157,16 @@ class Growing:
         if budget is None:
             return [], False
         if move.mode != "lookup":
-            began_s = self._loop.time()
+            began_s = self._wait_began_s = self._loop.time()
             await self._draft(move.mode == "overlap", budget)
             self._waited_s += self._loop.time() - began_s
+            self._wait_began_s = None
         return self._best(most, choice.without_lookup if choice is not None else None), False
 
     def _offered(self, offer: Offer, timings: Timings, *, is_looked_up: bool = False) -> Offer:
-        return Offer(offer.proposal.timed(timings), offer.depths, offer.draft_numbers, self._is_kept, is_looked_up)
+        waited_ms, self._waited_device_ms = self._waited_device_ms, 0.0
+        proposal = offer.proposal.timed(timings)
+        return Offer(proposal, offer.depths, offer.draft_numbers, self._is_kept, is_looked_up, waited_ms)
 
     def _look_up(self, shape: Budget | None) -> None:
         if self._lookup is not None and shape is not None:
@@ -278,6 +285,9 @@ class Growing:
             num_tokens=drafted.num_tokens + timings.num_tokens,
         )
         self._is_late = False
+        if self._wait_began_s is not None and self._drafting is not None:
+            before_ms = (self._wait_began_s - self._drafting.asked_s) * 1e3  # of the call; its device may have worked
+            self._waited_device_ms += max(0.0, timings.device_ms - max(0.0, before_ms))
         if proposal.root_position < self._tree.root_position:
             self._compare(proposal, budget)
         if self._drafting is not None and self._drafting.epoch != self._epoch:

@@ -246,6 +246,8 @@ class RequestTimings:
     """Tokens after the first, per second of `decode_s`; 0 where there are none."""
     draft_device_s: float = 0.0
     target_device_s: float = 0.0
+    draft_waited_s: float = 0.0
+    """Of the draft's, at least so much was waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +353,7 @@ class Result:
                 "decode_s": timings.decode_s,
                 "tokens_per_s": timings.tokens_per_s,
                 "draft_device_s": timings.draft_device_s,
+                "draft_waited_s": timings.draft_waited_s,
                 "target_device_s": timings.target_device_s,
             },
             "speculative_decoding": self.speculative_decoding.to_dict(),

@@ -51,6 +51,8 @@ class Offer:
     """Whether the tree was drafted before the last verdict came; None where nothing was drafted ahead."""
     is_looked_up: bool = False
     """Lookup promised more than the choice, which was not followed."""
+    waited_device_ms: float = 0.0
+    """What the draft's device did while the text waited for it, at least."""
 
 
 @record

@@ -189,6 +189,7 @@ class Session:
                 decode_s=decode_s,
                 tokens_per_s=(len(self._token_ids) - 1) / decode_s if decode_s > 0 else 0.0,
                 draft_device_s=tally.draft_device_ms / 1e3,
+                draft_waited_s=tally.draft_waited_ms / 1e3,
                 target_device_s=tally.target_device_ms / 1e3,
             ),
             speculative_decoding=tally.summary(),

@@ -21,6 +21,7 @@ class Tally:
         self.num_rounds = -1  # the prompt's round is not counted
         self.target_device_ms = 0.0
         self.draft_device_ms = 0.0
+        self.draft_waited_ms = 0.0
         self._num_ahead = self._num_kept = 0
         self._nodes = 0
         self._path_nodes = 0
@@ -36,6 +37,7 @@ class Tally:
             self.rounds_by_mode[outcome.mode] = self.rounds_by_mode.get(outcome.mode, 0) + 1
             self.target_device_ms += verified.device_ms
         self.add_drafted(outcome.offer.proposal.timings)
+        self.draft_waited_ms += outcome.offer.waited_device_ms
         if outcome.offer.is_kept is not None:
             self._num_ahead += 1
             self._num_kept += outcome.offer.is_kept

@@ -70,6 +70,20 @@ def test_kept_nodes_are_verified_without_a_draft_call_in_between():
     assert all(start == end for start, end in zip(starts[1:], ends, strict=False))
 
 
+@pytest.mark.parametrize("guess", [perfect_guess, good_guess, adversarial_guess], ids=lambda guess: guess.__name__)
+@pytest.mark.parametrize("mode", ["pingpong", "overlap"])
+def test_the_draft_s_work_that_is_waited_for_is_what_lies_beside_the_target_s(mode: Mode, guess: Guess):
+    """Times are virtual, so whatever passes is some model's, and no wait is counted for more than it was."""
+    timings = serve(mode, guess).timings
+    beside_s = timings.decode_s - timings.target_device_s - timings.draft_waited_s
+    assert beside_s + 1e-9 >= 0
+    assert timings.draft_waited_s <= timings.draft_device_s
+    if mode == "pingpong":
+        assert timings.draft_waited_s == pytest.approx(timings.draft_device_s)
+    if mode == "pingpong" or guess is perfect_guess:
+        assert beside_s == pytest.approx(0, abs=0.01 * timings.decode_s)
+
+
 def test_what_was_grown_beside_the_verified_nodes_is_kept_when_the_text_goes_there():
     """With two guesses a place, the second one right: the verified node is wrong, its sibling was not verified."""
     result = serve("overlap", _second_is_right, nodes=1, depth=1, branching=2)
