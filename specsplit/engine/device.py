@@ -153,8 +153,8 @@ class LoopDevice:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_scheduled = False
         self._has_delivered = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
+        """For whoever closes it while there is work."""
 
     @property
     def is_alive(self) -> bool:
@@ -163,7 +163,6 @@ class LoopDevice:
     def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
         accept()
         self._workers[worker] = None
-        self._idle.clear()
         self._schedule()
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
@@ -171,7 +170,9 @@ class LoopDevice:
         settle()
 
     async def close(self) -> None:
-        await self._idle.wait()
+        if self._workers:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
     def _schedule(self) -> None:
         if self._loop is None:
@@ -194,5 +195,5 @@ class LoopDevice:
                 break
         if self._workers:
             self._schedule()
-        else:
+        elif self._idle is not None:
             self._idle.set()

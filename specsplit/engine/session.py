@@ -32,10 +32,8 @@ class Sampler:
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
         self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
-
-    @property
-    def needs_paths(self) -> bool:
-        return self._counts is not None
+        self.needs_paths = self._counts is not None
+        self._changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
     def scores(
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
@@ -45,6 +43,8 @@ class Sampler:
         Row i stands `depths[i]` levels below the last of the `committed` tokens; `paths[i]` are the token ids on its
         way there, asked for only where `needs_paths`.
         """
+        if self._changes_nothing:
+            return logits
         context = None
         if self._counts is not None:
             assert paths is not None, "penalties need each row's path"
@@ -119,6 +119,8 @@ class WorkerSession:
 
     def truncate(self, length: int) -> None:
         """Roll the slot back to its first `length` tokens: O(1) on the device."""
+        if length == len(self.ids):
+            return
         del self.ids[length:], self._hashes[length:]
         self.slot.length = length
 

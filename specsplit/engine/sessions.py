@@ -27,11 +27,6 @@ GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
 
 
-class _Monotonic:
-    def now(self) -> float:
-        return time.monotonic()
-
-
 class SessionTable:
     """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session."""
 
@@ -46,7 +41,7 @@ class SessionTable:
     ) -> None:
         self._model, self._on_release = model, on_release
         self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
-        self._clock = clock or _Monotonic()
+        self._now = clock.now if clock is not None else time.monotonic
         self._pool = SlotPool(model.max_sessions)
         self._sessions: dict[str, WorkerSession] = {}
         self._idle: OrderedDict[str, WorkerSession] = OrderedDict()
@@ -99,7 +94,7 @@ class SessionTable:
         self._set_aside(session)
 
     def _set_aside(self, session: WorkerSession) -> None:
-        session.last_used_s = self._clock.now()
+        session.last_used_s = self._now()
         if session.key not in self._pinned:
             self._idle[session.key] = session
 
@@ -160,7 +155,7 @@ class SessionTable:
 
     def sweep(self) -> int:
         """Free the sessions that were not used for the time to live, and return how many they were."""
-        expired_s = self._clock.now() - self._ttl_s
+        expired_s = self._now() - self._ttl_s
         count = 0
         while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
             self._free(next(iter(self._idle.values())))
@@ -171,7 +166,7 @@ class SessionTable:
         """Take a slot, if need be that of the session that was idle for the longest."""
         if self._pool.num_used == self._model.max_sessions:
             oldest = next(iter(self._idle.values()), None)
-            if oldest is None or oldest.last_used_s > self._clock.now() - self._grace_s:
+            if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
                 count = self._model.max_sessions
                 which = f"All {count} sessions" if count > 1 else "The one session"
                 verb = "are" if count > 1 else "is"

@@ -37,6 +37,28 @@ def _bytes_of_letters() -> dict[str, int]:
 _BYTES_OF_LETTERS = _bytes_of_letters()
 
 
+class _TokenBytes(dict[int, bytes]):
+    """What each token of a byte-level vocabulary adds to the text, looked up once."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._looked_up(token_id)
+        return found
+
+    def _looked_up(self, token_id: int) -> bytes:
+        token: str | None = self._backend.id_to_token(token_id)
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        if token is None or (added is not None and added.special):
+            return b""
+        try:
+            return bytes([_BYTES_OF_LETTERS[letter] for letter in token])
+        except KeyError:  # a token that was added to the vocabulary as it is
+            return token.encode()
+
+
 class TransformersTokenizer:
     """Text to ids and back; `eos_ids` join the tokenizer's and the generation config's."""
 
@@ -51,7 +73,8 @@ class TransformersTokenizer:
         self.num_tokens = len(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The tokenizer itself, without the Python around it that every token would pay for."""
-        self._token_bytes: dict[int, bytes] = {}
+        is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
+        self._token_bytes = _TokenBytes(self._backend) if is_byte_level else None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -92,25 +115,7 @@ class TransformersTokenizer:
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:
         """What each token adds to the text, of a byte-level vocabulary; None for others."""
-        is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
-        return self._bytes_of if is_byte_level else None
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._token_bytes[token_id] = self._looked_up_bytes(token_id)
-        return known
-
-    def _looked_up_bytes(self, token_id: int) -> bytes:
-        assert self._backend is not None, "asked of byte-level vocabularies"
-        token: str | None = self._backend.id_to_token(token_id)
-        added = self._backend.get_added_tokens_decoder().get(token_id)
-        if token is None or (added is not None and added.special):
-            return b""
-        try:
-            return bytes([_BYTES_OF_LETTERS[letter] for letter in token])
-        except KeyError:  # a token that was added to the vocabulary as it is
-            return token.encode()
+        return None if self._token_bytes is None else self._token_bytes.__getitem__
 
 
 def held_tokenizer_hash(folder: Path) -> str:

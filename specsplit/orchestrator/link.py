@@ -178,13 +178,13 @@ class TargetLink(Link):
             DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
             PeerMismatch: another model answers than the one that began the text.
         """
-        ask = self._persistence.ask
+        ask, num_nodes = self._persistence.ask, len(proposal.token_ids)
         _, verdict = await self._call(
-            lambda turn: ask(lambda: self._send(turn, proposal), self._work_s(len(turn.tail) + len(proposal)))
+            lambda turn: ask(lambda: self._send(turn, proposal), self._work_s(len(turn.tail) + num_nodes))
         )
-        self._have = min(verdict.length, len(self._committed) + len(verdict.accepted))
+        self._have = min(verdict.length, len(self._committed.ids) + len(verdict.accepted))
         shift = proposal.first_node - self._next_node
-        self._next_node += len(proposal)
+        self._next_node += num_nodes
         return verdict if shift == 0 else _shifted(verdict, shift)
 
     # What a stream to the target takes of the link.
@@ -227,7 +227,7 @@ class TargetLink(Link):
     async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
         started_s = self._loop.time()
         verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
-        self._take_time(self._loop.time() - started_s, len(turn.tail) + len(proposal))
+        self._take_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids))
         if turn.base_length == 0 and self._persistence.num_failures:
             await self._check_worker()  # it had nothing to lose, so nothing told whether it is still the same
         return verdict

@@ -160,8 +160,8 @@ class Rounds:
     async def _unary(self, move: Move) -> Outcome:
         if self._stream is not None:
             await self._stream.close(keeps_slot=True)
-        offer = await self._offer(move)
-        with spans.span("verify", round=self.number, nodes=len(offer.proposal)):
+        offer = await self._offer(self._source, move) if self._source is not None else self._without_tree()
+        with spans.span("verify", round=self.number, nodes=len(offer.proposal.token_ids)):
             verdict = await self._target.verify(offer.proposal)
             spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
         return Outcome(offer, verdict, self._target.verify_s, "lookup" if offer.is_looked_up else move.mode)
@@ -179,16 +179,16 @@ class Rounds:
         offer, told = self._source.scored(verdict)
         return Outcome(offer, told, self._target.verify_s, "stream")
 
-    async def _offer(self, move: Move) -> Offer:
-        first_node = self._target.next_node
-        if self._source is None:
-            return empty_offer(first_node, self._committed)
+    async def _offer(self, source: Source, move: Move) -> Offer:
         if self.number == 0:
-            self._source.begin(move)
-            return empty_offer(first_node, self._committed)
-        return await self._source.next_offer(move, first_node)
+            source.begin(move)
+            return self._without_tree()
+        return await source.next_offer(move, self._target.next_node)
+
+    def _without_tree(self) -> Offer:
+        return empty_offer(self._target.next_node, self._committed)
 
 
 def empty_offer(first_node: int, committed: Committed) -> Offer:
     """Return the offer of a round without a tree."""
-    return Offer(Proposal(first_node=first_node, root_position=len(committed) - 1))
+    return Offer(Proposal(first_node=first_node, root_position=len(committed.ids) - 1))

@@ -137,11 +137,11 @@ class Session:
         draft_context = draft.context if draft is not None else sys.maxsize
         trouble = self._drafting.trouble if self._drafting is not None else None
         has_draft = self._drafting is not None and trouble is None
-        move = self._controller.next_move(len(self._committed), draft_context, has_draft=has_draft)
+        move = self._controller.next_move(len(self._committed.ids), draft_context, has_draft=has_draft)
         began_s = asyncio.get_running_loop().time()
         with spans.span("round", parent=self._span.context, round=self._rounds.number):
             outcome = await self._rounds.run(move)
-            spans.annotate(nodes=len(outcome.offer.proposal), accepted=outcome.num_accepted)
+            spans.annotate(nodes=len(outcome.offer.proposal.token_ids), accepted=outcome.num_accepted)
         if move.choice is not None and not is_prompt:
             round_s = asyncio.get_running_loop().time() - began_s
             self._experience.observe_progress(move.choice, outcome.mode, len(outcome.verdict.token_ids), round_s)

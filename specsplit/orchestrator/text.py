@@ -71,20 +71,24 @@ class ByteDetokenizer:
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""
+        """The first bytes of a character."""
         self._garbage = ""
         """Bytes of no character, as U+FFFD: shown with the next one, as the window does."""
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
-        text = self._garbage + self._decoder.decode(self._token_bytes(token_id))
+        data = self._rest + self._token_bytes(token_id)
+        text, num_used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[num_used:]
+        text = self._garbage + text
         whole = text.rstrip(REPLACEMENT)
         self._garbage = text[len(whole) :]
         return whole
 
     def flush(self) -> str:
         """Return what is left, an unfinished character as U+FFFD; nothing may be pushed after it."""
-        return self._garbage + self._decoder.decode(b"", final=True)
+        return self._garbage + self._rest.decode(errors="replace")
 
 
 def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer | ByteDetokenizer:

@@ -14,7 +14,7 @@ from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 from specsplit.engine.admission import Round
 from specsplit.engine.engine import Engine
-from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.engine.worker import at_once
 from specsplit.model.plan import Entry
 from specsplit.sampling.pick import picked
@@ -93,7 +93,7 @@ class TargetEngine(Engine):
             )
         if not (min(turn.tail) >= 0 and max(turn.tail) < self._model.vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
-        if len(proposal) and proposal.root_position != length - 1:
+        if proposal.token_ids and proposal.root_position != length - 1:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
@@ -112,28 +112,30 @@ class TargetEngine(Engine):
         keep = min(session.common_length(turn), length - 1)  # the last token is always forwarded: its logits are needed
         session.truncate(keep)
         tail = turn.tail[keep - turn.base_length :]
-        tail = yield from prefill(session, tail)
-        tree = parent_indices(proposal)
+        if len(tail) > MAX_STEP_TOKENS:
+            tail = yield from prefill(session, tail)
+        tree = parent_indices(proposal) if proposal.token_ids else []
         logits = yield self._entry(session, tail, proposal, tree)
         session.extend(tail)
         picks = self._picks(session, logits, proposal, tree)
-        accepted, token_ids = walk(tree, proposal.token_ids, picks)
-        self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
-        session.extend(token_ids[:-1])
+        accepted, token_ids = walk(tree, proposal.token_ids, picks) if tree else ([], picks)
+        if accepted:
+            self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
+            session.extend(token_ids[:-1])
         return Verdict(
-            accepted=tuple(proposal.first_node + node for node in accepted),
+            accepted=tuple([proposal.first_node + node for node in accepted]),
             token_ids=tuple(token_ids),
             length=session.slot.length,
-            verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal))),
+            verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal.token_ids))),
         )
 
     @staticmethod
     def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
         last = len(tail) - 1  # the tree's root among the rows behind base_length
-        is_chain = all(parent == node - 1 for node, parent in enumerate(tree))
+        is_chain = not tree or all(parent == node - 1 for node, parent in enumerate(tree))
         parents = None if is_chain else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids = [*tail, *proposal.token_ids]
-        return Entry(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(proposal) + 1)
+        return Entry(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(tree) + 1)
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the target's pick at the root and at every node."""
@@ -142,7 +144,7 @@ class TargetEngine(Engine):
         paths: list[list[int]] | None = None
         if sampler.needs_paths:
             paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
-        row_depths = [0, *depths(tree)]
+        row_depths = [0, *depths(tree)] if tree else [0]
         token_ids = picked(sampler.scores(logits, session.ids, row_depths, paths))
         if token_ids is None:
             raise ModelDamaged(
