@@ -7,11 +7,9 @@ depends on the data), the model runs as it is. See docs/adr/0002.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,15 +24,6 @@ from specsplit.model.probe import ProbeResult
 
 Forward = Callable[..., Tensor]
 _RECORDING_TOLERANCE = 1e-5
-
-
-@dataclass(slots=True)
-class ForwardStatistics:
-    """Counted since load."""
-
-    num_forwards: int = 0
-    num_tokens: int = 0
-    device_s: float = 0.0
 
 
 class Flight(Protocol):
@@ -67,7 +56,8 @@ class Runner:
         self._layers, self._kinds = probed.layers, probed.kinds
         self._forward: Forward = self._model_forward
         self.is_recorded = False
-        self.statistics = ForwardStatistics()
+        self.num_forwards = 0
+        """Since load."""
 
     @property
     def max_under_way(self) -> int:
@@ -84,16 +74,13 @@ class Runner:
 
         Writes each entry's rows into its slot. The caller owns the slots' lengths.
         """
-        start = time.perf_counter()
         plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
         logits = self._forward(*self._arguments(plan))
         if logits.dtype is not torch.float32:
             logits = logits.float()
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
-        self.statistics.num_forwards += 1
-        self.statistics.num_tokens += plan.token_ids.shape[1]
-        self.statistics.device_s += time.perf_counter() - start
+        self.num_forwards += 1
         if len(entries) == 1:
             return [logits]
         return list(logits.split([entry.num_logits for entry in entries]))

@@ -9,7 +9,6 @@ Legend: T tokens of the step, H hidden size, V vocabulary, R rows whose logits a
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -136,7 +135,6 @@ class ShardRunner(Runner):
         Raises:
             InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
         """
-        start = time.perf_counter()
         plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
         step = self._arguments(plan)
         num_tokens = plan.token_ids.shape[1]
@@ -145,9 +143,7 @@ class ShardRunner(Runner):
         rows = self._forward(*step)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.statistics.num_forwards += 1
-        self.statistics.num_tokens += num_tokens
-        self.statistics.device_s += time.perf_counter() - start
+        self.num_forwards += 1
         return rows.float() if self.spec.has_head else rows
 
     def forward(self, entries: Sequence[Entry], hidden: Tensor | None = None) -> list[Tensor]:

@@ -35,7 +35,6 @@ from specsplit.core.packet import COORDINATOR, Buffer, Packet, PacketSession, Pa
 from specsplit.core.ports import StageLink
 from specsplit.core.record import record
 from specsplit.model.plan import Entry
-from specsplit.model.runner import ForwardStatistics
 from specsplit.model.shard import LoadedShard, hidden_entry
 from specsplit.model.shard_payload import from_payload, payload_type, to_payload
 from specsplit.target.asked import NOT_A_NUMBER
@@ -180,7 +179,6 @@ class ChainRunner:
         self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
         self.device = ends.head.runner.device if ends else torch.device("cpu")
         self.is_recorded = False
-        self.statistics = ForwardStatistics()
         self.chain_statistics = ChainStatistics()
         self._link, self._loop, self._ends = link, loop, ends
         self._payload_type: PayloadType = payload_type(dtype)
@@ -226,8 +224,6 @@ class ChainRunner:
         """Note the rows of a step as held by every stage, and return the logits of its entries."""
         for share in shares:
             share.commit()
-        self.statistics.num_forwards += 1
-        self.statistics.num_tokens += sum(len(share.entry.token_ids) for share in shares)
         return [results[share] for share in shares]
 
     @torch.inference_mode()

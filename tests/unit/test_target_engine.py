@@ -140,9 +140,9 @@ async def test_a_scattered_path_is_accepted_in_one_forward_and_its_rows_are_thos
         while len(talk.ids) < 50:
             done = len(talk.ids) - len(prompt)
             tree = scattered_tree(truth[done : done + 7], rng)
-            first, before = talk.next_node, model.runner.statistics.num_forwards
+            first, before = talk.next_node, model.runner.num_forwards
             verdict = await talk.verify(tree)
-            assert model.runner.statistics.num_forwards - before == verdict.timings.num_forwards == 1
+            assert model.runner.num_forwards - before == verdict.timings.num_forwards == 1
             assert verdict.accepted == tuple(first + node for node in tree.path)
             assert talk.ids[len(prompt) :] == truth[: len(talk.ids) - len(prompt)]
             model.runner.forward([Entry(1, 0, talk.ids[: verdict.length])])
