@@ -162,7 +162,7 @@ def encode_tree(proposal: Proposal) -> common_pb2.Tree:
         root_position=proposal.root_position,
         token_ids=proposal.token_ids,
         parents=[_distance(number, parent) for number, parent in enumerate(proposal.parents, proposal.first_node)],
-        log_probs=bytes(min(round(-log_prob * 16), 255) for log_prob in proposal.log_probs),
+        log_probs=bytes([min(round(-log_prob * 16), 255) for log_prob in proposal.log_probs]),
     )
 
 
@@ -197,8 +197,8 @@ def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Pro
         first_node=first_node,
         root_position=message.root_position,
         token_ids=tuple(message.token_ids),
-        parents=tuple(number - distance if distance else ROOT for number, distance in numbered),
-        log_probs=tuple(_LOG_PROBS[step] for step in message.log_probs),
+        parents=tuple([number - distance if distance else ROOT for number, distance in numbered]),
+        log_probs=tuple([_LOG_PROBS[step] for step in message.log_probs]),
         timings=timings or Timings(),
     )
 
@@ -222,12 +222,13 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
     Raises:
         InvalidRequest: a time is negative or no finite number.
     """
-    times = (message.wall_ms, message.queue_ms, message.device_ms)
-    require(all(0 <= time < math.inf for time in times), "telemetry", "A time is negative or no finite number.")
+    wall_ms, queue_ms, device_ms = message.wall_ms, message.queue_ms, message.device_ms
+    are_sound = 0 <= wall_ms < math.inf and 0 <= queue_ms < math.inf and 0 <= device_ms < math.inf
+    require(are_sound, "telemetry", "A time is negative or no finite number.")
     return Timings(
-        wall_ms=message.wall_ms,
-        queue_ms=message.queue_ms,
-        device_ms=message.device_ms,
+        wall_ms=wall_ms,
+        queue_ms=queue_ms,
+        device_ms=device_ms,
         num_forwards=message.num_forwards,
         num_tokens=message.num_tokens,
         batch_size=message.batch_size,

@@ -94,7 +94,10 @@ class _Line:
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
         self._last_id += 1
         call_id, waiter = self._last_id, self._loop.create_future()
-        data = common_pb2.RoundCall(id=call_id, request=request, trace=dict(spans.inject())).SerializeToString()
+        call = common_pb2.RoundCall(id=call_id, request=request)
+        if trace := spans.inject():
+            call.trace.update(dict(trace))
+        data = call.SerializeToString()
         self._waiting[call_id] = waiter
         self._stream.send(data)
         timer = self._loop.call_later(timeout_s, self._expire, waiter)
