@@ -27,7 +27,6 @@ from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
 from specsplit.assembly.models import require_worker_extra
-from specsplit.core import event_loop
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
 from specsplit.orchestrator.pipeline import Orchestrator
@@ -199,7 +198,7 @@ def main(
     placements += [Placement(2, float(rtt)) for rtt in rtt_ms.split(",") if float(rtt)]
     progress = report.Progress(console)
     with progress.running("measuring", len(placements) * (rounds + 1)) as tick:
-        found = event_loop.run(run(placements, tokens, rounds, tick))
+        found = asyncio.run(run(placements, tokens, rounds, tick))
     listed = report.table(f"{NUM_LAYERS} layers x {HIDDEN}, one thread a process", "target", "tokens/s", "prefill ms")
     for name, seconds in found.token_s.items():
         rate = estimate([1 / value for value in seconds])

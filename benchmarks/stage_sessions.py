@@ -25,7 +25,6 @@ from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.models import require_worker_extra
 from specsplit.assembly.stages import load_coordinator
-from specsplit.core import event_loop
 from specsplit.core.sections import TargetSettings
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Request, Speculation
@@ -122,7 +121,7 @@ def main(
     console = report.new_console()
     rtts = [float(value) for value in rtt_ms.split(",")]
     with report.Progress(console).running("measuring", len(rtts) * len(WAYS) * (rounds + 1)) as tick:
-        found = event_loop.run(run(rtts, stages, sessions, nodes, tokens, rounds, tick))
+        found = asyncio.run(run(rtts, stages, sessions, nodes, tokens, rounds, tick))
     before, after = WAYS
     listed = report.table(f"{sessions} sessions on {stages} stages, tokens/s in all", "round trip", *WAYS, "ratio")
     ratios: dict[str, Estimate] = {}

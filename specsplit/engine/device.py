@@ -171,7 +171,7 @@ class LoopDevice:
 
     async def close(self) -> None:
         if self._workers:
-            self._idle = asyncio.Event()
+            self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
     def _schedule(self) -> None:
@@ -197,3 +197,4 @@ class LoopDevice:
             self._schedule()
         elif self._idle is not None:
             self._idle.set()
+            self._idle = None

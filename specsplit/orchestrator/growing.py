@@ -286,8 +286,10 @@ class Growing:
         )
         self._is_late = False
         if self._wait_began_s is not None and self._drafting is not None:
-            before_ms = (self._wait_began_s - self._drafting.asked_s) * 1e3  # of the call; its device may have worked
-            self._waited_device_ms += max(0.0, timings.device_ms - max(0.0, before_ms))
+            waited_s = self._waited_s + self._loop.time() - self._wait_began_s
+            before_s = max(0.0, self._wait_began_s - self._drafting.asked_s)  # of the call; its device may have worked
+            worked_ms = self._waited_device_ms + max(0.0, timings.device_ms - before_s * 1e3)
+            self._waited_device_ms = min(worked_ms, waited_s * 1e3)
         if proposal.root_position < self._tree.root_position:
             self._compare(proposal, budget)
         if self._drafting is not None and self._drafting.epoch != self._epoch:

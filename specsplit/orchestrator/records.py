@@ -21,7 +21,6 @@ from specsplit.core.defaults import (
 )
 from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
-from specsplit.core.record import record
 from specsplit.core.types import FinishReason, SamplingParams
 from specsplit.orchestrator.wire import JsonValue, Wire
 
@@ -194,7 +193,7 @@ class Resync:
         return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class RoundFacts:
     """How one round was run, and why."""
 
@@ -209,7 +208,7 @@ class RoundFacts:
     """What `auto` went by: its plan, and the best plan of every mode with the tokens per second predicted for it."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one round added to the answer.
 

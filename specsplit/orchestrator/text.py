@@ -74,7 +74,7 @@ class ByteDetokenizer:
         self._rest = b""
         """The first bytes of a character."""
         self._garbage = ""
-        """Bytes of no character, as U+FFFD: shown with the next one, as the window does."""
+        """Bytes of no character, as U+FFFD: shown with the next one, or once they are many, as the window does."""
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
@@ -83,6 +83,8 @@ class ByteDetokenizer:
         self._rest = data[num_used:]
         text = self._garbage + text
         whole = text.rstrip(REPLACEMENT)
+        if len(text) - len(whole) >= _LONG_WINDOW_TOKENS:
+            whole = text
         self._garbage = text[len(whole) :]
         return whole
 

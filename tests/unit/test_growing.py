@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.cost_model import Mode
-from specsplit.core.types import SessionParams
+from specsplit.core.types import Budget, Proposal, SessionParams, Turn
 from specsplit.orchestrator.pipeline import Orchestrator
 from specsplit.orchestrator.records import Patience, Request, Result, Speculation
 from tests.fakes import FakeTokenizer, adversarial_guess, good_guess, perfect_guess, plain_tokens
@@ -82,6 +82,20 @@ def test_the_draft_s_work_that_is_waited_for_is_what_lies_beside_the_target_s(mo
         assert timings.draft_waited_s == pytest.approx(timings.draft_device_s)
     if mode == "pingpong" or guess is perfect_guess:
         assert beside_s == pytest.approx(0, abs=0.01 * timings.decode_s)
+
+
+class _Boasting(TimedDraft):
+    """Says that its device worked for an hour a call."""
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        proposal = await super().propose(turn, known_nodes, budget)
+        return replace(proposal, timings=replace(proposal.timings, device_ms=3.6e6))
+
+
+@pytest.mark.parametrize("mode", ["pingpong", "overlap"])
+def test_no_draft_worked_longer_than_it_was_waited_for(mode: Mode):
+    timings = serve(mode, good_guess, draft=_Boasting(Diary(), LEVEL_S, good_guess)).timings
+    assert timings.draft_waited_s <= timings.decode_s - timings.target_device_s + 1e-9
 
 
 def test_what_was_grown_beside_the_verified_nodes_is_kept_when_the_text_goes_there():

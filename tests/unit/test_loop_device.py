@@ -114,3 +114,15 @@ async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:
     await device.close()
     assert len(runner.steps) == 4
     assert (await task)[0] == "a"
+
+
+async def test_whoever_closes_it_meanwhile_waits_for_the_work_too(model: LoadedModel) -> None:
+    device = LoopDevice(1)
+    worker, runner = worker_on(device, model)
+    task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await asyncio.gather(device.close(), device.close())
+    assert len(runner.steps) == 4
+    assert (await task)[0] == "a"
+    await device.close()

@@ -106,6 +106,15 @@ def test_by_bytes_what_may_be_an_unfinished_character_is_held_back(token_ids: li
         assert shown == decode(token_ids[:count]).rstrip("\ufffd")
 
 
+@pytest.mark.parametrize("repeated", [b"\xff", b"\xf0", b"\xe2\x82\xff"], ids=repr)
+def test_by_bytes_a_long_run_of_no_characters_is_shown_as_it_comes(repeated: bytes) -> None:
+    token_ids = [*repeated * 200]
+    detokenizer = detokenizer_of(FakeTokenizer())
+    shown = "".join(map(detokenizer.push, token_ids))
+    assert len(shown) >= 150
+    assert shown + detokenizer.flush() == decode(token_ids)
+
+
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=60))
 def test_by_bytes_a_character_comes_with_its_last_byte_and_not_before(text: str) -> None:
     detokenizer = detokenizer_of(FakeTokenizer())
