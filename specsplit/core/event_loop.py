@@ -16,6 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _LONG_S = 1e6
+"""Delays from here on, infinity too, are uvloop's to refuse or cap; a millisecond is nothing to them."""
 
 if sys.platform == "win32":
 

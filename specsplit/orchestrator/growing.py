@@ -285,17 +285,22 @@ class Growing:
             num_tokens=drafted.num_tokens + timings.num_tokens,
         )
         self._is_late = False
-        if self._wait_began_s is not None and self._drafting is not None:
-            waited_s = self._waited_s + self._loop.time() - self._wait_began_s
-            before_s = max(0.0, self._wait_began_s - self._drafting.asked_s)  # of the call; its device may have worked
-            worked_ms = self._waited_device_ms + max(0.0, timings.device_ms - before_s * 1e3)
-            self._waited_device_ms = min(worked_ms, waited_s * 1e3)
+        self._count_waited_for(timings.device_ms)
         if proposal.root_position < self._tree.root_position:
             self._compare(proposal, budget)
         if self._drafting is not None and self._drafting.epoch != self._epoch:
             self._epoch = self._drafting.epoch
             self._tree.forget_numbers()
         return self._tree.take(proposal, budget.max_new_nodes)
+
+    def _count_waited_for(self, device_ms: float) -> None:
+        """Count what of a call's work on the device must have been done in the wait under way, if there is one."""
+        if self._wait_began_s is None or self._drafting is None:
+            return
+        waited_s = self._waited_s + self._loop.time() - self._wait_began_s
+        before_s = max(0.0, self._wait_began_s - self._drafting.asked_s)  # of the call; its device may have worked
+        worked_ms = self._waited_device_ms + max(0.0, device_ms - before_s * 1e3)
+        self._waited_device_ms = min(worked_ms, waited_s * 1e3)
 
     def _compare(self, proposal: Proposal, budget: Budget) -> None:
         """Hold a proposal that comes late against what the text became."""

@@ -15,6 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 8
 _LONG_WINDOW_TOKENS = 48
+_MOST_GARBAGE = _LONG_WINDOW_TOKENS
+"""Characters U+FFFD that are held back."""
 _KEPT_TOKENS = 4
 """More tokens than an unfinished character has bytes."""
 
@@ -83,7 +85,7 @@ class ByteDetokenizer:
         self._rest = data[num_used:]
         text = self._garbage + text
         whole = text.rstrip(REPLACEMENT)
-        if len(text) - len(whole) >= _LONG_WINDOW_TOKENS:
+        if len(text) - len(whole) >= _MOST_GARBAGE:
             whole = text
         self._garbage = text[len(whole) :]
         return whole
