@@ -104,7 +104,10 @@ class Net:
 
 
 class TimedDevice:
-    """A device on the event loop whose steps take virtual time, so that calls come in while a session's step runs."""
+    """A device on the event loop whose steps take virtual time, so that calls come in while a session's step runs.
+
+    Now and then callers step their work themselves, after a turn of the loop in which calls come in as well.
+    """
 
     def __init__(self, net: Net) -> None:
         self._net = net
@@ -122,6 +125,16 @@ class TimedDevice:
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         settle()
+
+    def claim(self, session: str | None) -> bool:
+        return session is not None and not self._workers and self._net.rng.random() < 0.5
+
+    @property
+    def is_turn_due(self) -> bool:
+        return self._net.rng.random() < 0.8
+
+    async def give_turn(self) -> None:
+        await asyncio.sleep(self._net.rng.uniform(0.2, 1.5) * UNIT_S)
 
     async def close(self) -> None:
         raise AssertionError("shared by engines, so never theirs to close")

@@ -20,18 +20,18 @@ NO_ROW = -1
 class DraftTree:
     """Nodes in the order they were added; a parent (an index, ROOT_INDEX for the root) precedes its children."""
 
-    token_ids: list[int] = field(default_factory=list[int])
-    parents: list[int] = field(default_factory=list[int])
-    depths: list[int] = field(default_factory=list[int])
-    log_probs: list[float] = field(default_factory=list[float])
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     """Estimated log-probability of acceptance, given the parent's."""
-    path_log_probs: list[float] = field(default_factory=list[float])
+    path_log_probs: list[float] = field(default_factory=list)
     """The same from the root: non-increasing along a path, so the best n nodes always form a tree."""
-    rows: list[int] = field(default_factory=list[int])
+    rows: list[int] = field(default_factory=list)
     """KV row of a node that was forwarded, else NO_ROW."""
-    numbers: list[int] = field(default_factory=list[int])
+    numbers: list[int] = field(default_factory=list)
     """Node number once sent, else 0."""
-    row_nodes: list[int] = field(default_factory=list[int])
+    row_nodes: list[int] = field(default_factory=list)
     """Which node lies in which row: the inverse of `rows`."""
     is_root_expanded: bool = False
 

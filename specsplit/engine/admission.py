@@ -60,7 +60,7 @@ class Task:
     start: Callable[[], Work]
     loop: asyncio.AbstractEventLoop
     context: Context | None
-    callers: list[asyncio.Future[Outcome]] = field(default_factory=list["asyncio.Future[Outcome]"])
+    callers: list[asyncio.Future[Outcome]] = field(default_factory=list)
     submitted_s: float = field(default_factory=time.perf_counter)
     has_ended: bool = False
     """The worker has let go of the task."""
@@ -78,6 +78,10 @@ class Task:
     num_forwards: int = 0
     num_tokens: int = 0
     batch_size: int = 1
+    is_alone: bool = False
+    """Its caller steps it, and asks for the outcome."""
+    outcome: Outcome | None = None
+    error: Exception | None = None
     _ended: asyncio.Event | None = None
 
     def timings(self) -> Timings:
@@ -100,6 +104,13 @@ class Task:
         self.callers.append(future)
         return future
 
+    def result(self) -> Outcome:
+        """Return the outcome of a task that has ended, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        assert self.outcome is not None, "it has ended"
+        return self.outcome
+
     async def wait_ended(self) -> None:
         """Wait until the worker has let go of the task, also after its callers were cancelled."""
         if not self.has_ended:
@@ -109,6 +120,7 @@ class Task:
     def settle(self, outcome: Outcome | None, error: Exception | None) -> None:
         """Tell everybody who waits; for a cancelled task, nobody does."""
         self.has_ended = True
+        self.outcome, self.error = outcome, error
         if self._ended is not None:
             self._ended.set()
         callers, self.callers = self.callers, []

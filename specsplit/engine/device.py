@@ -1,7 +1,7 @@
 """What drives workers step by step: a thread of its own, or the caller's event loop.
 
 Engines on the same CPU that take turns share one: two threads would keep two OpenMP teams, which put each other to
-sleep between any two operators. Knows neither models nor sessions.
+sleep between any two operators. Knows no models, and of sessions only whether they are one.
 """
 
 from __future__ import annotations
@@ -54,6 +54,22 @@ class Device(Protocol):
         """Call `settle` on the event loop; from within a step only."""
         ...
 
+    def claim(self, session: str | None) -> bool:
+        """Take note that work of `session` comes; return whether its caller may step it here and now.
+
+        That is where a step would have nothing else to pack it with.
+        """
+        ...
+
+    @property
+    def is_turn_due(self) -> bool:
+        """Whether the event loop has waited long enough for a turn; only where callers may step."""
+        ...
+
+    async def give_turn(self) -> None:
+        """Let the event loop have its turn."""
+        ...
+
     async def close(self) -> None:
         """End once the work at hand is done."""
         ...
@@ -85,6 +101,17 @@ class DeviceThread:
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
             loop.call_soon_threadsafe(settle)
+
+    def claim(self, session: str | None) -> bool:
+        """Return False: a caller is on the event loop, and never here."""
+        return False
+
+    @property
+    def is_turn_due(self) -> bool:
+        return False
+
+    async def give_turn(self) -> None:
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._inbox.put(None)
@@ -141,7 +168,8 @@ _TURN_S = 0.004
 class LoopDevice:
     """The caller's event loop itself: nothing to hand over and nobody to wake.
 
-    In a turn of the loop it steps until somebody is to hear of a result, or `_TURN_S` are over.
+    In a turn of the loop it steps until somebody is to hear of a result, or `_TURN_S` are over. A session that is alone
+    steps by itself, without a turn for every step.
 
     A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
     waits while a forward runs, so this is for a process that generates and does little else. See docs/adr/0003.
@@ -153,6 +181,9 @@ class LoopDevice:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_scheduled = False
         self._has_delivered = False
+        self._turn_end_s = 0.0
+        """From when on the loop is due a turn."""
+        self._last_session: str | None = None
         self._idle: asyncio.Event | None = None
         """For whoever closes it while there is work."""
 
@@ -168,6 +199,18 @@ class LoopDevice:
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         self._has_delivered = True
         settle()
+
+    def claim(self, session: str | None) -> bool:
+        is_last, self._last_session = session == self._last_session, session
+        return is_last and session is not None and not self._workers  # of sessions in turns, a step takes all
+
+    @property
+    def is_turn_due(self) -> bool:
+        return time.perf_counter() >= self._turn_end_s
+
+    async def give_turn(self) -> None:
+        await asyncio.sleep(0)
+        self._turn_end_s = time.perf_counter() + _TURN_S
 
     async def close(self) -> None:
         if self._workers:
@@ -185,7 +228,7 @@ class LoopDevice:
 
     def _step(self) -> None:
         self._is_scheduled = self._has_delivered = False
-        end_s = time.perf_counter() + _TURN_S
+        end_s = self._turn_end_s = time.perf_counter() + _TURN_S
         while self._workers:
             for worker in list(self._workers):
                 worker.step()

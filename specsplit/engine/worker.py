@@ -101,14 +101,63 @@ class Worker:
             raise self._closed()
         if not self._device.is_alive:
             raise self._ended()
-        loop = asyncio.get_running_loop()
-        task = self._place(Task(session, this_round, start, loop, spans.current()))
+        task = Task(session, this_round, start, asyncio.get_running_loop(), spans.current())
+        if not self._is_alone(session):
+            task = self._place(task)
+        elif await self._ends_alone(task):
+            return task.result()
         future = task.join()
         try:
             return await future
         except asyncio.CancelledError:
             await self._leave(task, future)
             raise
+
+    def _is_alone(self, session: str | None) -> bool:
+        """Return whether work of this session may be stepped by its caller."""
+        return self._device.claim(session) and session not in self._lines and self._runner.max_under_way == 1
+
+    async def _ends_alone(self, task: Task) -> bool:
+        """Step a task here, after the turn that the loop may be due; return whether it has ended, or goes as others do.
+
+        It has its line from the beginning: a repeat joins it, what is newer waits for it.
+        """
+        session, device = task.session, self._device
+        assert session is not None, "what is of no session goes with others"
+        self._lines[session] = Line(task)
+        if device.is_turn_due:
+            await self._give_turn(task, session)
+            if not device.claim(session):
+                self._submit(task)
+                return False
+        if self._is_closed:
+            task.settle(None, self._closed())
+        else:
+            task.is_alone = True
+            self._guarded(lambda: self._step_alone(task))
+        if task.has_ended:
+            self._advance_line(session)
+        else:
+            task.is_alone = False
+            device.submit(self, _nothing)
+        return task.has_ended
+
+    async def _give_turn(self, task: Task, session: str) -> None:
+        """Let the loop have its turn before a task begins, whose caller may be cancelled meanwhile."""
+        own = task.join()
+        is_left = True
+        try:
+            await self._device.give_turn()
+            is_left = False
+        finally:
+            if own in task.callers:
+                task.callers.remove(own)
+            elif own.done():
+                own.exception()  # sent away by repeats; nobody else will ask for it
+            if is_left and task.callers:
+                self._submit(task)
+            elif is_left:
+                self._advance_line(session)
 
     def _place(self, task: Task) -> Task:
         if task.session is not None:
@@ -178,11 +227,26 @@ class Worker:
         has_room = num_under_way < self._runner.max_under_way
         return bool(idle) and (has_room or any(task.cancelled for task in idle))
 
+    def _step_alone(self, task: Task) -> None:
+        self._begin(task)
+        while not task.has_ended:
+            self._step_of([task])
+            if self._device.is_turn_due:
+                break
+
+    def _step_of(self, tasks: list[Task]) -> None:
+        step = Step(tasks)
+        self._end(step, lambda: self._runner.forward(step.entries))
+
     def step(self) -> None:
-        """Begin what can begin, then forward all that is ready; a mistake here ends the tasks, not the device."""
+        """Begin what can begin, then forward all that is ready."""
+        self._guarded(self._step)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do a step; a mistake in it ends the tasks, not the device."""
         self._condition.begin_step()
         try:
-            self._step()
+            work()
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             _log.exception("the %s worker failed outside a forward", self._name)
             self._end_all(error)
@@ -213,8 +277,7 @@ class Worker:
         if self._runner.max_under_way > 1:
             self._send_off(ready)
         elif ready:
-            step = Step(ready)
-            self._end(step, lambda: self._runner.forward(step.entries))
+            self._step_of(ready)
 
     def _begin(self, task: Task) -> None:
         task.begun_s = time.perf_counter()
@@ -300,10 +363,13 @@ class Worker:
             self._condition.fail(error)
         elif task.num_forwards and not task.cancelled:
             self._condition.succeed()
-        timings = task.timings()
+        outcome = result, task.timings()
+        if task.is_alone:
+            task.settle(outcome, error)
+            return
 
         def settle() -> None:
-            task.settle((result, timings), error)
+            task.settle(outcome, error)
             if task.session is not None:
                 self._advance_line(task.session)
 

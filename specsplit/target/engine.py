@@ -118,7 +118,9 @@ class TargetEngine(Engine):
         logits = yield self._entry(session, tail, proposal, tree)
         session.extend(tail)
         picks = self._picks(session, logits, proposal, tree)
-        accepted, token_ids = walk(tree, proposal.token_ids, picks) if tree else ([], picks)
+        if not tree:
+            return Verdict(accepted=(), token_ids=tuple(picks), length=session.slot.length)
+        accepted, token_ids = walk(tree, proposal.token_ids, picks)
         if accepted:
             self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
             session.extend(token_ids[:-1])

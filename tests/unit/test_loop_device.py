@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import OutOfMemory
+from specsplit.core.errors import OutOfMemory, WorkerClosed
+from specsplit.engine import device as devices
+from specsplit.engine.admission import Round
 from specsplit.engine.device import LoopDevice
 from specsplit.engine.worker import Worker
 from specsplit.model.loader import LoadedModel, load_model
@@ -35,6 +37,12 @@ def work(name: str, num_forwards: int, slot: int = 0) -> Work:
     for position in range(num_forwards):
         yield Entry(slot, position, [7])
     return name
+
+
+async def known(worker: Worker) -> Worker:
+    """Have session "a" be the last that came: while it stays alone, its work is stepped where it is asked for."""
+    await worker.run("a", lambda: work("known", 1))
+    return worker
 
 
 async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedModel) -> None:
@@ -80,10 +88,13 @@ async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -
     assert (await worker.run("a", lambda: work("again", 1)))[0] == "again"
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 async def test_a_failing_forward_ends_its_callers_and_no_one_else(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
     worker, runner = worker_on(LoopDevice(1), model)
+    if is_alone:
+        await known(worker)
 
     def fail(entries: object) -> list[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -92,18 +103,152 @@ async def test_a_failing_forward_ends_its_callers_and_no_one_else(
         patch.setattr(runner, "forward", fail)
         with pytest.raises(OutOfMemory):
             await worker.run("a", lambda: work("a", 1))
+    assert worker.is_in_doubt
     assert (await worker.run("b", lambda: work("b", 1)))[0] == "b"
+    assert not worker.is_in_doubt
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
     worker, _ = worker_on(LoopDevice(1), model)
+    if is_alone:
+        await known(worker)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_end", lambda step, logits_of: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await worker.run("a", lambda: work("a", 1))
     assert (await worker.run("b", lambda: work("b", 1)))[0] == "b"
+
+
+async def test_a_session_that_is_alone_is_stepped_where_it_asks(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 3600.0)
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    asked = worker.run("a", lambda: work("a", 3))
+    with pytest.raises(StopIteration) as ended:
+        asked.send(None)  # it never waits for anything
+    result, timings = ended.value.value
+    assert (result, timings.num_forwards, timings.num_tokens, timings.batch_size) == ("a", 3, 3, 1)
+    assert 0 < timings.device_ms <= timings.wall_ms
+    assert len(runner.steps) == 4
+    assert not worker.has_work
+    assert worker.num_lines == 0
+
+
+async def test_a_session_that_is_alone_leaves_the_loop_its_turns(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)  # due at once, always
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    done: list[int] = []
+
+    async def neighbour() -> None:
+        while True:
+            done.append(len(runner.steps))
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(neighbour())
+    outcomes = [await worker.run("a", lambda: work("a", 4)) for _ in range(2)]
+    beside.cancel()
+    assert [(result, timings.num_forwards) for result, timings in outcomes] == [("a", 4), ("a", 4)]
+    assert sorted(set(done)) == list(range(1, 10)), "a turn before each work and after each step"
+    assert not worker.has_work
+    assert worker.num_lines == 0
+
+
+async def test_sessions_that_come_to_one_that_was_alone_share_its_steps(model: LoadedModel) -> None:
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    runner.steps.clear()
+
+    async def rounds(name: str, slot: int) -> None:
+        for _ in range(3):
+            await worker.run(name, lambda: work(name, 1, slot))
+
+    await asyncio.gather(rounds("b", 1), rounds("a", 0))
+    assert [sorted(entry.slot for entry in step) for step in runner.steps] == [[0, 1]] * 3
+
+
+async def test_work_of_a_session_that_is_alone_may_be_cancelled_before_it_begins(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(runner.steps) == 1
+    assert not worker.has_work
+    assert (await worker.run("a", lambda: work("again", 1)))[0] == "again"
+
+
+async def test_a_worker_closed_in_the_turn_before_work_takes_it_no_more(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    task = asyncio.create_task(worker.run("a", lambda: work("a", 1)))
+    await asyncio.sleep(0)
+    await worker.close()
+    with pytest.raises(WorkerClosed):
+        await task
+    assert len(runner.steps) == 1
+
+
+async def test_what_comes_in_the_turn_before_work_keeps_its_order(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)
+    worker, _ = worker_on(LoopDevice(1), model)
+    await known(worker)
+    begun: list[str] = []
+
+    def noted(name: str) -> Callable[[], Work]:
+        def start() -> Work:
+            begun.append(name)
+            return work(name, 1)
+
+        return start
+
+    first, repeat, newer = (Round(1, number, "body") for number in (1, 1, 2))
+    asked = [
+        worker.run("a", noted("first"), first),
+        worker.run("b", noted("other")),
+        worker.run("a", noted("repeat"), repeat),
+        worker.run("a", noted("newer"), newer),
+    ]
+    outcomes = await asyncio.gather(*asked)
+    assert [result for result, _ in outcomes] == ["first", "other", "first", "newer"]
+    assert begun.index("first") < begun.index("newer")
+    assert "repeat" not in begun
+    assert not worker.has_work
+    assert worker.num_lines == 0
+
+
+async def test_whoever_joined_work_that_its_caller_left_gets_its_result(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)
+    worker, runner = worker_on(LoopDevice(1), model)
+    await known(worker)
+    this_round = Round(1, 1, "body")
+    caller, joined, leaving = (asyncio.create_task(worker.run("a", lambda: work("a", 2), this_round)) for _ in range(3))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    caller.cancel()
+    assert (await joined)[0] == "a"
+    assert caller.cancelled() or (await asyncio.wait({caller}))
+    assert len(runner.steps) == 3
+    assert worker.num_lines == 0
 
 
 async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:

@@ -40,12 +40,16 @@ _keys = count(1)
 
 
 @cache
-def load(role: Role) -> LoadedModel:
+def model_folder() -> str:
     folder = Path(_folders.name) / "llama"
-    if not folder.exists():
-        save_model(folder, FAMILIES["llama"](), seed=3, with_tokenizer=False)
+    save_model(folder, FAMILIES["llama"](), seed=3, with_tokenizer=False)
+    return str(folder)
+
+
+@cache
+def load(role: Role) -> LoadedModel:
     return load_model(
-        str(folder),
+        model_folder(),
         role=role,
         threads=1,
         max_sessions=MAX_SESSIONS,
@@ -215,7 +219,7 @@ async def test_a_session_in_use_is_never_evicted(role: Role) -> None:
 
 
 async def test_the_sentence_of_a_worker_with_one_slot_speaks_of_one_session() -> None:
-    model = load_model(str(Path(_folders.name) / "llama"), role="target", threads=1, context=CONTEXT, record=False)
+    model = load_model(model_folder(), role="target", threads=1, context=CONTEXT, record=False)
     engine = TargetEngine(model, clock=HandClock())
     served = Served(engine, HandClock(), steered(model)[1])
     try:
@@ -356,12 +360,9 @@ async def live(served: Served, rng: random.Random, session: str) -> None:
 
 @pytest.mark.parametrize("max_sessions", [1, 2, 7])
 def test_the_slots_take_the_memory_that_the_check_names(max_sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    load("target")
-    folder = str(Path(_folders.name) / "llama")
-
     def loaded() -> LoadedModel:
         return load_model(
-            folder,
+            model_folder(),
             role="target",
             threads=1,
             context=CONTEXT,
