@@ -70,7 +70,7 @@ class Pipeline:
     """A target and, where one is named, a draft, ready to generate; close it, or use it in a with block.
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
-    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft decodes plainly. Arguments go
+    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft has lookup alone. Arguments go
     over environment variables, those over the settings file, and that over the defaults.
 
     Raises:

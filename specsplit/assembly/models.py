@@ -24,7 +24,7 @@ _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The loaded models of one process; without a draft it decodes plainly."""
+    """The loaded models of one process; without a draft there is lookup alone."""
 
     target: LoadedModel
     draft: LoadedModel | None

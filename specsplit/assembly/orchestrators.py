@@ -16,8 +16,8 @@ from specsplit.orchestrator.records import Patience, Speculation
 class Workers:
     """A target, a draft where there is one, and the tokenizer they share; close it when its requests have ended.
 
-    `draft_modes` are what `auto` may choose with the draft. Engines that the caller's event loop itself drives
-    `are_on_loop`: what they do not answer, nobody can wait for.
+    `draft_modes` are what `auto` may choose with the draft, and a stream among them also without. Engines that the
+    caller's event loop itself drives `are_on_loop`: what they do not answer, nobody can wait for.
     """
 
     def __init__(

@@ -159,6 +159,8 @@ class Choice(Plan):
     """Decisions in a row at which another plan was clearly better."""
     without_lookup: float = 0.0
     """Its tokens per second in rounds that lookup has nothing better for, which is what lookup has to beat."""
+    has_draft: bool = True
+    """Whether there was one to choose with."""
 
 
 def choose(
@@ -175,7 +177,8 @@ def choose(
 
     `expect` says what is to be expected where the model promises a mode so many tokens per second.
     The `last` choice stands until another one is better by `margin` at `patience` decisions in a row; plain decoding
-    needs no margin, so that speculating never stays where it only costs. A mode no longer offered is left at once.
+    and the same mode without nodes need no margin, so that speculating never stays where it only costs. A mode no
+    longer offered is left at once.
     """
     plans = _scaled(_best_plans(profiles, costs, limits), expect)
     best = plans[0]
@@ -183,7 +186,8 @@ def choose(
     current = _scaled((revised,), expect)[0] if revised is not None else None
     if last is None or current is None:
         return _chosen(best, plans)
-    needed = current.tokens_per_s * (1 + margin if best.nodes else 1)
+    is_less_of_it = best.nodes == 0 and best.mode in (PLAIN, current.mode)
+    needed = current.tokens_per_s * (1 if is_less_of_it else 1 + margin)
     if best.tokens_per_s <= needed:
         return _chosen(current, plans)
     if last.num_beaten + 1 >= patience:

@@ -35,9 +35,10 @@ _PLAIN, _STREAMED_PLAIN = Move("plain"), Move("stream")
 class Controller:
     """Gives every round of a session its move: the user's mode and shape, or in `auto` what promises most.
 
-    `end` is the number of tokens, prompt included, at which the session must stop. Beyond the draft's context lookup
-    goes on alone. `modes` are those with a draft that `auto` may choose, the first one until something is known;
-    `max_nodes` is the target's limit.
+    `end` is the number of tokens, prompt included, at which the session must stop. Beyond the draft's context a fixed
+    mode goes on with lookup alone, and `auto` as it does without a draft. `modes` are those that it may choose beside
+    plain decoding: with a draft the first one until something is known, without one only a stream, in which the target
+    waits for nobody. `max_nodes` is the target's limit.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Controller:
         max_nodes: int,
     ) -> None:
         self._speculation, self._modes, self._experience = speculation, modes, experience
+        self._draftless = draftless(modes)
         self._mode: ChosenMode = mode
         self._end = end
         self._limits = _limits(min(speculation.max_nodes, max_nodes), speculation.branching)
@@ -70,7 +72,7 @@ class Controller:
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         move = self._wanted(has_draft=has_draft and room_of_draft >= 1)
-        if move.mode in ("pingpong", "overlap", "stream"):
+        if move.budget is not None and move.mode in ("pingpong", "overlap", "stream"):
             if room_of_draft < 1:
                 move = self._without_draft(move)
             else:
@@ -84,16 +86,16 @@ class Controller:
         if self._mode != "auto":
             return Move(self._mode, default)
         self._num_rounds += 1
-        modes = self._modes if has_draft else ()
+        modes = self._modes if has_draft else self._draftless
         is_known = self._experience.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
-        if modes and not is_known:
+        if has_draft and modes and not is_known:
             return Move(modes[0], self._first)
         if not self._experience.has_seen_plain:
             return _PLAIN
-        choice = self._experience.choice(modes)
+        choice = self._experience.choice(modes, has_draft=has_draft)
         if self._num_rounds % DECIDE_EVERY == 1 or choice is None:
-            choice = self._experience.decide(modes, self._limits)
-        return self._followed(choice, has_draft=bool(modes)) if choice is not None else _PLAIN
+            choice = self._experience.decide(modes, self._limits, has_draft=has_draft)
+        return self._followed(choice, has_draft=has_draft and bool(modes)) if choice is not None else _PLAIN
 
     def _followed(self, choice: Choice, *, has_draft: bool) -> Move:
         """Turn the choice into a move; while the draft is not asked, look now and then at what it would say."""
@@ -104,7 +106,7 @@ class Controller:
                 shadow, self._num_without_draft = self._first, 0
         limits = self._limits
         most = Budget(max(choice.nodes, self._looked_up), limits.max_depth, limits.branching)
-        wanted = Budget(choice.nodes, choice.depth, limits.branching) if choice.nodes else None
+        wanted = Budget(choice.nodes, choice.depth, limits.branching) if choice.nodes and has_draft else None
         return Move(choice.mode, wanted, choice, shadow, most)
 
     def _may_look(self, choice: Choice) -> bool:
@@ -113,9 +115,12 @@ class Controller:
         return draft_s * choice.without_lookup <= SHADOW_SHARE * self._num_without_draft
 
     def _without_draft(self, move: Move) -> Move:
-        if move.choice is not None:
-            return replace(move, mode="plain", budget=None)
         return Move("lookup", move.budget) if self._speculation.lookup else _PLAIN
+
+
+def draftless(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+    """Return those of the modes that gain something without a draft."""
+    return tuple(mode for mode in modes if mode == "stream")
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,10 @@ _GRID = (1, 2, 3, 5, 9, 17, 33)
 _ROW_COST = 0.04
 """Before anything else is known: what a further row adds to a forward of one. Ten to twenty rows double it on a CPU."""
 _HIT_MEMORY = 0.97
+_FAR = 0.25
+"""Of a forward: what has to lie between two of them for a stream to gain something without a draft, since lookup's
+nodes come to it a step late."""
+_NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[Mode, ...] = ("pingpong", "overlap", "stream")
 
 
@@ -41,8 +45,8 @@ class Experience:
         """Whether a forward of one row was measured."""
         self.num_proposals = 0
         """Proposes that were answered."""
-        self._choices: dict[tuple[Mode, ...], Choice] = {}
-        """By the modes that were offered: a session whose draft is away, or full, chooses for itself."""
+        self._choices: dict[tuple[bool, tuple[Mode, ...]], Choice] = {}
+        """By the modes that were offered, with or without a draft: a session whose draft is away chooses for itself."""
         self._verify_beside: StepTimes | None = None
         """The same while the draft is at work: on one machine they slow each other down."""
         self._draft: DraftTimes | None = None
@@ -51,9 +55,9 @@ class Experience:
         self._least_ping_s = math.inf
         self._own = RunningMedian()
         self._hit_rate = 0.5
-        self._promises = Promises()
-        """Of all rounds under a choice."""
-        self._alone = Promises()
+        self._promises = {has_draft: Promises() for has_draft in (False, True)}
+        """Of all rounds under a choice, by whether there was a draft."""
+        self._alone = {has_draft: Promises() for has_draft in (False, True)}
         """Of those that lookup did not take over."""
         self._stretches = Stretches()
         self._drafted = DepthProfile(MAX_DEPTH, MAX_BRANCHING)
@@ -137,9 +141,9 @@ class Experience:
         """Count a round that was run by `choice`, in its mode or as lookup's: its tokens and its time."""
         if mode in (choice.mode, "lookup") and num_tokens and seconds > 0:
             promised_s = num_tokens / choice.promised
-            self._promises.observe(choice.mode, promised_s, seconds)
+            self._promises[choice.has_draft].observe(choice.mode, promised_s, seconds)
             if mode == choice.mode:
-                self._alone.observe(mode, promised_s, seconds)
+                self._alone[choice.has_draft].observe(mode, promised_s, seconds)
 
     def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a round of plain decoding would have made of lookup's nodes here, whatever was done."""
@@ -159,33 +163,52 @@ class Experience:
         taken_s = (self.verify.seconds(count + 1) + self._other_s) * num_taken / (num_right + 1)
         self._stretches.observe(0, num_taken, taken_s)
 
-    def decide(self, modes: Sequence[Mode], limits: Limits) -> Choice | None:
-        """Choose anew among plain decoding and `modes`; None while no verify was measured."""
+    def decide(self, modes: Sequence[Mode], limits: Limits, *, has_draft: bool) -> Choice | None:
+        """Choose anew among plain decoding and `modes`; None while no verify was measured.
+
+        Without a draft a mode's trees are empty, so `modes` are those that gain something all the same.
+        """
         if self.verify is None:
             return None
-        offered = tuple(modes)
+        offered = has_draft, tuple(modes)
         last = self._choices.get(offered)
         current = last.mode if last is not None else None
-        self._promises.forgive(current)
-        self._alone.forgive(current)
+        promises, alone = self._promises[has_draft], self._alone[has_draft]
+        promises.forgive(current)
+        alone.forgive(current)
 
         def expected(mode: Mode, promised: float) -> float:
-            if mode in (current, "stream"):  # what it makes of this text is known; a stream's rounds are not taken over
-                return promised * self._promises.kept(mode)
-            return self._stretches.tokens_per_s(promised * self._alone.kept(mode))
+            # What the present mode makes of this text is known. A stream's rounds are not taken over by lookup: one
+            # that has nothing but lookup's nodes is tried where they would gain it what they gain the others.
+            kept = promised * promises.kept(mode)
+            if mode == "stream" and (has_draft or promises.is_tried(mode)):
+                return kept
+            with_lookup = self._stretches.tokens_per_s(promised * alone.kept(mode))
+            if mode != current:
+                return with_lookup
+            return kept if has_draft else max(kept, with_lookup)  # it may have been left for long
 
-        costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=self._verify_beside)
-        has_draft = self._draft is not None and self.num_proposals > 0
-        drafted = self._drafted.profile
-        profiles: dict[Mode, Profile] = {mode: drafted for mode in _DRAFTED if mode in modes and has_draft}
+        beside = self._verify_beside if has_draft else None
+        costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=beside)
+        profiles = self._profiles(modes, has_draft=has_draft)
         choice = choose(profiles, costs, limits, last, expect=expected)
-        alone = max(choice.promised * self._alone.kept(choice.mode), self._plain_rate)
-        self._choices[offered] = choice = replace(choice, without_lookup=alone)
+        alone_rate = max(choice.promised * alone.kept(choice.mode), self._plain_rate)
+        self._choices[offered] = choice = replace(choice, without_lookup=alone_rate, has_draft=has_draft)
         return choice
 
-    def choice(self, modes: Sequence[Mode]) -> Choice | None:
-        """Return what was chosen last among plain decoding and `modes`."""
-        return self._choices.get(tuple(modes))
+    def _profiles(self, modes: Sequence[Mode], *, has_draft: bool) -> dict[Mode, Profile]:
+        """Return what each mode's trees are to be planned by; a draft that was never asked is none to plan with."""
+        assert self.verify is not None, "asked once there is one"
+        if not has_draft:
+            is_far = self._other_s > _FAR * self.verify.seconds(1)
+            return dict.fromkeys(modes, _NO_TREES) if is_far else {}
+        is_known = self._draft is not None and self.num_proposals > 0
+        drafted = self._drafted.profile
+        return {mode: drafted for mode in _DRAFTED if mode in modes and is_known}
+
+    def choice(self, modes: Sequence[Mode], *, has_draft: bool) -> Choice | None:
+        """Return what was chosen last among plain decoding and `modes`, with or without a draft."""
+        return self._choices.get((has_draft, tuple(modes)))
 
     @property
     def _plain_rate(self) -> float:

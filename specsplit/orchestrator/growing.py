@@ -74,7 +74,9 @@ class Growing:
         self._epoch = 0
         """Of the draft's numbers."""
         self._found: LookupTree | None = None
-        """What lookup said of the round under way."""
+        """What lookup said of the round under way; in a stream, until the text has left it."""
+        self._spelled: list[int] = []
+        """What was committed since."""
         self._observed_s: float | None = None
         """When the last round ended; the prompt's is the first."""
         self._waited_s = 0.0
@@ -95,22 +97,30 @@ class Growing:
         """Of the draft's answers since the last offer."""
         return self._drafted
 
+    @property
+    def _is_growing(self) -> bool:
+        return self._growing is not None and not self._growing.done()
+
     def begin(self, move: Move) -> None:
         """Let the draft take in the prompt, and guess its first token, while the target does."""
         if move.mode in ("overlap", "stream") and move.budget is not None:
             self._keep_growing(move.budget)
+        self._is_beside = self._is_growing
 
     def go_on(self, move: Move) -> None:
         """Grow what a streaming target is to get for its next steps."""
         self._look_up(move.most)  # the target takes of it what is worth its rows
         if move.budget is not None:
             self._keep_growing(move.budget)
-        elif move.shadow is not None:
-            self._look_aside(move.shadow)
+        else:
+            self._cut_growing()  # of a choice before this one
+            if move.shadow is not None:
+                self._look_aside(move.shadow)
+        self._is_beside = self._is_growing
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
         """Return the nodes that the streaming target does not know yet, and whether the draft is at work on more."""
-        is_growing = self._growing is not None and not self._growing.done() and not self._is_aside
+        is_growing = self._is_growing and not self._is_aside
         is_more_coming = is_growing and self._drafting is not None and self._drafting.trouble is None
         return self._tree.take_unsent(first_node), is_more_coming
 
@@ -140,7 +150,7 @@ class Growing:
             self._keep_growing(budget)
         elif move.shadow is not None:
             self._look_aside(move.shadow)
-        self._is_beside = self._growing is not None and not self._growing.done()
+        self._is_beside = self._is_growing
         return self._offered(offer, timings, is_looked_up=is_looked_up)
 
     async def _nodes_of(self, move: Move) -> tuple[list[int], bool]:
@@ -170,8 +180,10 @@ class Growing:
 
     def _look_up(self, shape: Budget | None) -> None:
         if self._lookup is not None and shape is not None:
-            self._found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
-            self._tree.merge(self._found)
+            found = self._lookup.candidates(shape.max_new_nodes, shape.max_depth, shape.max_branching)
+            self._tree.merge(found)
+            if self._found is None:
+                self._found, self._spelled = found, []
 
     def _worth_more(self, choice: Choice, most: Budget) -> list[int]:
         """Return nodes that promise more at once than the choice does with the draft waited for, [] if none do.
@@ -198,7 +210,7 @@ class Growing:
         now_s = self._loop.time()
         if outcome.is_streamed:
             if outcome.verdict.timings.num_tokens == 1 + len(outcome.verdict.verified):  # else it took in text as well
-                experience.observe_verify(outcome.verdict.timings, None, is_beside=True)
+                experience.observe_verify(outcome.verdict.timings, None, is_beside=self._is_beside)
         elif self._observed_s is not None:
             experience.observe_verify(outcome.verdict.timings, outcome.verify_s, is_beside=self._is_beside)
             experience.observe_own(now_s - self._observed_s - outcome.verify_s - self._waited_s)
@@ -209,9 +221,7 @@ class Growing:
             self._lookup.extend(token_ids)
         self._verified = tuple(number for number in outcome.verified_draft_numbers if number != UNNUMBERED)
         experience.observe_tree(tree, token_ids)
-        if self._found is not None:
-            experience.observe_found(self._found, token_ids)
-            self._found = None
+        self._observe_found(outcome)
         num_spelled, node = tree.walk(token_ids)
         is_hit = num_spelled == len(token_ids)
         self._is_kept = is_hit if len(tree) and self._growing is not None and not self._is_aside else None
@@ -222,6 +232,16 @@ class Growing:
         else:
             self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, experience.acceptance)
             self._cut_growing()
+
+    def _observe_found(self, outcome: Outcome) -> None:
+        """Hold what lookup found against what became of the text; a stream's commits may be shorter than that."""
+        found = self._found
+        if found is None:
+            return
+        self._spelled += outcome.verdict.token_ids
+        if not outcome.is_streamed or found.num_spelled(self._spelled, range(len(found))) < len(self._spelled):
+            self._experience.observe_found(found, self._spelled)
+            self._found = None
 
     async def close(self) -> None:
         """End what is under way and free the draft's slot."""

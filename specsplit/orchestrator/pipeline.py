@@ -16,6 +16,7 @@ from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
+from specsplit.orchestrator.controller import draftless
 from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.incidents import Incidents
@@ -35,8 +36,8 @@ class Orchestrator:
     """Generates text, for any number of requests at once: the target's words, at the draft's pace where there is one.
 
     A draft that is away, slow or wrong costs speed, never a request; a target that is away is asked again until
-    `patience` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft. `rng` jitters what
-    is asked again; `clock` times the result.
+    `patience` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft; without one, a
+    stream if it is among them. `rng` jitters what is asked again; `clock` times the result.
 
     Raises:
         InvalidSettings: a mode that speculates, without a drafter.
@@ -74,12 +75,12 @@ class Orchestrator:
 
     @property
     def mode(self) -> ChosenMode:
-        """How rounds are run; `auto` is plain where there is neither draft nor lookup."""
+        """How rounds are run; `auto` is plain where there is nothing to choose."""
         return resolved_mode(self.speculation, self._modes)
 
     @property
     def _modes(self) -> list[Mode]:
-        return list(self._draft_modes) if self.drafter is not None else []
+        return list(self._draft_modes if self.drafter is not None else draftless(self._draft_modes))
 
     async def connect(self) -> Identity:
         """Ask the workers who they are and return the target's identity; `stream` does so by itself.
@@ -106,7 +107,8 @@ class Orchestrator:
                 )
             if self._draft is not None:
                 await self._draft.meet(target, persistence.remaining_s)
-            if self.mode != "plain" and self.speculation.nodes > target.max_nodes:
+            has_trees = self.drafter is not None or (self.speculation.lookup and self.mode != "plain")
+            if has_trees and self.speculation.nodes > target.max_nodes:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
                     param="nodes",

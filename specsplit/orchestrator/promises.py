@@ -71,6 +71,10 @@ class Promises:
         """Return which part of a promised rate is to be expected."""
         return self._kept[mode].value if mode in self._kept else self._untried(mode)
 
+    def is_tried(self, mode: Mode) -> bool:
+        """Return whether rounds of this mode were counted."""
+        return mode in self._kept
+
     def _untried(self, mode: Mode) -> float:
         drafted = [kept.value for tried, kept in self._kept.items() if tried != PLAIN]
         return 1.0 if mode == PLAIN else min([1.0, *drafted])

@@ -70,7 +70,7 @@ class Serving:
 
 
 def resolved_mode(speculation: Speculation, modes: Sequence[Mode]) -> ChosenMode:
-    """Return the mode, `auto` being plain where there is neither a draft nor lookup."""
+    """Return the mode, `auto` being plain where there is nothing to choose."""
     is_plain = speculation.mode == "auto" and not modes and not speculation.lookup
     return "plain" if is_plain else speculation.mode
 
@@ -116,7 +116,8 @@ class Session:
             max_nodes=target.max_nodes,
         )
         self._stop = Stop(serving.tokenizer, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
-        self._tally = Tally(serving.speculation.depth if self._source is not None else 0)
+        has_trees = self._draft is not None or (self._source is not None and serving.speculation.lookup)
+        self._tally = Tally(serving.speculation.depth if has_trees else 0)
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._first_token_s = 0.0
@@ -155,7 +156,7 @@ class Session:
         cut = self._stop.take(outcome.verdict.token_ids, num_accepted)
         num_tokens = len(cut.token_ids)
         self._token_ids.extend(cut.token_ids)
-        self._text.extend(text for text, _ in cut.pieces)
+        self._text += [text for text, _ in cut.pieces]
         return Chunk(
             token_ids=cut.token_ids,
             accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),

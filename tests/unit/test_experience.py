@@ -22,7 +22,7 @@ PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0
 
 
 def decided(experience: Experience) -> Choice:
-    choice = experience.decide(["pingpong"], Limits())
+    choice = experience.decide(["pingpong"], Limits(), has_draft=True)
     assert choice is not None
     return choice
 
@@ -77,9 +77,9 @@ def test_lookup_always_has_plain_decoding_to_beat():
 def test_a_session_without_a_draft_chooses_for_itself():
     experience = begun()
     both = decided(experience)
-    alone = experience.decide([], Limits())
-    assert experience.choice(["pingpong"]) is both
-    assert experience.choice([]) is alone
+    alone = experience.decide([], Limits(), has_draft=False)
+    assert experience.choice(["pingpong"], has_draft=True) is both
+    assert experience.choice([], has_draft=False) is alone
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():

@@ -231,7 +231,11 @@ async def test_auto_is_plain_where_there_is_nothing_to_choose_from() -> None:
     draft = FakeDraft()
     assert orchestrator(FakeTarget(), draft, Speculation(lookup=False)).mode == "auto"
     assert orchestrator(FakeTarget(), None, Speculation()).mode == "auto"
-    assert orchestrator(FakeTarget(), None, Speculation(lookup=False)).mode == "plain"
+    assert orchestrator(FakeTarget(), None, Speculation(lookup=False)).mode == "auto", "a stream needs neither"
+    nothing = Orchestrator(
+        FakeTarget(), None, FakeTokenizer(), Speculation(lookup=False), draft_modes=("overlap", "pingpong")
+    )
+    assert nothing.mode == "plain"
     result = await orchestrator(FakeTarget(), draft, Speculation(mode="plain")).generate(REQUEST)
     assert (result.mode, result.draft_forwards, draft.num_calls) == ("plain", 0, 0)
     assert result.speculative_decoding.acceptance_histogram == ()

@@ -68,12 +68,12 @@ def test_step_times_that_cannot_be_are_refused(times: list[tuple[int, float]]):
 
 def test_what_workers_measured_is_where_an_experience_begins():
     experience = Experience()
-    assert experience.decide([], _limits()) is None
+    assert experience.decide([], _limits(), has_draft=False) is None
     experience.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
     assert experience.has_seen_plain
     assert experience.verify is not None
     assert experience.verify.grid == dict(TIMES)
-    choice = experience.decide(["pingpong"], _limits())
+    choice = experience.decide(["pingpong"], _limits(), has_draft=True)
     assert choice is not None
     assert {plan.mode for plan in choice.alternatives} == {"plain"}, "no draft has proposed anything yet"
     # What was learned since is not thrown away for what was measured at the start.
