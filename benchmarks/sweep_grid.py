@@ -74,7 +74,14 @@ class GridSettings:
 
     @property
     def needs_draft(self) -> bool:
-        return any(mode not in DRAFTLESS for mode in self.modes)
+        """Whether a mode is nothing without one; `auto` does what it can."""
+        return any(mode not in (*DRAFTLESS, "auto") for mode in self.modes)
+
+    @property
+    def asks_draft(self) -> bool:
+        """Whether there is a draft, and a mode that asks it."""
+        has_draft = self.draft_address is not None if self.is_remote else self.pair.draft is not None
+        return has_draft and any(mode not in DRAFTLESS for mode in self.modes)
 
     @property
     def is_remote(self) -> bool:

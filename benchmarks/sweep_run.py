@@ -153,7 +153,7 @@ def _facts(bench: _Bench, prompts: Sequence[Prompt]) -> Record:
 
 
 def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt], progress: Progress) -> _Bench:
-    addresses = {"target": settings.target_address, "draft": settings.draft_address if settings.needs_draft else None}
+    addresses = {"target": settings.target_address, "draft": settings.draft_address if settings.asks_draft else None}
     serve = ServePoints(
         settings.modes,
         settings.threads,
@@ -161,7 +161,7 @@ def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt],
         settings.pair,
         settings.shape,
         settings.lookup,
-        settings.needs_draft,
+        settings.asks_draft,
         tuple((role, address) for role, address in addresses.items() if address is not None),
     )
     plain = ServeModes(settings.threads, (ServedMode(_REFEREE, registry.PLAIN),), settings.pair)

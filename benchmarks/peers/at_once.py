@@ -141,13 +141,16 @@ class Points:
         return self._loop.run(self._systems[point, mode].batch(tasks))
 
     def costs(self, point: int, context_tokens: int) -> dict[bool, Costs]:
-        """Return what a verify, a draft level and the round trips cost at the point, by whether the draft is asked."""
+        """Return what a verify, a draft level and the round trips cost at the point, by whether the draft is asked.
+
+        Where there is none, a mode that would ask it costs what the others do.
+        """
         return self._loop.run(self._costs(self._workers[point], context_tokens))
 
     async def _costs(self, workers: Workers, context_tokens: int) -> dict[bool, Costs]:
         found = await costs.measure(workers, context_tokens, travels=True)
         if workers.drafter is None:
-            return {False: found}
+            return {False: found, True: found}
         times: list[float] = []
         for _ in range(_NUM_PINGS):
             start_s = time.perf_counter()

@@ -95,6 +95,17 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(changes: d
         replace(GRID, **changes).check()
 
 
+@pytest.mark.parametrize("mode", ["overlap", "auto"])
+def test_of_the_modes_that_ask_a_draft_only_auto_is_measured_without_one(mode: str):
+    alone = replace(GRID, modes=("plain", mode), pair=replace(GRID.pair, draft=None))
+    assert not alone.asks_draft
+    if mode == "auto":
+        alone.check()
+    else:
+        with pytest.raises(InvalidRequest, match="need a draft"):
+            alone.check()
+
+
 # --- the file
 
 
