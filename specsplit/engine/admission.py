@@ -104,6 +104,15 @@ class Task:
         self.callers.append(future)
         return future
 
+    def leave(self, future: asyncio.Future[Outcome]) -> bool:
+        """Take a caller away; return False if it was told, or sent away, before."""
+        if future in self.callers:
+            self.callers.remove(future)
+            return True
+        if not future.cancelled():
+            future.exception()  # nobody else will ask for it
+        return False
+
     def result(self) -> Outcome:
         """Return the outcome of a task that has ended, or raise its error."""
         if self.error is not None:

@@ -145,19 +145,16 @@ class Worker:
     async def _give_turn(self, task: Task, session: str) -> None:
         """Let the loop have its turn before a task begins, whose caller may be cancelled meanwhile."""
         own = task.join()
-        is_left = True
         try:
             await self._device.give_turn()
-            is_left = False
-        finally:
-            if own in task.callers:
-                task.callers.remove(own)
-            elif own.done():
-                own.exception()  # sent away by repeats; nobody else will ask for it
-            if is_left and task.callers:
+        except asyncio.CancelledError:
+            task.leave(own)
+            if task.callers:
                 self._submit(task)
-            elif is_left:
+            else:
                 self._advance_line(session)
+            raise
+        task.leave(own)
 
     def _place(self, task: Task) -> Task:
         if task.session is not None:
@@ -173,12 +170,7 @@ class Worker:
 
     async def _leave(self, task: Task, future: asyncio.Future[tuple[Any, Timings]]) -> None:
         """Take a cancelled caller from a task; the last one ends it."""
-        if future not in task.callers:  # the task has ended meanwhile, or sent the caller away
-            if not future.cancelled():
-                future.exception()  # nobody else will ask for it
-            return
-        task.callers.remove(future)
-        if task.callers:
+        if not task.leave(future) or task.callers:
             return
         line = self._lines.get(task.session) if task.session is not None else None
         if line is None or not line.withdraw(task):

@@ -107,7 +107,7 @@ class Orchestrator:
                 )
             if self._draft is not None:
                 await self._draft.meet(target, persistence.remaining_s)
-            has_trees = self.drafter is not None or (self.speculation.lookup and self.mode != "plain")
+            has_trees = self.speculation.has_trees(has_draft=self.drafter is not None)
             if has_trees and self.speculation.nodes > target.max_nodes:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",

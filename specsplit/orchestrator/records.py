@@ -127,6 +127,10 @@ class Speculation:
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
 
+    def has_trees(self, *, has_draft: bool) -> bool:
+        """Return whether there is anything to make trees of; `has_draft` says whether this mode has one to ask."""
+        return has_draft or (self.lookup and self.mode != "plain")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:

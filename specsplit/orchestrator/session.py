@@ -116,7 +116,7 @@ class Session:
             max_nodes=target.max_nodes,
         )
         self._stop = Stop(serving.tokenizer, eos_ids=opening.eos_ids, stop=request.stop, max_tokens=max_tokens)
-        has_trees = self._draft is not None or (self._source is not None and serving.speculation.lookup)
+        has_trees = serving.speculation.has_trees(has_draft=self._draft is not None)
         self._tally = Tally(serving.speculation.depth if has_trees else 0)
         self._token_ids: list[int] = []
         self._text: list[str] = []

@@ -349,6 +349,17 @@ def test_plain_decoding_needs_no_margin_but_patience():
     assert seen == ["pingpong", "pingpong", "plain"]
 
 
+def test_a_stream_without_nodes_needs_a_margin_over_plain_decoding():
+    near, far = (replace(costs_of(STAIRCASE), round_trip_s=share * STAIRCASE[1]) for share in (0.04, 0.2))
+    first = choose({}, near, LIMITS)
+    assert first.mode == "plain"
+    for costs, expected in ((near, "plain"), (far, "stream")):
+        choice = first
+        for _ in range(5):
+            choice = choose({"stream": USELESS}, costs, LIMITS, choice, patience=3)
+        assert (choice.mode, choice.nodes) == (expected, 0)
+
+
 def test_a_mode_no_longer_offered_is_left_at_once():
     costs = costs_of(STAIRCASE)
     choice = choose({"overlap": GOOD}, costs, LIMITS)

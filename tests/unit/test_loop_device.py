@@ -39,10 +39,17 @@ def work(name: str, num_forwards: int, slot: int = 0) -> Work:
     return name
 
 
-async def known(worker: Worker) -> Worker:
-    """Have session "a" be the last that came: while it stays alone, its work is stepped where it is asked for."""
+async def alone(model: LoadedModel) -> tuple[Worker, SteeredRunner]:
+    """Have session "a" be the last that came, by one step: while it stays alone, it is stepped where it asks."""
+    worker, runner = worker_on(LoopDevice(1), model)
     await worker.run("a", lambda: work("known", 1))
-    return worker
+    return worker, runner
+
+
+@pytest.fixture
+def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is due a turn whenever somebody asks."""
+    monkeypatch.setattr(devices, "_TURN_S", 0.0)
 
 
 async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedModel) -> None:
@@ -92,9 +99,7 @@ async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -
 async def test_a_failing_forward_ends_its_callers_and_no_one_else(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    worker, runner = worker_on(LoopDevice(1), model)
-    if is_alone:
-        await known(worker)
+    worker, runner = await alone(model) if is_alone else worker_on(LoopDevice(1), model)
 
     def fail(entries: object) -> list[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -112,9 +117,7 @@ async def test_a_failing_forward_ends_its_callers_and_no_one_else(
 async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    worker, _ = worker_on(LoopDevice(1), model)
-    if is_alone:
-        await known(worker)
+    worker, _ = await alone(model) if is_alone else worker_on(LoopDevice(1), model)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_end", lambda step, logits_of: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -126,8 +129,7 @@ async def test_a_session_that_is_alone_is_stepped_where_it_asks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "_TURN_S", 3600.0)
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+    worker, runner = await alone(model)
     asked = worker.run("a", lambda: work("a", 3))
     with pytest.raises(StopIteration) as ended:
         asked.send(None)  # it never waits for anything
@@ -139,12 +141,9 @@ async def test_a_session_that_is_alone_is_stepped_where_it_asks(
     assert worker.num_lines == 0
 
 
-async def test_a_session_that_is_alone_leaves_the_loop_its_turns(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)  # due at once, always
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+@pytest.mark.usefixtures("always_due")
+async def test_a_session_that_is_alone_leaves_the_loop_its_turns(model: LoadedModel) -> None:
+    worker, runner = await alone(model)
     done: list[int] = []
 
     async def neighbour() -> None:
@@ -162,8 +161,7 @@ async def test_a_session_that_is_alone_leaves_the_loop_its_turns(
 
 
 async def test_sessions_that_come_to_one_that_was_alone_share_its_steps(model: LoadedModel) -> None:
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+    worker, runner = await alone(model)
     runner.steps.clear()
 
     async def rounds(name: str, slot: int) -> None:
@@ -174,12 +172,9 @@ async def test_sessions_that_come_to_one_that_was_alone_share_its_steps(model: L
     assert [sorted(entry.slot for entry in step) for step in runner.steps] == [[0, 1]] * 3
 
 
-async def test_work_of_a_session_that_is_alone_may_be_cancelled_before_it_begins(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+@pytest.mark.usefixtures("always_due")
+async def test_work_of_a_session_that_is_alone_may_be_cancelled_before_it_begins(model: LoadedModel) -> None:
+    worker, runner = await alone(model)
     task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
     await asyncio.sleep(0)
     task.cancel()
@@ -190,12 +185,9 @@ async def test_work_of_a_session_that_is_alone_may_be_cancelled_before_it_begins
     assert (await worker.run("a", lambda: work("again", 1)))[0] == "again"
 
 
-async def test_a_worker_closed_in_the_turn_before_work_takes_it_no_more(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+@pytest.mark.usefixtures("always_due")
+async def test_a_worker_closed_in_the_turn_before_work_takes_it_no_more(model: LoadedModel) -> None:
+    worker, runner = await alone(model)
     task = asyncio.create_task(worker.run("a", lambda: work("a", 1)))
     await asyncio.sleep(0)
     await worker.close()
@@ -204,12 +196,9 @@ async def test_a_worker_closed_in_the_turn_before_work_takes_it_no_more(
     assert len(runner.steps) == 1
 
 
-async def test_what_comes_in_the_turn_before_work_keeps_its_order(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)
-    worker, _ = worker_on(LoopDevice(1), model)
-    await known(worker)
+@pytest.mark.usefixtures("always_due")
+async def test_what_comes_in_the_turn_before_work_keeps_its_order(model: LoadedModel) -> None:
+    worker, _ = await alone(model)
     begun: list[str] = []
 
     def noted(name: str) -> Callable[[], Work]:
@@ -234,19 +223,18 @@ async def test_what_comes_in_the_turn_before_work_keeps_its_order(
     assert worker.num_lines == 0
 
 
-async def test_whoever_joined_work_that_its_caller_left_gets_its_result(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)
-    worker, runner = worker_on(LoopDevice(1), model)
-    await known(worker)
+@pytest.mark.usefixtures("always_due")
+async def test_whoever_joined_work_that_its_caller_left_gets_its_result(model: LoadedModel) -> None:
+    worker, runner = await alone(model)
     this_round = Round(1, 1, "body")
     caller, joined, leaving = (asyncio.create_task(worker.run("a", lambda: work("a", 2), this_round)) for _ in range(3))
     await asyncio.sleep(0)
     leaving.cancel()
     caller.cancel()
     assert (await joined)[0] == "a"
-    assert caller.cancelled() or (await asyncio.wait({caller}))
+    await asyncio.wait({caller, leaving})
+    assert caller.cancelled()
+    assert leaving.cancelled()
     assert len(runner.steps) == 3
     assert worker.num_lines == 0
 
