@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -24,26 +24,20 @@ class Diary:
 
     lines: list[str] = field(default_factory=list[str])
 
-    def work(
-        self, name: str, num_forwards: int = 1, *, slot: int = 0, error: Exception | None = None
-    ) -> Callable[[], Work]:
-        """Return work that feeds `num_forwards` tokens, then raises `error` or returns its name."""
-
-        def start() -> Work:
-            self.lines.append(f"{name} begins")
-            try:
-                for position in range(num_forwards):
-                    logits = yield Entry(slot, position, [7])
-                    assert logits.shape == (1, 320)
-                    self.lines.append(f"{name} got logits")
-            except GeneratorExit:
-                self.lines.append(f"{name} is closed")
-                raise
-            if error is not None:
-                raise error
-            return name
-
-        return start
+    def work(self, name: str, num_forwards: int = 1, *, slot: int = 0, error: Exception | None = None) -> Work:
+        """Feed `num_forwards` tokens, then raise `error` or return the name."""
+        self.lines.append(f"{name} begins")
+        try:
+            for position in range(num_forwards):
+                logits = yield Entry(slot, position, [7])
+                assert logits.shape == (1, 320)
+                self.lines.append(f"{name} got logits")
+        except GeneratorExit:
+            self.lines.append(f"{name} is closed")
+            raise
+        if error is not None:
+            raise error
+        return name
 
 
 async def submitted(*tasks: asyncio.Task[object]) -> None:

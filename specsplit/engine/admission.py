@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,14 +57,13 @@ class Task:
     """None for work of no session."""
     round: Round | None
     """None for what ends a session, or belongs to none."""
-    start: Callable[[], Work]
+    work: Work
     loop: asyncio.AbstractEventLoop
     context: Context | None
     callers: list[asyncio.Future[Outcome]] = field(default_factory=list)
     submitted_s: float = field(default_factory=time.perf_counter)
     has_ended: bool = False
     """The worker has let go of the task."""
-    work: Work | None = None
     entry: Entry | None = None
     is_under_way: bool = False
     """Its entry is in a step that has not ended."""

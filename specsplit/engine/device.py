@@ -54,7 +54,7 @@ class Device(Protocol):
         """Call `settle` on the event loop; from within a step only."""
         ...
 
-    def claim(self, session: str | None) -> bool:
+    def claim(self, session: str) -> bool:
         """Take note that work of `session` comes; return whether its caller may step it here and now.
 
         That is where a step would have nothing else to pack it with.
@@ -102,7 +102,7 @@ class DeviceThread:
         with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
             loop.call_soon_threadsafe(settle)
 
-    def claim(self, session: str | None) -> bool:
+    def claim(self, session: str) -> bool:
         """Return False: a caller is on the event loop, and never here."""
         return False
 
@@ -162,7 +162,7 @@ class DeviceThread:
 
 
 _TURN_S = 0.004
-"""How long the loop may wait before a step begins; a step itself takes what it takes."""
+"""After how long a step gives the loop its turn; the step itself takes what it takes."""
 
 
 class LoopDevice:
@@ -200,9 +200,9 @@ class LoopDevice:
         self._has_delivered = True
         settle()
 
-    def claim(self, session: str | None) -> bool:
+    def claim(self, session: str) -> bool:
         is_last, self._last_session = session == self._last_session, session
-        return is_last and session is not None and not self._workers  # of sessions in turns, a step takes all
+        return is_last and not self._workers  # of sessions in turns, a step takes all
 
     @property
     def is_turn_due(self) -> bool:

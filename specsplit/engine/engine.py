@@ -45,7 +45,7 @@ class Engine:
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity tells them from then on."""
-        step_times, _ = await self._worker.run(None, lambda: measure(self._model, self._sessions))
+        step_times, _ = await self._worker.run(None, measure(self._model, self._sessions))
         self._identity = replace(self._identity, step_times=step_times)
 
     @property
@@ -65,7 +65,7 @@ class Engine:
     async def check_device(self) -> None:
         """Where the last step failed, forward one token in a slot of no session; raises what that does."""
         if self._worker.is_in_doubt:
-            await self._worker.run(None, self._sessions.trial)
+            await self._worker.run(None, self._sessions.trial())
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""

@@ -33,7 +33,7 @@ class Sampler:
         self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
         self.needs_paths = self._counts is not None
-        self._changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
+        self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
     def scores(
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
@@ -43,7 +43,7 @@ class Sampler:
         Row i stands `depths[i]` levels below the last of the `committed` tokens; `paths[i]` are the token ids on its
         way there, asked for only where `needs_paths`.
         """
-        if self._changes_nothing:
+        if self.changes_nothing:
             return logits
         context = None
         if self._counts is not None:
@@ -100,10 +100,13 @@ class WorkerSession:
             raise SlotBehind(0)
         return False
 
-    def begin(self, turn: Turn, body: object, vocab_size: int, device: torch.device) -> None:
-        """Take over the turn's epoch, round and parameters, once `admit` passed; what an epoch kept goes with it."""
-        if turn.opening is not None and (self.sampler is None or self.sampler.params != turn.opening):
-            self.sampler = Sampler(turn.opening, vocab_size, device)
+    def use(self, params: SessionParams, vocab_size: int, device: torch.device) -> None:
+        """Take over the parameters of an opening."""
+        if self.sampler is None or self.sampler.params != params:
+            self.sampler = Sampler(params, vocab_size, device)
+
+    def begin(self, turn: Turn, body: object) -> None:
+        """Take over the turn's epoch and round, once `admit` passed; what an epoch kept goes with it."""
         if turn.epoch > self.epoch:
             self.kept = None
         self.epoch, self.round = turn.epoch, turn.round

@@ -6,7 +6,6 @@ A session is in use while its work runs, and then neither expires nor is evicted
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -44,7 +43,7 @@ class SessionTable:
         self._now = clock.now if clock is not None else time.monotonic
         self._pool = SlotPool(model.max_sessions)
         self._sessions: dict[str, WorkerSession] = {}
-        self._idle: OrderedDict[str, WorkerSession] = OrderedDict()
+        self._idle: dict[str, WorkerSession] = {}
         """Those not in use, the least recently used first."""
         self._pinned: dict[str, int] = {}
         """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
@@ -79,7 +78,9 @@ class SessionTable:
             session.ids = CommittedIds()
         try:
             if not session.admit(turn, body):
-                session.begin(turn, body, self._model.vocab_size, self._model.runner.device)
+                if turn.opening is not None:
+                    session.use(turn.opening, self._model.vocab_size, self._model.runner.device)
+                session.begin(turn, body)
         except BaseException:
             if is_new:
                 self._free(session)
@@ -89,11 +90,8 @@ class SessionTable:
         return session
 
     def leave(self, session: WorkerSession) -> None:
-        """Let a session expire or be evicted again."""
+        """Let a session expire or be evicted from now on, unless it is pinned."""
         session.is_in_use = False
-        self._set_aside(session)
-
-    def _set_aside(self, session: WorkerSession) -> None:
         session.last_used_s = self._now()
         if session.key not in self._pinned:
             self._idle[session.key] = session
@@ -117,7 +115,7 @@ class SessionTable:
         """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
         session = self._sessions.get(key)
         if session is not None and not session.is_in_use:
-            self._set_aside(session)
+            self.leave(session)
 
     @contextmanager
     def borrowed_slot(self) -> Generator[Slot]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from specsplit.engine.admission import Task
+from specsplit.model.plan import Entry
 from specsplit.telemetry import spans
 
 
@@ -14,16 +15,19 @@ class Step:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
-        self.entries = [task.entry for task in tasks if task.entry is not None]
+        self.entries: list[Entry] = []
         self._start_s = time.perf_counter()
         for task in tasks:
+            assert task.entry is not None, "a task that is ready has one"
+            self.entries.append(task.entry)
             task.is_under_way = True
             task.waited_s += self._start_s - task.ready_s
 
     def end(self, worker: str) -> None:
         """Count the forward for every task, and record it for those that have a span."""
         elapsed_ms = (time.perf_counter() - self._start_s) * 1e3
-        for task, entry in zip(self.tasks, self.entries, strict=True):
+        for number, task in enumerate(self.tasks):
+            entry = self.entries[number]
             task.is_under_way = False
             task.device_ms += elapsed_ms
             task.num_forwards += 1

@@ -27,14 +27,10 @@ from specsplit.telemetry import spans
 _log = logging.getLogger(__name__)
 
 
-def at_once(action: Callable[[], Any]) -> Callable[[], Work]:
+def at_once(action: Callable[[], Any]) -> Work:
     """Return work that does `action` without a forward."""
-
-    def work() -> Work:
-        return action()
-        yield  # a generator all the same
-
-    return work
+    return action()
+    yield  # a generator all the same
 
 
 def _nothing() -> None:
@@ -80,10 +76,8 @@ class Worker:
         """Whether it may ever be well again: False once the device has ended, or hangs in a step."""
         return self._device.is_alive and not self._condition.is_hung
 
-    async def run(
-        self, session: str | None, start: Callable[[], Work], this_round: Round | None = None
-    ) -> tuple[Any, Timings]:
-        """Do the work that `start` makes (on the worker's device) and return its result.
+    async def run(self, session: str | None, work: Work, this_round: Round | None = None) -> tuple[Any, Timings]:
+        """Do the work on the worker's device, where it begins as well, and return its result.
 
         One piece of a session's work runs at a time. A round that is newer waits for it, in one place: a still newer
         one supersedes it. A repeat joins. Work of a session that is no round ends the session: it supersedes the round
@@ -101,10 +95,13 @@ class Worker:
             raise self._closed()
         if not self._device.is_alive:
             raise self._ended()
-        task = Task(session, this_round, start, asyncio.get_running_loop(), spans.current())
-        if not self._is_alone(session):
+        context = spans.current() if spans.is_on else None
+        task = Task(session, this_round, work, asyncio.get_running_loop(), context)
+        if session is None or not self._is_alone(session):
             task = self._place(task)
-        elif await self._ends_alone(task):
+        elif self._ends_alone(task, session):
+            if self._device.is_turn_due:
+                await self._device.give_turn()
             return task.result()
         future = task.join()
         try:
@@ -113,48 +110,19 @@ class Worker:
             await self._leave(task, future)
             raise
 
-    def _is_alone(self, session: str | None) -> bool:
+    def _is_alone(self, session: str) -> bool:
         """Return whether work of this session may be stepped by its caller."""
         return self._device.claim(session) and session not in self._lines and self._runner.max_under_way == 1
 
-    async def _ends_alone(self, task: Task) -> bool:
-        """Step a task here, after the turn that the loop may be due; return whether it has ended, or goes as others do.
-
-        It has its line from the beginning: a repeat joins it, what is newer waits for it.
-        """
-        session, device = task.session, self._device
-        assert session is not None, "what is of no session goes with others"
-        self._lines[session] = Line(task)
-        if device.is_turn_due:
-            await self._give_turn(task, session)
-            if not device.claim(session):
-                self._submit(task)
-                return False
-        if self._is_closed:
-            task.settle(None, self._closed())
-        else:
-            task.is_alone = True
-            self._guarded(lambda: self._step_alone(task))
-        if task.has_ended:
-            self._advance_line(session)
-        else:
+    def _ends_alone(self, task: Task, session: str) -> bool:
+        """Step a task here; return whether it has ended. One that goes on, as others do, gets a line now."""
+        task.is_alone = True
+        self._guarded(self._step_alone, task)
+        if not task.has_ended:
             task.is_alone = False
-            device.submit(self, _nothing)
+            self._lines[session] = Line(task)
+            self._device.submit(self, _nothing)
         return task.has_ended
-
-    async def _give_turn(self, task: Task, session: str) -> None:
-        """Let the loop have its turn before a task begins, whose caller may be cancelled meanwhile."""
-        own = task.join()
-        try:
-            await self._device.give_turn()
-        except asyncio.CancelledError:
-            task.leave(own)
-            if task.callers:
-                self._submit(task)
-            else:
-                self._advance_line(session)
-            raise
-        task.leave(own)
 
     def _place(self, task: Task) -> Task:
         if task.session is not None:
@@ -223,22 +191,27 @@ class Worker:
         self._begin(task)
         while not task.has_ended:
             self._step_of([task])
-            if self._device.is_turn_due:
+            if task.has_ended or self._device.is_turn_due:  # the clock is not asked for nothing
                 break
 
     def _step_of(self, tasks: list[Task]) -> None:
         step = Step(tasks)
-        self._end(step, lambda: self._runner.forward(step.entries))
+        try:
+            logits = self._runner.forward(step.entries)
+        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
+            self._fail(step, error)
+        else:
+            self._end(step, logits)
 
     def step(self) -> None:
         """Begin what can begin, then forward all that is ready."""
         self._guarded(self._step)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[..., None], *arguments: Task) -> None:
         """Do a step; a mistake in it ends the tasks, not the device."""
         self._condition.begin_step()
         try:
-            work()
+            step(*arguments)
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             _log.exception("the %s worker failed outside a forward", self._name)
             self._end_all(error)
@@ -254,7 +227,7 @@ class Worker:
         self._waiting.clear()
         self._under_way.clear()
         for task in tasks:
-            self._close(task)
+            task.work.close()
             self._finish(task, error=error)
 
     def _step(self) -> None:
@@ -286,7 +259,7 @@ class Worker:
         step = Step(ready)
         try:
             flight = self._runner.begin(step.entries)
-        except Exception as error:  # noqa: BLE001 - as in `_end`
+        except Exception as error:  # noqa: BLE001 - as in `_step_of`
             self._fail(step, error)
         else:
             self._await(step, flight)
@@ -301,37 +274,27 @@ class Worker:
         del self._under_way[step]
         try:
             landed = flight.try_land()
-        except Exception as error:  # noqa: BLE001 - as in `_end`
+        except Exception as error:  # noqa: BLE001 - as in `_step_of`
             self._fail(step, error)
             return
         if landed is None:
             self._await(step, flight)
         else:
-            self._end(step, lambda: landed)
+            self._end(step, landed)
 
-    def _end(self, step: Step, logits_of: Callable[[], list[Tensor]]) -> None:
-        try:
-            logits = logits_of()
-        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-            self._fail(step, error)
-            return
+    def _end(self, step: Step, logits: list[Tensor]) -> None:
         step.end(self._name)
-        for task, rows in zip(step.tasks, logits, strict=True):
-            self._advance(task, rows)
+        for number, task in enumerate(step.tasks):
+            self._advance(task, logits[number])
 
     def _fail(self, step: Step, error: Exception) -> None:
         for task in step.tasks:
-            self._close(task)
+            task.work.close()
             self._finish(task, error=_translated(error))
 
     def _advance(self, task: Task, logits: Tensor | None) -> None:
         try:
-            if task.work is None:
-                task.work = task.start()
-                task.entry = next(task.work)
-            else:
-                assert logits is not None
-                task.entry = task.work.send(logits)
+            task.entry = next(task.work) if logits is None else task.work.send(logits)
             task.ready_s = time.perf_counter()
         except StopIteration as stop:
             self._finish(task, result=stop.value)
@@ -340,14 +303,9 @@ class Worker:
 
     def _end_if_cancelled(self, task: Task) -> bool:
         if task.cancelled:
-            self._close(task)
+            task.work.close()
             self._finish(task)
         return task.cancelled
-
-    @staticmethod
-    def _close(task: Task) -> None:
-        if task.work is not None:
-            task.work.close()
 
     def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
         self._running.pop(task, None)

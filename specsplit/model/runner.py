@@ -7,11 +7,13 @@ depends on the data), the model runs as it is. See docs/adr/0002.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,11 +21,22 @@ from transformers import PreTrainedModel
 from specsplit.model.attention import SlotAttention
 from specsplit.model.fused_linear import fuse_linears
 from specsplit.model.kv_cache import KVCache
-from specsplit.model.plan import Entry, Plan, make_plan
+from specsplit.model.plan import Entry, OneTokenPlan, Plan, make_plan
 from specsplit.model.probe import ProbeResult
+from specsplit.sampling.rows import of_array
 
 Forward = Callable[..., Tensor]
 _RECORDING_TOLERANCE = 1e-5
+_MOST_LOGITS = 1 << 18
+"""A mebibyte: 64 rows of a vocabulary of 4,096, or one of 150,000."""
+
+
+@torch.jit.script
+def _delivered(logits: Tensor, memory: Tensor) -> Tensor:
+    """Return the logits, in the memory that there is for them, if any."""
+    if memory.numel() == 0:
+        return logits
+    return memory.copy_(logits)
 
 
 class Flight(Protocol):
@@ -54,6 +67,8 @@ class Runner:
         self.cache = cache
         self._is_cuda = model.device.type == "cuda"
         self._layers, self._kinds = probed.layers, probed.kinds
+        self._no_memory = torch.empty(0, device=model.device)
+        self._one_token = None if self._is_cuda else OneTokenPlan(self._kinds, self.dtype)
         self._forward: Forward = self._model_forward
         self.is_recorded = False
         self.num_forwards = 0
@@ -74,7 +89,7 @@ class Runner:
 
         Writes each entry's rows into its slot. The caller owns the slots' lengths.
         """
-        plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
+        plan = self._planned(entries)
         logits = self._forward(*self._arguments(plan))
         if logits.dtype is not torch.float32:
             logits = logits.float()
@@ -85,17 +100,32 @@ class Runner:
             return [logits]
         return list(logits.split([entry.num_logits for entry in entries]))
 
+    def _planned(self, entries: Sequence[Entry]) -> Plan:
+        """Return the plan of a step, which is good until the next one."""
+        known = self._one_token.of(entries) if self._one_token is not None else None
+        return known or make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
+
     def _arguments(self, plan: Plan) -> tuple[Tensor, ...]:
         """Return the step and all the memory it touches: a recording may hold no tensor that changes."""
         step = (plan.token_ids, plan.position_ids, plan.logit_rows, plan.spans)
-        return (*step, *plan.biases, *self.cache.keys, *self.cache.values)
+        return (*step, *plan.biases, *self.cache.keys, *self.cache.values, *self._outputs(plan.logit_rows))
+
+    def _outputs(self, logit_rows: Tensor) -> tuple[Tensor, ...]:
+        """Return memory for the logits of a few rows, numpy's, which looks for tokens in them; none for many of them.
+
+        On a GPU nobody looks for tokens there, and what is large is not worth a copy.
+        """
+        num_rows = logit_rows.shape[0]
+        if self._is_cuda or num_rows * self.vocab_size > _MOST_LOGITS:
+            return (self._no_memory,)
+        return (of_array(np.empty((num_rows, self.vocab_size), np.float32)),)
 
     def _model_forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
     ) -> Tensor:
         num_kinds, num_layers = len(self._kinds), len(self._layers)
-        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
-        return self.model(
+        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers : -1]
+        logits = self.model(
             input_ids=source,
             position_ids=position_ids,
             attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
@@ -103,6 +133,7 @@ class Runner:
             logits_to_keep=logit_rows,
             layer_attention=SlotAttention(self._layers, keys, values, spans, biases),
         ).logits[0]
+        return _delivered(logits, memory[-1])
 
     @torch.inference_mode()
     def record(self) -> bool:
@@ -151,7 +182,10 @@ class Runner:
                 is_tree=is_tree,
                 num_entries=num_entries,
             )
-            truth, replayed = self._model_forward(*example), recorded(*example)
+            truth, outputs = self._model_forward(*example), self._outputs(example[2])
+            for output in outputs:
+                output.fill_(math.nan)
+            replayed = recorded(*example[: len(example) - len(outputs)], *outputs)
             scale = truth.abs().max().float().clamp(min=1)
             if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _RECORDING_TOLERANCE * scale:
                 return False

@@ -32,7 +32,7 @@ from specsplit.model.loader import (
     as_dtype,
     one_thread,
 )
-from specsplit.model.plan import Entry, make_plan
+from specsplit.model.plan import Entry
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
@@ -135,7 +135,7 @@ class ShardRunner(Runner):
         Raises:
             InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
         """
-        plan = make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
+        plan = self._planned(entries)
         step = self._arguments(plan)
         num_tokens = plan.token_ids.shape[1]
         if not self.spec.has_embedding or hidden is not None:
@@ -168,6 +168,9 @@ class ShardRunner(Runner):
         if not hidden.isfinite().all():
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
+
+    def _outputs(self, logit_rows: Tensor) -> tuple[Tensor, ...]:
+        return ()
 
     def _model_forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor

@@ -97,13 +97,15 @@ class Drafting:
         if draft is not None and budget.max_new_nodes > draft.max_nodes > 0:
             budget = replace(budget, max_new_nodes=draft.max_nodes)
         asked_s = self._loop.time()
-        with spans.span("propose", max_nodes=budget.max_new_nodes, max_depth=budget.max_depth):
-            answer = await self._link.propose(budget, verified, wait_s, remaining_s)
-            if isinstance(answer, Proposal):
-                self.asked_s = asked_s
-                wall_s = None if is_aside else self._loop.time() - asked_s
-                self._experience.observe_propose(answer.timings, wall_s)
-                spans.annotate(nodes=len(answer), forwards=answer.timings.num_forwards)
+        proposing = self._link.propose(budget, verified, wait_s, remaining_s)
+        if spans.is_on:
+            nodes, depth = budget.max_new_nodes, budget.max_depth
+            proposing = spans.around(proposing, "propose", _told_of_propose, max_nodes=nodes, max_depth=depth)
+        answer = await proposing
+        if isinstance(answer, Proposal):
+            self.asked_s = asked_s
+            wall_s = None if is_aside else self._loop.time() - asked_s
+            self._experience.observe_propose(answer.timings, wall_s)
         return answer
 
     def observe(self, token_ids: Sequence[int], verify_s: float) -> None:
@@ -115,3 +117,9 @@ class Drafting:
     async def close(self) -> None:
         """End what is under way and free the draft's slot."""
         await self._link.close()
+
+
+def _told_of_propose(answer: Proposal | Reason) -> dict[str, spans.Attribute]:
+    if not isinstance(answer, Proposal):
+        return {}
+    return {"nodes": len(answer), "forwards": answer.timings.num_forwards}

@@ -161,15 +161,15 @@ class TargetLink(Link):
         super().__init__("target", session, committed, opening, incidents)
         self._verifier, self._identity, self._persistence = verifier, identity, persistence
         self._loop = asyncio.get_running_loop()
-        self._next_node = 1
-        self._token_s = math.inf
+        self.next_node = 1
+        """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
+        self._token_work_s = math.inf
+        """More seconds than the target needs for a token, infinity before it has answered once.
+
+        Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
+        """
         self.verify_s = 0.0
         """Seconds that the last verdict took, without attempts that had none."""
-
-    @property
-    def next_node(self) -> int:
-        """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
-        return self._next_node
 
     async def verify(self, proposal: Proposal) -> Verdict:
         """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend.
@@ -178,13 +178,13 @@ class TargetLink(Link):
             DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
             PeerMismatch: another model answers than the one that began the text.
         """
-        ask, num_nodes = self._persistence.ask, len(proposal.token_ids)
+        ask, send, num_nodes = self._persistence.ask, self._send, len(proposal.token_ids)
         _, verdict = await self._call(
-            lambda turn: ask(lambda: self._send(turn, proposal), self._work_s(len(turn.tail) + num_nodes))
+            lambda turn: ask(send, turn, proposal, work_s=self._token_work_s * (len(turn.tail) + num_nodes))
         )
         self._have = min(verdict.length, len(self._committed.ids) + len(verdict.accepted))
-        shift = proposal.first_node - self._next_node
-        self._next_node += num_nodes
+        shift = proposal.first_node - self.next_node
+        self.next_node += num_nodes
         return verdict if shift == 0 else _shifted(verdict, shift)
 
     # What a stream to the target takes of the link.
@@ -211,7 +211,7 @@ class TargetLink(Link):
 
     async def ask(self, read: Callable[[], Awaitable[Verdict]], num_tokens: int) -> Verdict:
         """Ask for a commit as long as the request allows; a target that is well makes one of so many tokens' work."""
-        return await self._persistence.ask(read, self._work_s(num_tokens))
+        return await self._persistence.ask(read, work_s=self._token_work_s * num_tokens)
 
     async def fall_back(self, behind: SlotBehind) -> None:
         """Believe a target that says how little it holds."""
@@ -226,7 +226,9 @@ class TargetLink(Link):
 
     async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
         started_s = self._loop.time()
-        verdict = await self._verifier.verify(turn, renumber(proposal, self._next_node))
+        if proposal.first_node != self.next_node:
+            proposal = renumber(proposal, self.next_node)
+        verdict = await self._verifier.verify(turn, proposal)
         self._take_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids))
         if turn.base_length == 0 and self._persistence.num_failures:
             await self._check_worker()  # it had nothing to lose, so nothing told whether it is still the same
@@ -234,19 +236,13 @@ class TargetLink(Link):
 
     def _take_time(self, seconds: float, num_tokens: int) -> None:
         self.verify_s = seconds
-        token_s = seconds / num_tokens
-        self._token_s = token_s if self._token_s == math.inf else max(self._token_s, token_s)
-
-    def _work_s(self, num_tokens: int) -> float:
-        """Return more seconds than the target needs for so many tokens, infinity before it has answered once.
-
-        Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
-        """
-        return _SLACK * self._token_s * num_tokens
+        work_s, known_s = _SLACK * seconds / num_tokens, self._token_work_s
+        if work_s > known_s or known_s == math.inf:
+            self._token_work_s = work_s
 
     def _raise_epoch(self) -> None:
         super()._raise_epoch()
-        self._next_node = 1
+        self.next_node = 1
 
     async def _check_worker(self) -> None:
         before, now = self._identity, await self._persistence.ask(self._verifier.ping)

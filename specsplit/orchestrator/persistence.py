@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerFailed, WorkerUnreachable
@@ -42,8 +43,8 @@ class Persistence:
         """Seconds until the deadline, negative after it; infinite without one."""
         return self._deadline_s - self._loop.time() if self._timeout_s is not None else math.inf
 
-    async def ask(self, send: Callable[[], Awaitable[Answer]], work_s: float = math.inf) -> Answer:
-        """Return the answer of `send`, which is called again while the target is away, at fault or full.
+    async def ask(self, send: Callable[..., Awaitable[Answer]], *arguments: object, work_s: float = math.inf) -> Answer:
+        """Return what `send` answers to `arguments`; it is called again while the target is away, at fault or full.
 
         A peer that is dead shows by its missing keepalives, but something may live and never answer. So an attempt gets
         `retry_s`, or what is left of it, and beyond that `work_s`: an upper bound on how long a target that is well
@@ -56,10 +57,11 @@ class Persistence:
         """
         try:
             if self._timeout_s is None and not self._can_be_silent:
-                return await send()
-            return await self._attempt(send, self._limit_s(max(self._retry_s, _LEAST_TRY_S), work_s))
+                return await send(*arguments)
+            limit_s = self._limit_s(max(self._retry_s, _LEAST_TRY_S), work_s)
+            return await self._attempt(partial(send, *arguments), limit_s)
         except _RETRIED as error:
-            return await self._ask_again(send, work_s, error)
+            return await self._ask_again(partial(send, *arguments), work_s, error)
 
     def _limit_s(self, patience_s: float, work_s: float) -> float:
         return patience_s + work_s if self._can_be_silent else math.inf

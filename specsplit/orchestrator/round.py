@@ -160,11 +160,17 @@ class Rounds:
     async def _unary(self, move: Move) -> Outcome:
         if self._stream is not None:
             await self._stream.close(keeps_slot=True)
-        offer = await self._offer(self._source, move) if self._source is not None else self._without_tree()
-        with spans.span("verify", round=self.number, nodes=len(offer.proposal.token_ids)):
-            verdict = await self._target.verify(offer.proposal)
-            spans.annotate(accepted=len(verdict.accepted), forwards=verdict.timings.num_forwards)
-        return Outcome(offer, verdict, self._target.verify_s, "lookup" if offer.is_looked_up else move.mode)
+        source, target = self._source, self._target
+        if source is None:
+            offer = empty_offer(target.next_node, self._committed)
+        else:
+            offer = await self._offer(source, move)
+        verifying = target.verify(offer.proposal)
+        if spans.is_on:
+            num_nodes = len(offer.proposal.token_ids)
+            verifying = spans.around(verifying, "verify", _told_of_verify, round=self.number, nodes=num_nodes)
+        verdict = await verifying
+        return Outcome(offer, verdict, target.verify_s, "lookup" if offer.is_looked_up else move.mode)
 
     async def _streamed(self, move: Move) -> Outcome:
         assert self._stream is not None, "checked with the mode"
@@ -173,22 +179,28 @@ class Rounds:
             self._source.begin(move)
         elif not self._stream.is_ready:  # else the text is already further on
             self._source.go_on(move)
-        with spans.span("commit", round=self.number):
-            verdict = await self._stream.next_commit()
-            spans.annotate(nodes=len(verdict.verified), accepted=len(verdict.accepted))
+        committing = self._stream.next_commit()
+        if spans.is_on:
+            committing = spans.around(committing, "commit", _told_of_commit, round=self.number)
+        verdict = await committing
         offer, told = self._source.scored(verdict)
         return Outcome(offer, told, self._target.verify_s, "stream")
 
     async def _offer(self, source: Source, move: Move) -> Offer:
         if self.number == 0:
             source.begin(move)
-            return self._without_tree()
+            return empty_offer(self._target.next_node, self._committed)
         return await source.next_offer(move, self._target.next_node)
-
-    def _without_tree(self) -> Offer:
-        return empty_offer(self._target.next_node, self._committed)
 
 
 def empty_offer(first_node: int, committed: Committed) -> Offer:
     """Return the offer of a round without a tree."""
     return Offer(Proposal(first_node=first_node, root_position=len(committed.ids) - 1))
+
+
+def _told_of_verify(verdict: Verdict) -> dict[str, spans.Attribute]:
+    return {"accepted": len(verdict.accepted), "forwards": verdict.timings.num_forwards}
+
+
+def _told_of_commit(verdict: Verdict) -> dict[str, spans.Attribute]:
+    return {"nodes": len(verdict.verified), "accepted": len(verdict.accepted)}

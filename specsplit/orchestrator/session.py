@@ -38,7 +38,7 @@ from specsplit.orchestrator.records import (
     RoundFacts,
     Speculation,
 )
-from specsplit.orchestrator.round import Rounds, Source
+from specsplit.orchestrator.round import Outcome, Rounds, Source
 from specsplit.orchestrator.statistics import Tally
 from specsplit.orchestrator.stop import Stop
 from specsplit.orchestrator.wire import Traffic, Wire
@@ -139,10 +139,12 @@ class Session:
         trouble = self._drafting.trouble if self._drafting is not None else None
         has_draft = self._drafting is not None and trouble is None
         move = self._controller.next_move(len(self._committed.ids), draft_context, has_draft=has_draft)
-        began_s = asyncio.get_running_loop().time()
-        with spans.span("round", parent=self._span.context, round=self._rounds.number):
-            outcome = await self._rounds.run(move)
-            spans.annotate(nodes=len(outcome.offer.proposal.token_ids), accepted=outcome.num_accepted)
+        began_s = asyncio.get_running_loop().time() if move.choice is not None else 0.0
+        running = self._rounds.run(move)
+        if spans.is_on:
+            number, parent = self._rounds.number, self._span.context
+            running = spans.around(running, "round", _told_of_round, parent, round=number)
+        outcome = await running
         if move.choice is not None and not is_prompt:
             round_s = asyncio.get_running_loop().time() - began_s
             self._experience.observe_progress(move.choice, outcome.mode, len(outcome.verdict.token_ids), round_s)
@@ -156,7 +158,8 @@ class Session:
         cut = self._stop.take(outcome.verdict.token_ids, num_accepted)
         num_tokens = len(cut.token_ids)
         self._token_ids.extend(cut.token_ids)
-        self._text += [text for text, _ in cut.pieces]
+        for text, _ in cut.pieces:
+            self._text.append(text)
         return Chunk(
             token_ids=cut.token_ids,
             accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),
@@ -248,3 +251,7 @@ class Session:
             if task is closing and not is_failing and not isinstance(failure, LinkError | ResourceError):
                 raise failure
             _log.debug("a session could not be closed; its slot is freed when its time is over", exc_info=failure)
+
+
+def _told_of_round(outcome: Outcome) -> dict[str, spans.Attribute]:
+    return {"nodes": len(outcome.offer.proposal.token_ids), "accepted": outcome.num_accepted}

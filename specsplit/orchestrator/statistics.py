@@ -36,7 +36,9 @@ class Tally:
         if self.num_rounds:
             self.rounds_by_mode[outcome.mode] = self.rounds_by_mode.get(outcome.mode, 0) + 1
             self.target_device_ms += verified.device_ms
-        self.add_drafted(outcome.offer.proposal.timings)
+        drafted = outcome.offer.proposal.timings
+        if drafted.num_forwards:
+            self.add_drafted(drafted)
         self.draft_waited_ms += outcome.offer.waited_device_ms
         if outcome.offer.is_kept is not None:
             self._num_ahead += 1

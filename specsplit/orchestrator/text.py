@@ -80,7 +80,10 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
-        data = self._rest + self._token_bytes(token_id)
+        data = self._token_bytes(token_id)
+        if not self._rest and not self._garbage and data.isascii():
+            return data.decode()
+        data = self._rest + data
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[num_used:]
         text = self._garbage + text
@@ -116,7 +119,10 @@ class StopStrings:
         if not text:
             return False
         if not self._stop:
-            _append(released, text, drafted)
+            if released:
+                _append(released, text, drafted)
+            else:
+                released.append((text, drafted))
             return False
         self._held.append((text, drafted))
         held = "".join(piece for piece, _ in self._held)

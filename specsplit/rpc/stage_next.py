@@ -22,7 +22,7 @@ class NextUnreachable(WorkerUnreachable):
 
 
 async def open_stream(
-    channel: WorkerChannel, chain: ChainId, role: stage_pb2.StreamRole.ValueType, timeout_s: float = OPEN_S
+    channel: WorkerChannel, chain: ChainId, role: stage_pb2.StreamRole.ValueType, timeout_s: float
 ) -> Duplex:
     """Open a stream to a stage and return it once the stage has agreed.
 
@@ -78,7 +78,7 @@ class NextLink:
             if self._duplex is None:
                 await self._forget()
                 try:
-                    self._duplex = await open_stream(self._channel, self._chain, stage_pb2.STREAM_ROLE_PREVIOUS)
+                    self._duplex = await open_stream(self._channel, self._chain, stage_pb2.STREAM_ROLE_PREVIOUS, OPEN_S)
                 except SpecSplitError as error:
                     raise self._unreachable(error) from error
                 self._watching = asyncio.create_task(self._watch(self._duplex))

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specsplit.sampling.rows import as_array
+
 _FEW = 3
 """With two more than the best the estimates order growth as well as the sum over the vocabulary does (docs/log.md)."""
 
@@ -43,7 +45,7 @@ def picked(scores: Tensor) -> list[int] | None:
     """Return `pick` of each row; None where a score is not a number."""
     if not scores.is_cpu:
         return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
-    rows = _as_array(scores)
+    rows = as_array(scores)
     if len(rows) == 1:
         token_id = int(rows.argmax())
         return None if math.isnan(rows.item(token_id)) else [token_id]
@@ -84,7 +86,7 @@ def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]
             kept = [token_id for token_id in ranked if math.isfinite(held[token_id])]
             yield kept, [held[token_id] for token_id in kept]
         return
-    for row in _as_array(scores):
+    for row in as_array(scores):
         found_ids: list[int] = []
         found: list[float] = []
         while len(found) < count:
@@ -102,9 +104,4 @@ def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]
 
 def _best(scores: Tensor) -> NDArray[np.integer]:
     """Return `pick` of scores on the CPU: numpy finds the same first maximum in a tenth of torch's time."""
-    return _as_array(scores).argmax(axis=-1)
-
-
-def _as_array(scores: Tensor) -> NDArray[np.floating]:
-    """Return the scores as numpy has them, which knows no bf16."""
-    return (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
+    return as_array(scores).argmax(axis=-1)

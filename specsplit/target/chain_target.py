@@ -38,7 +38,7 @@ class ChainTarget(TargetEngine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._worker.run(None, lambda: self._scored(prompt, scored, biases))
+        log_probs, timings = await self._worker.run(None, self._scored(prompt, scored, biases))
         return Scores(log_probs, timings)
 
     def _scored(

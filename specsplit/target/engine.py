@@ -32,7 +32,7 @@ class TargetEngine(Engine):
         """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
-        verdict, timings = await self._worker.run(turn.session, lambda: self._verify(turn, proposal), this_round)
+        verdict, timings = await self._worker.run(turn.session, self._verify(turn, proposal), this_round)
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
@@ -65,9 +65,7 @@ class TargetEngine(Engine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._worker.run(
-            None, lambda: score(self._model, self._sessions, prompt, scored, biases)
-        )
+        log_probs, timings = await self._worker.run(None, score(self._model, self._sessions, prompt, scored, biases))
         return Scores(log_probs, timings)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
@@ -79,19 +77,17 @@ class TargetEngine(Engine):
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:
         length = turn.base_length + len(turn.tail)
-        check_proposal(
-            proposal,
-            vocab_size=self._model.vocab_size,
-            max_nodes=self._model.node_limit,
-            max_depth=min(MAX_DEPTH, self._model.context - length),
-        )
+        vocab_size = self._model.vocab_size
+        if proposal.token_ids or proposal.parents or proposal.log_probs:
+            max_depth = min(MAX_DEPTH, self._model.context - length)
+            check_proposal(proposal, vocab_size=vocab_size, max_nodes=self._model.node_limit, max_depth=max_depth)
         if not turn.tail:
             raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")
         if length > self._model.context:
             raise InvalidRequest(
                 f"The session is longer than the context of {self._model.context} tokens.", param="tail"
             )
-        if not (min(turn.tail) >= 0 and max(turn.tail) < self._model.vocab_size):
+        if not (min(turn.tail) >= 0 and max(turn.tail) < vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
         if proposal.token_ids and proposal.root_position != length - 1:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
@@ -100,9 +96,11 @@ class TargetEngine(Engine):
         session = self._sessions.enter(turn, proposal)
         try:
             if not isinstance(session.answer, Verdict):
-                last = _check_numbers(session, proposal)
+                if proposal.token_ids:
+                    _check_numbers(session, proposal)
                 session.answer = yield from self._verdict(session, turn, proposal)
-                session.kept = max(last, proposal.first_node + len(proposal.token_ids) - 1)
+                if proposal.token_ids:
+                    session.kept = proposal.first_node + len(proposal.token_ids) - 1
             return session.answer
         finally:
             self._sessions.leave(session)
@@ -147,7 +145,8 @@ class TargetEngine(Engine):
         if sampler.needs_paths:
             paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
         row_depths = [0, *depths(tree)] if tree else [0]
-        token_ids = picked(sampler.scores(logits, session.ids, row_depths, paths))
+        scored = logits if sampler.changes_nothing else sampler.scores(logits, session.ids, row_depths, paths)
+        token_ids = picked(scored)
         if token_ids is None:
             raise ModelDamaged(
                 f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
@@ -156,18 +155,15 @@ class TargetEngine(Engine):
         return token_ids
 
 
-def _check_numbers(session: WorkerSession, proposal: Proposal) -> int:
-    """Return the highest node number that was verified in this epoch.
-
-    A tree that uses numbers again is refused: an answer about them could mean either node.
+def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:
+    """Refuse a tree that uses numbers again: an answer about them could mean either node.
 
     Raises:
         InvalidRequest: it does.
     """
     last = session.kept if isinstance(session.kept, int) else 0
-    if proposal.token_ids and proposal.first_node <= last:
+    if proposal.first_node <= last:
         raise InvalidRequest(
             f"Node {proposal.first_node} was verified before in this epoch; the next number is {last + 1}.",
             param="first_node",
         )
-    return last

@@ -5,15 +5,19 @@ Free of cost until `telemetry.setup` switches them on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+T = TypeVar("T")
 Attribute = str | int | float | bool
+is_on = False
+"""Whether spans are kept; the ways of every token look here first, and go round what would be kept by nobody."""
 _tracer: trace.Tracer | None = None
 _NOTHING = nullcontext()
 _W3C = TraceContextTextMapPropagator()
@@ -21,8 +25,8 @@ _W3C = TraceContextTextMapPropagator()
 
 def use_tracer(tracer: trace.Tracer | None) -> None:
     """Record spans with `tracer`, or none at all; called by telemetry.setup only."""
-    global _tracer
-    _tracer = tracer
+    global _tracer, is_on
+    _tracer, is_on = tracer, tracer is not None
 
 
 def current() -> Context | None:
@@ -37,6 +41,20 @@ def span(name: str, parent: Context | None = None, **attributes: Attribute) -> A
     if _tracer is None:
         return _NOTHING
     return _tracer.start_as_current_span(name, context=parent, attributes=attributes)
+
+
+async def around(
+    work: Awaitable[T],
+    name: str,
+    told: Callable[[T], Mapping[str, Attribute]],
+    parent: Context | None = None,
+    **attributes: Attribute,
+) -> T:
+    """Await `work` in a span, which also gets what is `told` of its result."""
+    with span(name, parent, **attributes):
+        result = await work
+        annotate(**told(result))
+    return result
 
 
 def annotate(**attributes: Attribute) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import ModelUnsupported
+from specsplit.model import runner as runners
 from specsplit.model.loader import load_model
 from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
@@ -77,6 +78,38 @@ def test_a_step_of_three_entries_is_one_forward(tmp_path: Path) -> None:
     embedding.register_forward_hook(lambda module, args, output: calls.append(tuple(args[0].shape)))
     loaded.runner.forward(entries)
     assert calls == [(1, sum(len(entry.token_ids) for entry in entries))]
+
+
+def test_a_recording_that_computes_nothing_or_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    runner = load_model(str(folder), role="target", threads=1, record=False).runner
+    truth = runner.forward([Entry(0, 0, [5])])[0]
+    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: lambda *memory: memory[-1])  # what lies there
+    assert not runner.record()
+    assert (runner.forward([Entry(0, 0, [5])])[0] - truth).abs().max() < 1e-5
+    forward = runner._model_forward  # type: ignore[reportPrivateUsage]
+    elsewhere = lambda *memory: forward(*memory[:-1], torch.empty_like(memory[-1]))  # noqa: E731
+    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: elsewhere)
+    assert runner.record()  # what it returns is what counts
+    assert (runner.forward([Entry(0, 0, [5])])[0] - truth).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("most_logits", [0, 1 << 18])
+def test_logits_stay_as_they_are_through_the_next_forward(
+    record: bool, most_logits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "_MOST_LOGITS", most_logits)
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    runner = load_model(str(folder), role="target", threads=1, record=record).runner
+    first = runner.forward([Entry(0, 0, [5])])[0]
+    assert (first - last_logits(build_model(FAMILIES["llama"](), 1), [[5]])).abs().max() < 1e-5
+    before = first.clone()
+    second = runner.forward([Entry(0, 1, [6])])[0]
+    assert torch.equal(first, before)
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("family", WINDOWED)

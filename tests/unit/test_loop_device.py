@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def work(name: str, num_forwards: int, slot: int = 0) -> Work:
 async def alone(model: LoadedModel) -> tuple[Worker, SteeredRunner]:
     """Have session "a" be the last that came, by one step: while it stays alone, it is stepped where it asks."""
     worker, runner = worker_on(LoopDevice(1), model)
-    await worker.run("a", lambda: work("known", 1))
+    await worker.run("a", work("known", 1))
     return worker, runner
 
 
@@ -54,9 +54,7 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedModel) -> None:
     worker, runner = worker_on(LoopDevice(1), model)
-    calls = [
-        worker.run(name, lambda name=name, slot=slot: work(name, slot + 1, slot)) for slot, name in enumerate("abc")
-    ]
+    calls = [worker.run(name, work(name, slot + 1, slot)) for slot, name in enumerate("abc")]
     outcomes = await asyncio.gather(*calls)
     assert [result for result, _ in outcomes] == ["a", "b", "c"]
     assert [[entry.slot for entry in step] for step in runner.steps] == [[0, 1, 2], [1, 2], [2]]
@@ -74,7 +72,7 @@ async def test_two_workers_take_turns_and_the_loop_serves_others_between_steps(m
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(neighbour())
-    results = await asyncio.gather(first.run("a", lambda: work("a", 5)), second.run("b", lambda: work("b", 5)))
+    results = await asyncio.gather(first.run("a", work("a", 5)), second.run("b", work("b", 5)))
     beside.cancel()
     assert [result for result, _ in results] == ["a", "b"]
     assert turns >= 5
@@ -82,7 +80,7 @@ async def test_two_workers_take_turns_and_the_loop_serves_others_between_steps(m
 
 async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -> None:
     worker, runner = worker_on(LoopDevice(1), model)
-    task = asyncio.create_task(worker.run("a", lambda: work("a", 100)))
+    task = asyncio.create_task(worker.run("a", work("a", 100)))
     for _ in range(5):
         await asyncio.sleep(0)
     assert runner.steps
@@ -92,7 +90,7 @@ async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -
     assert not worker.has_work
     steps = len(runner.steps)
     assert steps < 100
-    assert (await worker.run("a", lambda: work("again", 1)))[0] == "again"
+    assert (await worker.run("a", work("again", 1)))[0] == "again"
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -107,9 +105,9 @@ async def test_a_failing_forward_ends_its_callers_and_no_one_else(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "forward", fail)
         with pytest.raises(OutOfMemory):
-            await worker.run("a", lambda: work("a", 1))
+            await worker.run("a", work("a", 1))
     assert worker.is_in_doubt
-    assert (await worker.run("b", lambda: work("b", 1)))[0] == "b"
+    assert (await worker.run("b", work("b", 1)))[0] == "b"
     assert not worker.is_in_doubt
 
 
@@ -119,10 +117,10 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 ) -> None:
     worker, _ = await alone(model) if is_alone else worker_on(LoopDevice(1), model)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_end", lambda step, logits_of: 1 // 0)
+        patch.setattr(worker, "_end", lambda step, logits: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            await worker.run("a", lambda: work("a", 1))
-    assert (await worker.run("b", lambda: work("b", 1)))[0] == "b"
+            await worker.run("a", work("a", 1))
+    assert (await worker.run("b", work("b", 1)))[0] == "b"
 
 
 async def test_a_session_that_is_alone_is_stepped_where_it_asks(
@@ -130,7 +128,7 @@ async def test_a_session_that_is_alone_is_stepped_where_it_asks(
 ) -> None:
     monkeypatch.setattr(devices, "_TURN_S", 3600.0)
     worker, runner = await alone(model)
-    asked = worker.run("a", lambda: work("a", 3))
+    asked = worker.run("a", work("a", 3))
     with pytest.raises(StopIteration) as ended:
         asked.send(None)  # it never waits for anything
     result, timings = ended.value.value
@@ -152,10 +150,10 @@ async def test_a_session_that_is_alone_leaves_the_loop_its_turns(model: LoadedMo
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(neighbour())
-    outcomes = [await worker.run("a", lambda: work("a", 4)) for _ in range(2)]
+    outcomes = [await worker.run("a", work("a", 4)) for _ in range(2)]
     beside.cancel()
     assert [(result, timings.num_forwards) for result, timings in outcomes] == [("a", 4), ("a", 4)]
-    assert sorted(set(done)) == list(range(1, 10)), "a turn before each work and after each step"
+    assert sorted(set(done)) == list(range(2, 10)), "a turn after each step"
     assert not worker.has_work
     assert worker.num_lines == 0
 
@@ -166,47 +164,48 @@ async def test_sessions_that_come_to_one_that_was_alone_share_its_steps(model: L
 
     async def rounds(name: str, slot: int) -> None:
         for _ in range(3):
-            await worker.run(name, lambda: work(name, 1, slot))
+            await worker.run(name, work(name, 1, slot))
 
     await asyncio.gather(rounds("b", 1), rounds("a", 0))
     assert [sorted(entry.slot for entry in step) for step in runner.steps] == [[0, 1]] * 3
 
 
 @pytest.mark.usefixtures("always_due")
-async def test_work_of_a_session_that_is_alone_may_be_cancelled_before_it_begins(model: LoadedModel) -> None:
+@pytest.mark.parametrize(("num_forwards", "num_done"), [(1, 1), (4, 2)])
+async def test_a_caller_may_be_cancelled_in_the_turn_after_a_step(
+    model: LoadedModel, num_forwards: int, num_done: int
+) -> None:
     worker, runner = await alone(model)
-    task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
+    task = asyncio.create_task(worker.run("a", work("a", num_forwards)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(runner.steps) == 1
+    assert len(runner.steps) == 1 + num_done
     assert not worker.has_work
-    assert (await worker.run("a", lambda: work("again", 1)))[0] == "again"
+    assert worker.num_lines == 0
+    assert (await worker.run("a", work("again", 1)))[0] == "again"
 
 
 @pytest.mark.usefixtures("always_due")
-async def test_a_worker_closed_in_the_turn_before_work_takes_it_no_more(model: LoadedModel) -> None:
-    worker, runner = await alone(model)
-    task = asyncio.create_task(worker.run("a", lambda: work("a", 1)))
+async def test_a_worker_closed_in_the_turn_after_a_step_still_gives_its_result(model: LoadedModel) -> None:
+    worker, _ = await alone(model)
+    task = asyncio.create_task(worker.run("a", work("a", 1)))
     await asyncio.sleep(0)
     await worker.close()
+    assert (await task)[0] == "a"
     with pytest.raises(WorkerClosed):
-        await task
-    assert len(runner.steps) == 1
+        await worker.run("a", work("a", 1))
 
 
 @pytest.mark.usefixtures("always_due")
-async def test_what_comes_in_the_turn_before_work_keeps_its_order(model: LoadedModel) -> None:
+async def test_what_comes_in_the_turn_after_a_step_keeps_its_order(model: LoadedModel) -> None:
     worker, _ = await alone(model)
     begun: list[str] = []
 
-    def noted(name: str) -> Callable[[], Work]:
-        def start() -> Work:
-            begun.append(name)
-            return work(name, 1)
-
-        return start
+    def noted(name: str) -> Work:
+        begun.append(name)
+        return (yield from work(name, 2))
 
     first, repeat, newer = (Round(1, number, "body") for number in (1, 1, 2))
     asked = [
@@ -227,7 +226,7 @@ async def test_what_comes_in_the_turn_before_work_keeps_its_order(model: LoadedM
 async def test_whoever_joined_work_that_its_caller_left_gets_its_result(model: LoadedModel) -> None:
     worker, runner = await alone(model)
     this_round = Round(1, 1, "body")
-    caller, joined, leaving = (asyncio.create_task(worker.run("a", lambda: work("a", 2), this_round)) for _ in range(3))
+    caller, joined, leaving = (asyncio.create_task(worker.run("a", work("a", 2), this_round)) for _ in range(3))
     await asyncio.sleep(0)
     leaving.cancel()
     caller.cancel()
@@ -242,7 +241,7 @@ async def test_whoever_joined_work_that_its_caller_left_gets_its_result(model: L
 async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:
     device = LoopDevice(1)
     worker, runner = worker_on(device, model)
-    task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
+    task = asyncio.create_task(worker.run("a", work("a", 4)))
     await asyncio.sleep(0)
     await device.close()
     assert len(runner.steps) == 4
@@ -252,7 +251,7 @@ async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:
 async def test_whoever_closes_it_meanwhile_waits_for_the_work_too(model: LoadedModel) -> None:
     device = LoopDevice(1)
     worker, runner = worker_on(device, model)
-    task = asyncio.create_task(worker.run("a", lambda: work("a", 4)))
+    task = asyncio.create_task(worker.run("a", work("a", 4)))
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await asyncio.gather(device.close(), device.close())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from specsplit.core.types import quantised_log_prob
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import candidate_estimates, pick, picked, scores
+from specsplit.sampling.rows import as_array, of_array
 
 
 def test_scores_are_divided_and_summed_in_float64() -> None:
@@ -115,3 +117,14 @@ def test_picks_of_rows_with_something_that_is_not_a_number_are_none(dtype: torch
     assert picked(rows) == pick(rows).tolist() == [1, 1]
     rows[1, 2] = float("nan")
     assert picked(rows) is None
+
+
+def test_rows_made_of_an_array_are_that_array() -> None:
+    array = np.zeros((2, 3), np.float32)
+    rows = of_array(array)
+    rows[1, 2] = 4.0
+    assert as_array(rows) is array
+    assert array[1, 2] == 4.0
+    assert as_array(rows[1:]).tolist() == [[0.0, 0.0, 4.0]]
+    assert as_array(rows * 2).tolist() == (array * 2).tolist()
+    assert as_array(torch.full((1, 2), 3, dtype=torch.bfloat16)).tolist() == [[3.0, 3.0]]

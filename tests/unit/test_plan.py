@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specsplit.model.plan import BiasKind, Entry, MaskFunction, Plan, evaluate_mask, make_plan
+from specsplit.model.plan import BiasKind, Entry, MaskFunction, OneTokenPlan, Plan, evaluate_mask, make_plan
 
 CPU = torch.device("cpu")
 
@@ -199,3 +199,32 @@ def test_a_rule_that_ignores_the_queries_is_expanded_to_all_of_them() -> None:
 
     allowed = evaluate_mask(only_even_keys, torch.arange(3), torch.arange(4))
     assert allowed.tolist() == [[True, False, True, False]] * 3
+
+
+one_token = st.builds(
+    lambda slot, base, token_id, num_rows: Entry(
+        slot, base, [token_id], list(range(-1, num_rows - 1)) if num_rows else None
+    ),
+    *(st.integers(0, most) for most in (3, 12, 99, 6)),
+)
+
+
+@given(st.lists(st.one_of(entries(), one_token), min_size=1, max_size=6), st.lists(kinds, min_size=1, max_size=2))
+def test_one_token_is_laid_out_as_ever(steps: list[Entry], of_kinds: list[BiasKind]) -> None:
+    kept = OneTokenPlan(of_kinds, torch.float32)
+    for entry in steps:
+        found, truth = kept.of([entry]), plan_of([entry], of_kinds)
+        is_its = len(entry.token_ids) == 1 and parents_of(entry) == list(range(-1, len(parents_of(entry)) - 1))
+        assert (found is not None) == (is_its and all(kind.mask is None for kind in of_kinds))
+        if found is not None:
+            for name in ("token_ids", "position_ids", "logit_rows", "spans"):
+                ours, expected = getattr(found, name), getattr(truth, name)
+                assert ours.dtype == expected.dtype
+                assert torch.equal(ours, expected)
+            assert [bias.shape for bias in found.biases] == [bias.shape for bias in truth.biases]
+
+
+def test_a_step_of_two_entries_or_without_logits_is_laid_out_anew() -> None:
+    kept = OneTokenPlan([BiasKind(None, 2)], torch.float32)
+    assert kept.of([Entry(0, 3, [1]), Entry(1, 4, [2])]) is None
+    assert kept.of([Entry(0, 3, [1], num_logits=0)]) is None

@@ -222,6 +222,18 @@ async def test_no_session_is_taken_in_beyond_the_slots_and_none_suffers_from_the
         assert [talk.ids[10:] for talk in talks[1:]] == truth[1:]
 
 
+async def test_a_node_number_is_used_once_in_an_epoch_also_after_a_round_without_nodes() -> None:
+    async with engine(load("llama")) as verifier:
+        talk = Conversation(verifier, random_ids(6, 2))
+        await talk.verify()
+        await talk.verify(Tree(token_ids=[5, 6, 7], parents=[-1, -1, -1]))
+        talk.next_node = 1
+        await talk.verify()
+        talk.next_node = 3
+        with pytest.raises(InvalidRequest, match="Node 3 was verified before in this epoch; the next number is 4"):
+            await talk.verify(Tree(token_ids=[5], parents=[-1]))
+
+
 async def test_every_slot_is_free_after_closing() -> None:
     """Sessions end in every state, failed ones included; then as many begin as there are slots."""
     async with engine(load("llama")) as verifier:

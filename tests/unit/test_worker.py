@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
 from specsplit.engine.admission import Round
-from specsplit.engine.worker import Worker
+from specsplit.engine.worker import Worker, at_once
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.plan import Entry
 from tests.model_zoo import FAMILIES, save_model
 from tests.runners import SteeredRunner, steered
-from tests.works import Diary, Work, submitted, worker_over_a_steered_runner
+from tests.works import Diary, submitted, worker_over_a_steered_runner
 
 MAX_SESSIONS = 4
 _models: list[LoadedModel] = []
@@ -65,11 +65,8 @@ async def test_sessions_that_wait_meet_in_one_step_and_leave_it_one_by_one() -> 
 
 
 async def test_each_entry_of_a_common_step_gets_its_own_logits() -> None:
-    def prefill(slot: int, token_ids: list[int]) -> Callable[[], Generator[Entry, Tensor, Tensor]]:
-        def start() -> Generator[Entry, Tensor, Tensor]:
-            return (yield Entry(slot, 0, token_ids, num_logits=len(token_ids)))
-
-        return start
+    def prefill(slot: int, token_ids: list[int]) -> Generator[Entry, Tensor, Tensor]:
+        return (yield Entry(slot, 0, token_ids, num_logits=len(token_ids)))
 
     prompts = [[5, 9, 2], [7], [11, 3, 8, 1]]
     async with steered_worker() as (worker, runner):
@@ -103,12 +100,12 @@ async def test_an_error_of_the_work_reaches_its_caller_only() -> None:
 
 
 async def test_work_that_cannot_even_begin_fails_alone() -> None:
-    def start() -> Work:
+    def nothing() -> str:
         raise LookupError("no such work")
 
     async with steered_worker() as (worker, _):
         with pytest.raises(LookupError, match="no such work"):
-            await worker.run("a", start)
+            await worker.run("a", at_once(nothing))
         assert (await worker.run("a", Diary().work("a")))[0] == "a"
 
 
