@@ -126,8 +126,8 @@ class TimedDevice:
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         settle()
 
-    def claim(self, session: str | None) -> bool:
-        return session is not None and not self._workers and self._net.rng.random() < 0.5
+    def claim(self, session: str) -> bool:
+        return not self._workers and self._net.rng.random() < 0.5
 
     @property
     def is_turn_due(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from specsplit.assembly.stages import connect_chain
 from specsplit.core.packet import Packet
 from specsplit.core.planner import Ends
 from specsplit.core.stage_identity import StageIdentity, WantedChain
@@ -22,6 +23,9 @@ from specsplit.target.engine import TargetEngine
 from specsplit.target.stage import StageEngine
 from tests.chains import Shards
 from tests.rpc_servers import LOOPBACK, CountingProxy
+
+_CONNECT_S = 10.0
+"""As the target does; on a machine that stands still for a second an attempt to connect can fail."""
 
 
 class WatchedStage:
@@ -154,7 +158,7 @@ async def opened_over(
         shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
     )
     try:
-        await link.connect()
+        await connect_chain(link, _CONNECT_S)
         yield RemoteOpen(target, runner, link, own, other)
     finally:
         await target.aclose()

@@ -20,7 +20,7 @@ from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.model.shard import LoadedShard
 from specsplit.model.shard_payload import from_payload
-from specsplit.rpc import channel, transport
+from specsplit.rpc import channel, stage_next, stage_peer, transport
 from specsplit.target.held import HeldSlot
 from tests.chains import Shards
 from tests.packet_proxy import LinkFault, PacketProxy
@@ -40,12 +40,15 @@ def serene(request_id: int, hop: int) -> str | None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no link count as silent on a machine that is busy, for tests that know what is lost and what is not."""
+    waits = "timeout_ms", "min_reconnect_backoff_ms"  # the second is how long an attempt to connect may take
 
     def patiently(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        return [(name, 60_000 if name.endswith("timeout_ms") else value) for name, value in options]
+        return [(name, 60_000 if name.endswith(waits) else value) for name, value in options]
 
     monkeypatch.setattr(channel, "CLIENT_OPTIONS", patiently(transport.CLIENT_OPTIONS))
     monkeypatch.setattr(transport, "_SERVER_OPTIONS", patiently(transport._SERVER_OPTIONS))
+    monkeypatch.setattr(stage_next, "OPEN_S", 60.0)
+    monkeypatch.setattr(stage_peer, "CALL_S", 60.0)
 
 
 class Farm:

@@ -12,7 +12,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.stage_next import NextLink
-from tests.remote_chains import opened_remote
+from tests.remote_chains import DamagingProxy, opened_remote
 from tests.rounds import plain_text
 from tests.service.test_stage_faults import (
     PARAMS,
@@ -101,6 +101,29 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
         async with asyncio.timeout(5):
             await mended(chain)
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+
+
+class Refusing(DamagingProxy):
+    """A proxy that breaks the second connection to it off, which is that of the stage before."""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.num_connections == 1:
+            self.num_connections += 1
+            writer.transport.abort()
+            return
+        await super()._serve(reader, writer)
+
+
+async def test_a_connection_between_stages_that_is_lost_as_the_chain_begins_is_made_again() -> None:
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        through_proxy, proxies, _ = await in_front_of(
+            stack, 1, lambda port: Refusing(port, lambda number, is_sent: False)
+        )
+        async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
+            assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            assert chain.resyncs == []
+            assert proxies[0].num_connections > 2
 
 
 @pytest.mark.parametrize("index", range(3))
