@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from specsplit.assembly.links import connected
 from specsplit.assembly.orchestrators import Workers
 from specsplit.assembly.requests import make_request
+from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings
 from specsplit.orchestrator.records import Result, Resync
-from tests.processes import WorkerProcess
+from specsplit.rpc.clients import RemoteVerifier
+from tests.contract.session_contract import Script
+from tests.contract.verifier_contract import without_tree
+from tests.processes import LIMIT_S, WorkerProcess
 
 PROMPT = "def read_lines(path):\n"
 NUM_TOKENS = 64
@@ -26,7 +34,10 @@ SAMPLINGS = {
     )
 }
 SAMPLINGS["sampled"] = SAMPLINGS["greedy"].model_copy(update={"temperature": 1.0, "top_p": 0.9})
+_NOTICED_S = 3.0
+"""The keepalive's promise, not a measure of speed."""
 Action = Callable[[], Awaitable[None]]
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +108,36 @@ async def restart(*workers: WorkerProcess) -> None:
         worker.start()
     for worker in workers:
         await asyncio.to_thread(lambda worker=worker: worker.address)
+
+
+async def check_noticed_soon(verifier: RemoteVerifier, pid: int) -> None:
+    """Check that a round with a process that is stopped fails within three seconds, as the protocol promises.
+
+    It may take longer in a try in which the machine itself stands still, so the first of three that is in time counts.
+    """
+    took_s: list[float] = []
+    for _ in range(3):
+        turn = Script().first()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(WorkerUnreachable):
+                await verifier.verify(turn, without_tree(turn))
+            took_s.append(time.monotonic() - began_s)
+            await verifier.close(turn.session)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        if took_s[-1] < _NOTICED_S:
+            return
+        await answered(verifier.ping)
+    raise AssertionError(f"a hung worker was noticed after {took_s} s only")
+
+
+async def answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """Return what the worker says as soon as it can be reached."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await ask()
+            except WorkerUnreachable:
+                await asyncio.sleep(0.05)

@@ -22,6 +22,7 @@ from specsplit.target.chain_wanted import wanted_chain
 from specsplit.target.engine import TargetEngine
 from specsplit.target.stage import StageEngine
 from tests.chains import Shards
+from tests.processes import LIMIT_S
 from tests.rpc_servers import LOOPBACK, CountingProxy
 
 _CONNECT_S = 10.0
@@ -163,6 +164,17 @@ async def opened_over(
     finally:
         await target.aclose()
         await link.aclose()
+
+
+def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
+    """Let the link wait half a second for the answer to a packet that `is_late`, and long for that to any other."""
+    send = link.send
+
+    async def send_with_deadline(packet: Packet) -> Packet:
+        link._call_timeout_s = 0.5 if is_late(packet) else LIMIT_S
+        return await send(packet)
+
+    link.send = send_with_deadline  # type: ignore[method-assign]
 
 
 class DamagingProxy(CountingProxy):

@@ -14,6 +14,7 @@ from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import Server, serving
 from tests.fakes import FakeTarget
+from tests.processes import LIMIT_S
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -50,7 +51,7 @@ async def verifier_at(server: Server | str) -> AsyncIterator[RemoteVerifier]:
 
 async def wait_until(holds: Callable[[], bool]) -> None:
     """Give the loop turns until `holds()`; a test that waits in vain fails."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110 - the state of another side, which sets no event here
             await asyncio.sleep(0.001)
 

@@ -15,6 +15,7 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict
 from tests.contract.session_contract import PROMPT, Script, Workers
 from tests.contract.verifier_contract import decode_plainly, without_tree
+from tests.processes import LIMIT_S
 
 LAST = len(PROMPT) - 1
 """The position of the prompt's last token."""
@@ -29,7 +30,7 @@ async def opened(worker: Verifier, turn: Turn, *, ahead: int = 1, max_nodes: int
     """Open a stream whose target stops after `ahead` commits of which it does not know that they arrived."""
     stream = worker.open_stream(turn, StreamLimits(max_nodes, 8, ahead))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             yield stream
     finally:
         await stream.close()
@@ -174,7 +175,7 @@ class VerifyStreamContract:
             await commit(stream)
         script.epoch, script.round = 2, 0
         turn = script.turn((*PROMPT, truth[0]), len(PROMPT), is_open=False)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while await _holds(worker, turn):
                 turn = replace(turn, round=turn.round + 1)
                 await asyncio.sleep(0.001)

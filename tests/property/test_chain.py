@@ -23,6 +23,7 @@ from specsplit.model.plan import Entry
 from specsplit.target.engine import TargetEngine
 from tests.chains import HeldForSlot, Shards, opened
 from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.processes import LIMIT_S
 from tests.rounds import plain_text, script, verdicts
 from tests.stage_models import Whole, largest_difference
 
@@ -133,7 +134,7 @@ async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(
         send = HeldForSlot(0, chain.wire.send)
         monkeypatch.setattr(chain.wire, "send", send)
         held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
-        await asyncio.wait_for(send.is_held.wait(), 20)
+        await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
         text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
         assert not held.done()
         send.is_free.set()

@@ -22,6 +22,7 @@ from specsplit.rpc.reach import why_unreachable
 from specsplit.rpc.server import serving
 from tests.fakes import FakeTarget, FakeTokenizer
 from tests.flaky import Fault, Flaky
+from tests.processes import LIMIT_S
 
 NOWHERE = "no-such-host.invalid:50051"
 
@@ -81,7 +82,7 @@ async def test_a_target_that_comes_up_meanwhile_is_taken():
     with socket.socket() as once:
         once.bind(("127.0.0.1", 0))
         refusing = f"127.0.0.1:{once.getsockname()[1]}"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         came_up = asyncio.Event()
         notes: list[str] = []
 

@@ -6,20 +6,17 @@ import asyncio
 import os
 import random
 import signal
-import time
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.proxy import Proxy
 from specsplit.assembly.orchestrators import Workers
-from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.records import Resync
 from specsplit.rpc.clients import RemoteVerifier
-from tests.contract.session_contract import Script
-from tests.disturbed import SAMPLINGS, generate, links, own_cache, pair, restart, resyncs_of, truth
+from tests.disturbed import SAMPLINGS, check_noticed_soon, generate, links, own_cache, pair, restart, resyncs_of, truth
 from tests.processes import WorkerProcess
 
 __all__ = ["own_cache", "pair"]  # fixtures
@@ -64,9 +61,11 @@ async def test_a_killed_worker_changes_no_token_in_any_mode(
     async with links(pair["target"].address, pair["draft"].address) as workers:
         run = await generate(workers, settings, {4: lambda: restart(*killed)})
     assert run.done.token_ids == expected
-    held = [] if who == "draft" else [Resync("target", 5, "slot_lost", run.lengths[4] - 1)]
     sent_again = [resync for resync in resyncs_of(run.done, "target") if resync.num_tokens]
-    assert sent_again == held
+    assert len(sent_again) == (who != "draft")
+    for resync in sent_again:  # a round that was under way may have ended before the workers did
+        assert resync.round > 4
+        assert resync == Resync("target", resync.round, "slot_lost", run.lengths[resync.round - 1] - 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,15 +122,9 @@ async def test_a_hung_target_is_noticed_within_three_seconds(pair: dict[str, Wor
     target = pair["target"]
     verifier = RemoteVerifier(target.address)
     await verifier.ping()
-    turn = Script().first()
-    os.kill(target.pid, signal.SIGSTOP)
     try:
-        began_s = time.monotonic()
-        with pytest.raises(WorkerUnreachable):
-            await verifier.verify(turn, Proposal(first_node=1, root_position=len(turn.tail) - 1))
-        assert time.monotonic() - began_s < 3.0  # a promise of the protocol, not a speed
+        await check_noticed_soon(verifier, target.pid)
     finally:
-        os.kill(target.pid, signal.SIGCONT)
         await verifier.aclose()
 
 

@@ -23,6 +23,7 @@ from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import without_tree
 from tests.hash_model import HashRunner, hash_model
+from tests.processes import LIMIT_S
 from tests.rpc_servers import LOOPBACK
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -54,7 +55,7 @@ class Health:
         self._call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
 
     async def next(self) -> int:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             return (await self._call.read()).status
 
 
@@ -128,7 +129,7 @@ async def test_a_device_that_ended_fails_what_it_had_and_what_comes_and_is_neith
         assert [await ready.next(), await live.next()] == [SERVING] * 2
         sick.error = SystemExit()  # ends the thread, whatever it was about to do
         for _ in range(3):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 with pytest.raises(WorkerFailed, match="ended by itself; restart"):
                     await ask("target", address)
         assert [await ready.next(), await live.next()] == [NOT_SERVING] * 2

@@ -30,6 +30,7 @@ from specsplit.rpc.transport import MAX_MESSAGE_BYTES
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.fakes import FakeDraft, FakeTarget, Faults
+from tests.processes import LIMIT_S
 from tests.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -162,7 +163,7 @@ async def test_what_is_no_worker_at_all_is_unreachable_or_a_mismatch():
 async def test_an_address_that_refuses_is_unreachable_at_once_and_closing_there_is_harmless():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
-        async with asyncio.timeout(20), verifier_at(f"127.0.0.1:{reserved.getsockname()[1]}") as verifier:
+        async with asyncio.timeout(LIMIT_S), verifier_at(f"127.0.0.1:{reserved.getsockname()[1]}") as verifier:
             for _ in range(10):
                 with pytest.raises(WorkerUnreachable, match="cannot be reached"):
                     await verifier.ping()
@@ -176,7 +177,7 @@ async def test_a_worker_that_returns_is_reached_by_the_same_client():
         await server.drain(0)
         with pytest.raises(WorkerUnreachable):
             await verifier.ping()
-        async with serving(listen=address, verifier=FakeTarget()), asyncio.timeout(20):
+        async with serving(listen=address, verifier=FakeTarget()), asyncio.timeout(LIMIT_S):
             while True:
                 try:
                     await verifier.ping()
@@ -300,7 +301,7 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end():
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
         waiting = asyncio.create_task(server.wait())
-        drain = asyncio.create_task(server.drain(20))
+        drain = asyncio.create_task(server.drain(2 * LIMIT_S))
         async with grpc.aio.insecure_channel(server.address) as channel:
             names = ("readiness", "", "specsplit.v1.TargetService", "liveness")
             health = [await health_of(channel, name) for name in names]
@@ -326,7 +327,7 @@ async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
         script = Script()
         first = script.first()
         ids = [*PROMPT, (await verifier.verify(first, without_tree(first))).bonus_token]
-        drain = asyncio.create_task(server.drain(20))
+        drain = asyncio.create_task(server.drain(2 * LIMIT_S))
         await asyncio.sleep(0)
         turn = script.turn(ids, len(ids) - 1)
         assert len((await verifier.verify(turn, without_tree(turn))).token_ids) == 1
@@ -334,7 +335,7 @@ async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
             await verifier.verify(new := Script().first(), without_tree(new))
         assert not drain.done()
         await verifier.close(script.session)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await drain
 
 
@@ -344,7 +345,7 @@ async def test_a_drain_does_not_wait_beyond_its_grace():
         turn = Script().first()
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             await server.drain(0.05)
         with pytest.raises(WorkerUnreachable):
             await running

@@ -21,6 +21,7 @@ from specsplit.rpc.stage_peer import StagePeer
 from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.processes import LIMIT_S
 from tests.remote_chains import RemoteOpen, StageHost, opened_remote
 from tests.rounds import plain_text, script, verdicts
 from tests.rpc_servers import CountingProxy, wait_until
@@ -144,7 +145,7 @@ async def test_stages_forget_what_expired_what_failed_and_what_was_scored() -> N
             await opening(chain.target, "two")
         await chain.target.close("two")
         await chain.hosts[2].start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await mended(chain)
         await wait_until(lambda: is_forgotten(chain))
 
@@ -207,14 +208,15 @@ async def test_a_stage_that_is_silent_holds_up_no_end_and_forgets_once_it_is_bac
         await opening(chain.target, "one")
         await opening(chain.target, "two")
         proxy.is_silent = True
-        async with asyncio.timeout(1):  # a keepalive, a ping or a call would take longer
-            await chain.target.close("one")
+        closing = asyncio.create_task(chain.target.close("one"))
+        await wait_until(lambda: closing.done() or chain.link.trouble is not None)
+        assert closing.done(), "it waits for no keepalive, no ping and no call"
         assert chain.target.num_sessions == 1
         await wait_until(lambda: num_rows(chain.hosts[0])[0] == num_rows(chain.hosts[2])[0] == 0)
         assert num_rows(stage) == [40, 40, 0, 0]
         await wait_until(lambda: chain.link.trouble is not None)
         proxy.is_silent = False
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             await mended(chain)
         await wait_until(lambda: num_rows(stage) == [0, 40, 0, 0])
         await chain.target.close("two")

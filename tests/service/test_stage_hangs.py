@@ -12,7 +12,8 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.stage_next import NextLink
-from tests.remote_chains import DamagingProxy, opened_remote
+from tests.processes import LIMIT_S
+from tests.remote_chains import DamagingProxy, give_up_soon, opened_remote
 from tests.rounds import plain_text
 from tests.service.test_stage_faults import (
     PARAMS,
@@ -33,12 +34,13 @@ from tests.service.test_stage_faults import (
 async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it: str) -> None:
     text = await asyncio.to_thread(truth)
     spares = [await asyncio.to_thread(spare, 1, "stages")]
-    options = {"call_timeout_s": 0.5 if finds_it == "deadline" else 20.0, "step_timeout_s": 0.3}
-    async with opened_remote(shards("stages"), spares, link_options=options) as chain:
+    async with opened_remote(shards("stages"), spares) as chain:
         host, stuck = chain.hosts[1], asyncio.Event()
+        give_up_soon(chain.link, lambda packet: finds_it == "deadline" and packet.sessions[0].start == 43)
 
         def hangs(packet: Packet) -> bool:
             if packet.sessions[0].start == 43:
+                chain.link._step_timeout_s = 0.3
                 stuck.set()
             return stuck.is_set()
 
@@ -50,7 +52,7 @@ async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it:
 
         host.hangs = hangs
         looking = asyncio.create_task(look() if finds_it == "look" else stuck.wait())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             await looking
         check_price(chain, [("lost", 1), ("behind", 44)])
@@ -58,11 +60,13 @@ async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it:
 
 
 async def test_a_stage_that_hangs_is_trouble_until_it_is_replaced() -> None:
-    options = {"step_timeout_s": 0.1, "reconnect_s": 0.4}
+    options = {"step_timeout_s": 0.1, "reconnect_s": 2.0}
+    stuck = asyncio.Event()
     async with opened_remote(shards("stages"), link_options=options) as chain:
-        chain.hosts[1].hangs = lambda packet: True
+        chain.hosts[1].hangs = lambda packet: stuck.set() or True
         writing = asyncio.create_task(plain_text(chain.target, PROMPT, PARAMS, 1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
+            await stuck.wait()
             while chain.link.trouble is None:
                 await chain.link.look()
                 await asyncio.sleep(0.01)
@@ -77,7 +81,8 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
 ) -> None:
     text = await asyncio.to_thread(truth)
     spares = [await asyncio.to_thread(spare, 1, "stages")]
-    async with opened_remote(shards("stages"), spares, link_options={"reconnect_s": 0.4}) as chain:
+    options = {} if helps else {"reconnect_s": 2.0}
+    async with opened_remote(shards("stages"), spares, link_options=options) as chain:
         assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
         addresses, open_next = chain.link.addresses, NextLink.open
 
@@ -98,7 +103,7 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
             await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
         assert (chain.link.addresses, chain.link.statistics.spares_used) == (addresses, [])
         monkeypatch.setattr(NextLink, "open", open_next)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             await mended(chain)
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
 
@@ -134,7 +139,7 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
     async with AsyncExitStack() as stack:
         through_proxy, proxies, _ = await in_front_of(stack, index, Freezable)
         spares = [await asyncio.to_thread(spare, index, "stages")] if has_spare else []
-        options = {} if has_spare else {"reconnect_s": 0.5}
+        options = {"call_timeout_s": 2 * LIMIT_S} | ({} if has_spare else {"reconnect_s": 2.0})
         async with opened_remote(
             shards("stages"), spares, addresses=through_proxy, link_options=options, window=1
         ) as chain:
@@ -146,17 +151,17 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
 
             once(chain.hosts[index], 16, freeze)
             if has_spare:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(LIMIT_S):
                     assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
                 check_price(chain, [("lost", 24), ("behind", 40)])
                 assert chain.link.statistics.spares_used == [chain.spares[0].address]
                 return
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 with pytest.raises(WorkerUnreachable, match=rf"{chain.link.addresses[index]}\b"):
                     await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
             assert (chain.resyncs, chain.runner.chain_statistics.recomputed_tokens) == ([], 0)
             proxy.frozen = False
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 await mended(chain)
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             assert chain.resyncs == []
@@ -165,14 +170,14 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
 async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
     async with AsyncExitStack() as stack:
         through_proxy, proxies, port = await in_front_of(stack, 1, Freezable)
-        options = {"reconnect_s": 0.3}
+        options = {"reconnect_s": 0.8}
         async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
             assert isinstance(proxy, Freezable)
             assert connection is not None
             proxy.frozen = True
             connection.lose(WorkerUnreachable("A link was cut."))
-            with pytest.raises(WorkerUnreachable, match=rf"in 0.3 s. The stage at 127.0.0.1:{port} gave no answer.$"):
+            with pytest.raises(WorkerUnreachable, match=rf"in 0.8 s. The stage at 127.0.0.1:{port} gave no answer.$"):
                 await chain.link.mend()
             proxy.frozen = False
 
@@ -181,7 +186,7 @@ async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
         through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
-        spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 1.5}
+        spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 3.0}
         async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
             assert isinstance(proxy, Freezable)
@@ -192,7 +197,7 @@ async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_
             with pytest.raises(WorkerUnreachable, match="is lost"):
                 await chain.link.mend()
             await chain.spares[0].start()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 await mended(chain)
             assert chain.link.statistics.spares_used == [chain.spares[0].address]
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.packet_proxy import LinkFault
-from tests.remote_chains import RemoteOpen
+from tests.processes import LIMIT_S
+from tests.remote_chains import RemoteOpen, give_up_soon
 from tests.rounds import plain_text
 from tests.service.test_stage_faults import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.stage_farm import Farm, farm_of, patient
@@ -44,7 +45,7 @@ async def disturbed(
 
 async def check_text(farm: Farm, chain: RemoteOpen, fault: LinkFault) -> None:
     text = await asyncio.to_thread(truth)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
     assert farm.fired == [fault]
 
@@ -89,7 +90,8 @@ async def test_a_packet_that_comes_late_costs_nothing_but_time(hop: int, request
 async def test_a_packet_that_comes_after_its_deadline_is_sent_again_and_then_refused(
     hop: int, request_id: int, rows: int
 ) -> None:
-    async with disturbed(request_id, hop, "delayed", link_options={"call_timeout_s": 1.0}) as (farm, chain):
+    async with disturbed(request_id, hop, "delayed") as (farm, chain):
+        give_up_soon(chain.link, lambda packet: packet.request_id == request_id)
         goes_on = asyncio.Event()
         for proxy in farm.proxies:
             proxy.delay = goes_on.wait

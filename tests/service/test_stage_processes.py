@@ -230,7 +230,7 @@ async def test_a_hung_stage_without_a_spare_is_a_typed_error_and_health_tells(cu
             os.kill(hung.pid, signal.SIGSTOP)
 
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 with pytest.raises(LinkError):
                     await generate(workers, settings, {10: hang})
             await eventually(lambda: "the chain is not whole" in cut.target.stderr)

@@ -43,6 +43,7 @@ from specsplit.rpc.stage_peer import StagePeer
 from tests.chains import Shards
 from tests.fakes import FakeTarget
 from tests.model_zoo import FAMILIES, save_model
+from tests.processes import LIMIT_S
 from tests.remote_chains import StageHost, opened_remote, served, wanted_of
 from tests.rounds import plain_text
 from tests.rpc_servers import LOOPBACK, wait_until
@@ -311,7 +312,7 @@ async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPat
     async with alone(shards(()).stages[0]) as (host, _):
         channel = WorkerChannel(host.address, "The stage")
         stream = channel.duplex("/specsplit.v1.StageService/Forward")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(InvalidRequest, match="begins with who opens it"):
                 await stream.read()
             await wait_until(lambda: host.server.num_running == 0)

@@ -18,6 +18,7 @@ from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.chains import HeldForSlot, Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
+from tests.processes import LIMIT_S
 from tests.remote_chains import opened_remote
 from tests.rounds import plain_text, verdicts
 from tests.rpc_servers import wait_until
@@ -110,7 +111,7 @@ async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(monkey
         monkeypatch.setattr(chain.link, "send", send)
         first, second = LENGTHS[:2]
         held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
-        await asyncio.wait_for(send.is_held.wait(), 20)
+        await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
         text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
         assert not held.done()
         send.is_free.set()
