@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from specsplit.assembly.stages import connect_chain
+from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.packet import Packet
 from specsplit.core.planner import Ends
 from specsplit.core.stage_identity import StageIdentity, WantedChain
@@ -152,9 +153,8 @@ async def opened_over(
     **options: Any,
 ) -> AsyncIterator[RemoteOpen]:
     """Connect a chain of stages and spares that are served, and open a target over it."""
-    link = RemoteChain(
-        addresses, spare_addresses, wanted_of(shards), **{"call_timeout_s": 20.0, **(link_options or {})}
-    )
+    patience = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
+    link = RemoteChain(addresses, spare_addresses, wanted_of(shards), **(patience | (link_options or {})))
     target, runner = chain_target(
         shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
     )
@@ -166,12 +166,24 @@ async def opened_over(
         await link.aclose()
 
 
+async def mended(chain: RemoteOpen) -> None:
+    """Restore the chain, however long the machine takes for it; from then on the link is as patient."""
+    chain.link._reconnect_s = float(LIMIT_S)
+    while chain.link.trouble is not None:
+        with suppress(WorkerUnreachable):
+            await chain.link.mend()
+        await asyncio.sleep(0.01)
+
+
 def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
-    """Let the link wait half a second for the answer to a packet that `is_late`, and long for that to any other."""
-    send = link.send
+    """Let the link wait two seconds only for the first packet that `is_late`; one packet is under way at a time."""
+    send, is_over = link.send, False
 
     async def send_with_deadline(packet: Packet) -> Packet:
-        link._call_timeout_s = 0.5 if is_late(packet) else LIMIT_S
+        nonlocal is_over
+        is_now = not is_over and is_late(packet)
+        is_over = is_over or is_now
+        link._call_timeout_s = 2.0 if is_now else 2 * LIMIT_S
         return await send(packet)
 
     link.send = send_with_deadline  # type: ignore[method-assign]

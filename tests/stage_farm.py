@@ -20,7 +20,7 @@ from specsplit.model.loader import LoadedModel
 from specsplit.model.plan import Entry
 from specsplit.model.shard import LoadedShard
 from specsplit.model.shard_payload import from_payload
-from specsplit.rpc import channel, stage_next, stage_peer, transport
+from specsplit.rpc import channel, stage_admission, stage_chain, stage_next, stage_peer, stage_servicer, transport
 from specsplit.target.held import HeldSlot
 from tests.chains import Shards
 from tests.packet_proxy import LinkFault, PacketProxy
@@ -39,7 +39,7 @@ def serene(request_id: int, hop: int) -> str | None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no link count as silent on a machine that is busy, for tests that know what is lost and what is not."""
+    """Let no link and no stage count as silent on a busy machine, for tests that know what is lost and what is not."""
     waits = "timeout_ms", "min_reconnect_backoff_ms"  # the second is how long an attempt to connect may take
 
     def patiently(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -49,6 +49,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_SERVER_OPTIONS", patiently(transport._SERVER_OPTIONS))
     monkeypatch.setattr(stage_next, "OPEN_S", 60.0)
     monkeypatch.setattr(stage_peer, "CALL_S", 60.0)
+    monkeypatch.setattr(stage_servicer, "HELLO_S", 60.0)
+    for module in (stage_admission, stage_chain):
+        monkeypatch.setattr(module, "PING_S", 5.0)  # one behind a packet that is held up takes all of it
 
 
 class Farm:

@@ -16,35 +16,18 @@ import pytest
 
 from specsplit.cli.main import main
 from specsplit.telemetry import names
+from tests.processes import LIMIT_S, ROOT, command, environment, run
 
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = ROOT / "specsplit" / "model" / "embedded"
 PROMPT = "def add(a, b):"
 ENDLESS = ["--prompt", PROMPT, "--max-new-tokens", "2000", "--ignore-eos"]
-LIMIT_S = 120
-
-
-def _environment(**changes: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECSPLIT_")}
-    return {**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm", **changes}
-
-
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "specsplit", *arguments]
-
-
-def _run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
-    done = subprocess.run(
-        _command(*arguments), input=stdin, capture_output=True, env=_environment(), timeout=LIMIT_S, check=False
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 def _run_on_terminal(*arguments: str, **changes: str) -> tuple[int, str]:
     """Run with a terminal for all three streams; return what it showed."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(sys.executable, _command(*arguments), _environment(**changes))
+        os.execve(sys.executable, command(*arguments), environment(**changes))
     shown = b""
     try:
         while data := os.read(terminal, 65536):
@@ -63,14 +46,14 @@ def test_help_needs_nothing_heavy():
         "print(sorted(heavy & set(sys.modules)), code, file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, env=_environment(), timeout=LIMIT_S, check=True
+        [sys.executable, "-c", program], capture_output=True, env=environment(), timeout=LIMIT_S, check=True
     )
     assert done.stderr == b"[] 0\n"
 
 
 def test_json_is_one_object_on_one_line_with_the_fields_of_the_contract(tmp_path: Path):
     trace = tmp_path / "spans.jsonl"
-    code, out, err = _run(
+    code, out, err = run(
         "orchestrate", "--prompt-file", "-", "--max-new-tokens", "24", "--json", "--trace-file", str(trace),
         stdin=PROMPT.encode(),
     )  # fmt: skip
@@ -139,10 +122,10 @@ def test_no_color_is_honoured_on_a_terminal():
 
 def _start(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        _command("orchestrate", *ENDLESS, *arguments),
+        command("orchestrate", *ENDLESS, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_environment(),
+        env=environment(),
     )
 
 
@@ -233,7 +216,7 @@ def test_doctor_is_well_here(capfd: pytest.CaptureFixture[str]):
     assert "GiB" in found["draft"]
 
 
-def test_a_missing_model_fails_the_doctor_and_the_command(capfd: pytest.CaptureFixture[str]):
+def test_a_missing_model_fails_the_doctor_and_thecommand(capfd: pytest.CaptureFixture[str]):
     assert main(["doctor", "--target-model", "./no-such-model"]) == 1
     out, _ = capfd.readouterr()
     assert "no-such-model" in out
@@ -258,7 +241,7 @@ def test_what_only_the_model_can_refuse_is_one_sentence_and_exit_2(
 
 @pytest.mark.slow
 def test_a_prompt_beyond_the_context_is_one_sentence_and_none_of_the_libraries():
-    code, out, err = _run("orchestrate", "--prompt-file", "-", stdin=b"x = 1\n" * 2000)
+    code, out, err = run("orchestrate", "--prompt-file", "-", stdin=b"x = 1\n" * 2000)
     assert (code, out) == (2, "")
     assert re.match(r"Error: The prompt has \d{4,5} tokens and leaves no room in a context of 4096; ", err), err
     assert err.count("\n") == 1

@@ -15,8 +15,18 @@ from specsplit.assembly.orchestrators import Workers
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.records import Resync
-from specsplit.rpc.clients import RemoteVerifier
-from tests.disturbed import SAMPLINGS, check_noticed_soon, generate, links, own_cache, pair, restart, resyncs_of, truth
+from tests.disturbed import (
+    SAMPLINGS,
+    WAKES_S,
+    check_noticed_soon,
+    generate,
+    links,
+    own_cache,
+    pair,
+    restart,
+    resyncs_of,
+    truth,
+)
 from tests.processes import WorkerProcess
 
 __all__ = ["own_cache", "pair"]  # fixtures
@@ -120,12 +130,7 @@ async def test_latency_and_jitter_change_no_token(pair: dict[str, WorkerProcess]
 
 async def test_a_hung_target_is_noticed_within_three_seconds(pair: dict[str, WorkerProcess]) -> None:
     target = pair["target"]
-    verifier = RemoteVerifier(target.address)
-    await verifier.ping()
-    try:
-        await check_noticed_soon(verifier, target.pid)
-    finally:
-        await verifier.aclose()
+    await check_noticed_soon(target.address, target.pid, is_connected=True)
 
 
 async def test_hung_workers_that_wake_up_go_on_where_they_were(pair: dict[str, WorkerProcess]) -> None:
@@ -134,7 +139,7 @@ async def test_hung_workers_that_wake_up_go_on_where_they_were(pair: dict[str, W
 
     async def hang() -> None:
         async def wake() -> None:
-            await asyncio.sleep(3.5)
+            await asyncio.sleep(WAKES_S)
             for worker in pair.values():
                 os.kill(worker.pid, signal.SIGCONT)
 

@@ -42,7 +42,7 @@ class Sick:
 
     def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
         if self.hold is not None:
-            assert self.hold.wait(60)
+            assert self.hold.wait(2 * LIMIT_S)
         if self.error is not None:
             raise self.error
         return [rows * math.nan if self.is_nan else rows for rows in self._forward(entries)]

@@ -16,7 +16,7 @@ import pytest
 from specsplit.core.errors import WorkerUnreachable
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.disturbed import answered, check_noticed_soon
+from tests.disturbed import check_noticed_soon
 from tests.processes import LIMIT_S
 from tests.rpc_servers import verifier_at
 
@@ -41,11 +41,10 @@ async def worker_process() -> AsyncIterator[tuple[Process, str]]:
 
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_a_worker_that_hangs_is_unreachable_within_three_seconds_and_back_when_it_wakes(is_connected: bool):
-    async with worker_process() as (process, address), verifier_at(address) as verifier:
-        if is_connected:
-            await decode_plainly(verifier, PROMPT, 2)
-        await check_noticed_soon(verifier, process.pid)
-        assert len(await answered(lambda: decode_plainly(verifier, PROMPT, 2))) == 2
+    async with worker_process() as (process, address):
+        await check_noticed_soon(address, process.pid, is_connected=is_connected)
+        async with verifier_at(address) as verifier:
+            assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
 
 
 async def test_a_worker_that_is_killed_during_a_call_is_unreachable():

@@ -28,6 +28,7 @@ from specsplit.rpc.server import serving
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.fakes import FakeTarget, Faults
+from tests.processes import LIMIT_S
 from tests.rpc_servers import LOOPBACK, CountingProxy, verifier_at, wait_until
 
 ROUNDS = "/specsplit.v1.TargetService/Rounds"
@@ -333,12 +334,13 @@ async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
         turn = Script().first()
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
-        drain = asyncio.create_task(server.drain(20))
+        drain = asyncio.create_task(server.drain(2 * LIMIT_S))
         await asyncio.sleep(0.02)
         assert target.faults.gate is not None
         target.faults.gate.set()
         assert len((await running).token_ids) == 1
-        await drain
+        async with asyncio.timeout(LIMIT_S):
+            await drain
         with pytest.raises(LinkError):
             await verifier.verify(turn, without_tree(turn))
 

@@ -28,6 +28,7 @@ from tests.processes import LIMIT_S, WorkerProcess, environment, run
 
 PROMPT = "def add(a, b):"
 SHORT = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
+PATIENT = ("--draft-patience", str(LIMIT_S))
 LONG = ["--prompt", PROMPT, "--max-new-tokens", "900", "--ignore-eos", "--json"]
 Capture = pytest.CaptureFixture[str]
 Answer = dict[str, Any]
@@ -119,7 +120,7 @@ def test_a_worker_says_once_that_it_serves_and_where(role: str, workers: dict[st
 def test_both_workers_give_the_text_of_plain_decoding_and_count_the_bytes(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], capfd: Capture
 ):
-    answer, err = _orchestrate(capfd, "--target", target.address, "--draft", draft.address, *SHORT)
+    answer, err = _orchestrate(capfd, "--target", target.address, "--draft", draft.address, *PATIENT, *SHORT)
     assert (answer["token_ids"], answer["mode"], err) == (expected[24], "auto", "")
     assert (answer["degraded"], answer["resyncs"]) == ([], [])
     wire = answer["wire"]
@@ -189,7 +190,7 @@ def test_one_trace_goes_through_three_processes(
     path = tmp_path / "spans.jsonl"
     answer, _ = _orchestrate(
         capfd,
-        *("--target", target.address, "--draft", draft.address, *SHORT),
+        *("--target", target.address, "--draft", draft.address, *PATIENT, *SHORT),
         *("--mode", "pingpong", "--trace-file", str(path)),
     )
     ours = _spans(path)

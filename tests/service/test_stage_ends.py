@@ -17,12 +17,12 @@ from specsplit.core.types import Proposal, SamplingParams, SessionParams
 from specsplit.model.loader import load_model
 from specsplit.model.shard import LoadedShard, load_shard
 from specsplit.rpc.stage_frames import ChainId
-from specsplit.rpc.stage_peer import StagePeer
+from specsplit.rpc.stage_peer import StagePeer, StagePing
 from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.processes import LIMIT_S
-from tests.remote_chains import RemoteOpen, StageHost, opened_remote
+from tests.processes import LIMIT_S, SILENT_S
+from tests.remote_chains import RemoteOpen, StageHost, mended, opened_remote
 from tests.rounds import plain_text, script, verdicts
 from tests.rpc_servers import CountingProxy, wait_until
 from tests.stage_models import cut
@@ -60,13 +60,6 @@ def truth() -> list[int]:
         return text
 
     return asyncio.run(main())
-
-
-async def mended(chain: RemoteOpen) -> None:
-    while chain.link.trouble is not None:
-        with contextlib.suppress(WorkerUnreachable):
-            await chain.link.mend()
-        await asyncio.sleep(0.01)
 
 
 class SilentProxy(CountingProxy):
@@ -194,27 +187,41 @@ async def test_slots_that_are_used_again_and_again_compute_nothing_twice() -> No
         await wait_until(lambda: is_forgotten(chain))
 
 
-async def test_a_stage_that_is_silent_holds_up_no_end_and_forgets_once_it_is_back() -> None:
-    proxy, options = SilentProxy(), {"reconnect_s": 0.3}
+async def test_a_stage_that_is_silent_holds_up_no_end_and_forgets_once_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxy, goes_on = SilentProxy(), asyncio.Event()
+    end, ping = StagePeer.end, StagePeer.ping
+
+    async def end_late(peer: StagePeer, chain: ChainId, slot: int, epoch: int | None = None) -> None:
+        await goes_on.wait()
+        await end(peer, chain, slot, epoch)
+
+    async def ping_late(peer: StagePeer, *args: float) -> StagePing:
+        await goes_on.wait()
+        return await ping(peer, *args)
 
     def through_proxy(addresses: list[str]) -> list[str]:
         return [addresses[0], proxy.before(addresses[1]), addresses[2]]
 
     async with (
         proxy.running(),
-        opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain,
+        opened_remote(shards("stages"), addresses=through_proxy) as chain,
     ):
         stage = chain.hosts[1]
         await opening(chain.target, "one")
         await opening(chain.target, "two")
         proxy.is_silent = True
-        closing = asyncio.create_task(chain.target.close("one"))
-        await wait_until(lambda: closing.done() or chain.link.trouble is not None)
-        assert closing.done(), "it waits for no keepalive, no ping and no call"
+        monkeypatch.setattr(StagePeer, "end", end_late)
+        monkeypatch.setattr(StagePeer, "ping", ping_late)
+        async with asyncio.timeout(LIMIT_S):
+            await chain.target.close("one")
+        goes_on.set()
         assert chain.target.num_sessions == 1
         await wait_until(lambda: num_rows(chain.hosts[0])[0] == num_rows(chain.hosts[2])[0] == 0)
         assert num_rows(stage) == [40, 40, 0, 0]
-        await wait_until(lambda: chain.link.trouble is not None)
+        async with asyncio.timeout(SILENT_S):
+            await wait_until(lambda: chain.link.trouble is not None)
         proxy.is_silent = False
         async with asyncio.timeout(LIMIT_S):
             await mended(chain)

@@ -27,8 +27,12 @@ from tests.chains import Shards, save_deeper
 from tests.model_zoo import FAMILIES, VOCAB
 from tests.remote_chains import opened_remote
 from tests.rounds import plain_text, verdicts
+from tests.stage_farm import patient
 from tests.stage_models import cut
 
+__all__ = ["patient"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("patient")
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 NUM_LAYERS = 4
 CUTS = ((1,), (1, 3), (1, 2, 3), (3,), (2, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import cache
@@ -19,15 +18,20 @@ from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.loader import load_model
 from specsplit.model.shard import LoadedShard, load_shard
+from specsplit.rpc import stage_chain
 from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.model_zoo import FAMILIES, VOCAB, save_model
 from tests.processes import LIMIT_S
-from tests.remote_chains import DamagingProxy, RemoteOpen, StageHost, opened_remote
+from tests.remote_chains import DamagingProxy, RemoteOpen, StageHost, mended, opened_remote
 from tests.rounds import plain_text
 from tests.rpc_servers import wait_until
+from tests.stage_farm import patient
 from tests.stage_models import cut
 
+__all__ = ["patient"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("patient")
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 TEXT_LENGTH = 8
@@ -158,14 +162,17 @@ async def test_a_stage_that_returns_stands_by_as_a_spare() -> None:
         assert chain.link.statistics.spares_used == [second.address, first.address]
 
 
-async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on_later() -> None:
+async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text = await asyncio.to_thread(truth)
     async with opened_remote(shards("stages"), link_options={"reconnect_s": 2.0}) as chain:
         assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
         host = chain.hosts[1]
         await host.stop()
         await wait_until(lambda: chain.link.trouble is not None)
-        async with asyncio.timeout(LIMIT_S):
+        monkeypatch.setattr(stage_chain, "_AGAIN_S", LIMIT_S)
+        async with asyncio.timeout(9):  # what is known to be lost is waited for no longer than `reconnect_s`
             since: list[object] = []
             for _ in range(2):
                 with pytest.raises(WorkerUnreachable, match=rf"layers 1:2 is lost: The stage at {host.address}"):
@@ -173,6 +180,7 @@ async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on
                 since.append(chain.link._down)
         assert since[0] is since[1] is not None, "known to be down, it is not asked again"
         assert [len(other.stage.seen) for other in chain.hosts] == [4, 4, 4]
+        monkeypatch.undo()
         await host.start()
         async with asyncio.timeout(LIMIT_S):
             await mended(chain)
@@ -256,46 +264,3 @@ async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             check_price(chain, [("lost", 1)])
             assert chain.link.statistics.num_reconnects == 1
-
-
-class Freezable(DamagingProxy):
-    """A proxy that can fall silent: connections stay open and nothing comes through, as of a stopped process."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(port, lambda number, is_sent: False)
-        self.frozen = False
-
-    def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
-        return b"" if self.frozen else bytes(data)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self.frozen:
-            await super()._serve(reader, writer)
-
-
-async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
-    text = await asyncio.to_thread(truth)
-    async with AsyncExitStack() as stack:
-        through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
-        spares = [await asyncio.to_thread(spare, 1, "stages")]
-        options = {"call_timeout_s": 2 * LIMIT_S}
-        async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
-            (proxy,) = proxies
-            assert isinstance(proxy, Freezable)
-
-            def freeze() -> None:
-                proxy.frozen = True
-
-            once(chain.hosts[1], 43, freeze)
-            async with asyncio.timeout(LIMIT_S):
-                assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
-            check_price(chain, [("lost", 1), ("behind", 44)])
-
-
-async def mended(chain: RemoteOpen) -> None:
-    """Restore the chain, however long the machine takes for it."""
-    chain.link._reconnect_s = float(LIMIT_S)
-    while chain.link.trouble is not None:
-        with contextlib.suppress(WorkerUnreachable):
-            await chain.link.mend()
-        await asyncio.sleep(0.01)

@@ -22,8 +22,12 @@ from tests.chains import Shards
 from tests.model_zoo import VOCAB, save_model
 from tests.remote_chains import opened_remote
 from tests.rounds import script
+from tests.stage_farm import patient
 from tests.stage_models import cut
 
+__all__ = ["patient"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("patient")
 NUM_ROWS = 1040
 MIN_BYTES = 64 << 20
 MIN_TICKS = 20

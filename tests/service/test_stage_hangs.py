@@ -4,30 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from specsplit.assembly.workers import RECONNECT_S
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.stage_next import NextLink
-from tests.processes import LIMIT_S
-from tests.remote_chains import DamagingProxy, give_up_soon, opened_remote
+from tests.processes import LIMIT_S, NOTICED_S, SILENT_S
+from tests.remote_chains import DamagingProxy, give_up_soon, mended, opened_remote
 from tests.rounds import plain_text
+from tests.rpc_servers import wait_until
 from tests.service.test_stage_faults import (
     PARAMS,
     PROMPT,
     TEXT_LENGTH,
-    Freezable,
     check_price,
     in_front_of,
-    mended,
     once,
     shards,
     spare,
     truth,
 )
+from tests.stage_farm import patient
+
+__all__ = ["patient"]  # a fixture
+
+
+class Freezable(DamagingProxy):
+    """A proxy that can fall silent: connections stay open and nothing comes through, as of a stopped process."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port, lambda number, is_sent: False)
+        self.frozen = False
+
+    def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
+        return b"" if self.frozen else bytes(data)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.frozen:
+            await super()._serve(reader, writer)
+
+
+async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
+    text = await asyncio.to_thread(truth)
+    async with AsyncExitStack() as stack:
+        through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
+        spares = [await asyncio.to_thread(spare, 1, "stages")]
+        async with opened_remote(shards("stages"), spares, addresses=through_proxy) as chain:
+            (proxy,) = proxies
+            assert isinstance(proxy, Freezable)
+
+            def freeze() -> None:
+                proxy.frozen = True
+
+            once(chain.hosts[1], 43, freeze)
+            async with asyncio.timeout(SILENT_S):
+                assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+            check_price(chain, [("lost", 1), ("behind", 44)])
+
+
+async def test_a_stage_that_falls_silent_is_trouble_within_three_seconds() -> None:
+    """A try in which the machine itself stands still takes longer, so one of three that is in time will do."""
+    took_s: list[float] = []
+    while not took_s or took_s[-1] >= NOTICED_S:
+        assert len(took_s) < 3, f"noticed after {took_s} s"
+        async with AsyncExitStack() as stack:
+            through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
+            async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
+                (proxy,) = proxies
+                assert isinstance(proxy, Freezable)
+                proxy.frozen = True
+                began_s = time.monotonic()
+                await wait_until(lambda chain=chain: chain.link.trouble is not None)
+                took_s.append(time.monotonic() - began_s)
 
 
 @pytest.mark.parametrize("finds_it", ["deadline", "look"])
@@ -60,11 +113,11 @@ async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it:
 
 
 async def test_a_stage_that_hangs_is_trouble_until_it_is_replaced() -> None:
-    options = {"step_timeout_s": 0.1, "reconnect_s": 2.0}
+    options = {"step_timeout_s": 0.1, "reconnect_s": 4.0}
     stuck = asyncio.Event()
     async with opened_remote(shards("stages"), link_options=options) as chain:
         chain.hosts[1].hangs = lambda packet: stuck.set() or True
-        writing = asyncio.create_task(plain_text(chain.target, PROMPT, PARAMS, 1))
+        writing = asyncio.create_task(plain_text(chain.target, PROMPT[:9], PARAMS, 1))
         async with asyncio.timeout(LIMIT_S):
             await stuck.wait()
             while chain.link.trouble is None:
@@ -81,7 +134,7 @@ async def test_a_stage_that_the_one_before_it_does_not_reach_is_replaced_if_that
 ) -> None:
     text = await asyncio.to_thread(truth)
     spares = [await asyncio.to_thread(spare, 1, "stages")]
-    options = {} if helps else {"reconnect_s": 2.0}
+    options = {} if helps else {"reconnect_s": 4.0}
     async with opened_remote(shards("stages"), spares, link_options=options) as chain:
         assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
         addresses, open_next = chain.link.addresses, NextLink.open
@@ -139,7 +192,7 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
     async with AsyncExitStack() as stack:
         through_proxy, proxies, _ = await in_front_of(stack, index, Freezable)
         spares = [await asyncio.to_thread(spare, index, "stages")] if has_spare else []
-        options = {"call_timeout_s": 2 * LIMIT_S} | ({} if has_spare else {"reconnect_s": 2.0})
+        options = {} if has_spare else {"reconnect_s": 5.0}
         async with opened_remote(
             shards("stages"), spares, addresses=through_proxy, link_options=options, window=1
         ) as chain:
@@ -151,12 +204,12 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
 
             once(chain.hosts[index], 16, freeze)
             if has_spare:
-                async with asyncio.timeout(LIMIT_S):
+                async with asyncio.timeout(SILENT_S):
                     assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
                 check_price(chain, [("lost", 24), ("behind", 40)])
                 assert chain.link.statistics.spares_used == [chain.spares[0].address]
                 return
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(SILENT_S):
                 with pytest.raises(WorkerUnreachable, match=rf"{chain.link.addresses[index]}\b"):
                     await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
             assert (chain.resyncs, chain.runner.chain_statistics.recomputed_tokens) == ([], 0)
@@ -167,17 +220,18 @@ async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_err
             assert chain.resyncs == []
 
 
+@pytest.mark.usefixtures("patient")  # no attempt to connect, and no ping, ends before `reconnect_s`
 async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
     async with AsyncExitStack() as stack:
         through_proxy, proxies, port = await in_front_of(stack, 1, Freezable)
-        options = {"reconnect_s": 0.8}
+        options = {"reconnect_s": 2.5}
         async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
             assert isinstance(proxy, Freezable)
             assert connection is not None
             proxy.frozen = True
             connection.lose(WorkerUnreachable("A link was cut."))
-            with pytest.raises(WorkerUnreachable, match=rf"in 0.8 s. The stage at 127.0.0.1:{port} gave no answer.$"):
+            with pytest.raises(WorkerUnreachable, match=rf"in 2.5 s. The stage at 127.0.0.1:{port} gave no answer.$"):
                 await chain.link.mend()
             proxy.frozen = False
 
@@ -186,7 +240,7 @@ async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
         through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
-        spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": 3.0}
+        spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": RECONNECT_S}
         async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
             (proxy,), connection = proxies, chain.link._connection
             assert isinstance(proxy, Freezable)
@@ -194,10 +248,13 @@ async def test_a_spare_that_comes_late_still_takes_the_place_of_a_stage_that_is_
             await chain.spares[0].stop()
             proxy.frozen = True
             connection.lose(WorkerUnreachable("A link was cut."))
-            with pytest.raises(WorkerUnreachable, match="is lost"):
+            with pytest.raises(WorkerUnreachable, match=r"is lost|could not be restored"):
                 await chain.link.mend()
             await chain.spares[0].start()
             async with asyncio.timeout(LIMIT_S):
-                await mended(chain)
+                while chain.link.trouble is not None:
+                    with suppress(WorkerUnreachable):
+                        await chain.link.mend()
+                    await asyncio.sleep(0.01)
             assert chain.link.statistics.spares_used == [chain.spares[0].address]
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text

@@ -17,7 +17,7 @@ from specsplit.cli.main import main
 from specsplit.core.errors import LinkError
 from specsplit.core.sections import StageSettings
 from tests.disturbed import SAMPLINGS, generate, links, own_cache
-from tests.processes import LIMIT_S, WorkerProcess
+from tests.processes import LIMIT_S, SILENT_S, WorkerProcess
 from tests.stage_processes import (
     SAMPLED,
     altered_model,
@@ -230,7 +230,7 @@ async def test_a_hung_stage_without_a_spare_is_a_typed_error_and_health_tells(cu
             os.kill(hung.pid, signal.SIGSTOP)
 
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(SILENT_S):
                 with pytest.raises(LinkError):
                     await generate(workers, settings, {10: hang})
             await eventually(lambda: "the chain is not whole" in cut.target.stderr)

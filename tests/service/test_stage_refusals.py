@@ -28,7 +28,7 @@ from specsplit.core.errors import (
 from specsplit.core.packet import Ask, Packet, PacketSession, PayloadType, StepKind
 from specsplit.core.packet_codec import decode, encode
 from specsplit.core.planner import Ends
-from specsplit.core.slot_state import encode_state
+from specsplit.core.slot_state import SlotState, encode_state
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
 from specsplit.model.shard_payload import to_payload
@@ -284,13 +284,13 @@ async def test_a_slot_travels_whole_or_not_at_all() -> None:
                     yield message.SerializeToString()
 
         with pytest.raises(CorruptPacket):
-            await to.import_slot(CHAIN, pieces(damage=1), 5.0)  # type: ignore[arg-type]
+            await to.import_slot(CHAIN, pieces(damage=1), LIMIT_S)  # type: ignore[arg-type]
         with pytest.raises(InvalidPacket, match="exceeds"):
-            await to.import_slot(CHAIN, pieces(repeat=2000), 5.0)  # type: ignore[arg-type]
-        assert await peer.move_slot(CHAIN, 0, to, 5.0) > 0
-        assert await peer.move_slot(CHAIN, 1, to, 5.0) == 0, "nothing to move"
+            await to.import_slot(CHAIN, pieces(repeat=2000), LIMIT_S)  # type: ignore[arg-type]
+        assert await peer.move_slot(CHAIN, 0, to, LIMIT_S) > 0
+        assert await peer.move_slot(CHAIN, 1, to, LIMIT_S) == 0, "nothing to move"
         with pytest.raises(InvalidPacket, match="no slot 9"):
-            await peer.move_slot(CHAIN, 9, to, 5.0)
+            await peer.move_slot(CHAIN, 9, to, LIMIT_S)
         stream.cancel()
 
 
@@ -329,7 +329,14 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
         assert service is not None
         await peer.configure(ChainId("me", 2), 0, 1, "", keep_slots=True)
         assert (await host.stage.engine.export_kv(0)).num_rows == 3
-        service._grace_s = 0.05
+
+        async def import_kv(state: SlotState) -> None:
+            await host.stage.engine.import_kv(state)
+            service._grace_s = 0.05  # from now on the coordinator is not waited for
+
+        if keep_slots:
+            service._grace_s = 0.05
+        host.stage.import_kv = import_kv
         await peer.configure(ChainId("me", 3), 0, 1, "", keep_slots=keep_slots)
         if not keep_slots:  # slots that were moved here, for a chain that was never made
 
@@ -337,7 +344,7 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
                 for piece in slot_pieces(encode_state(state)):
                     yield piece
 
-            await peer.import_slot(ChainId("me", 3), pieces(), 5.0)  # type: ignore[arg-type]
+            await peer.import_slot(ChainId("me", 3), pieces(), LIMIT_S)  # type: ignore[arg-type]
         await wait_until(lambda: host.stage.engine._slots[0].num_rows == 0)
         stream.cancel()
 

@@ -22,7 +22,11 @@ from tests.processes import LIMIT_S
 from tests.remote_chains import opened_remote
 from tests.rounds import plain_text, verdicts
 from tests.rpc_servers import wait_until
+from tests.stage_farm import patient
 
+__all__ = ["patient"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("patient")
 SAMPLING = {"greedy": SamplingParams(), "hot": SamplingParams(temperature=1.0, top_p=0.9)}
 LENGTHS = (1, 9, 40)
 TEXT_LENGTH = 10
@@ -187,7 +191,7 @@ async def test_a_draining_stage_is_left_for_a_spare_without_a_row_computed_twice
         chain.hosts[2].hangs = count
         writing = asyncio.create_task(plain_text(chain.target, prompt(40), params("hot", 40), TEXT_LENGTH))
         await half.wait()
-        await chain.hosts[1].server.drain(10.0)
+        await chain.hosts[1].server.drain(LIMIT_S)
         assert await writing == texts[2]
         assert chain.link.addresses[1] == chain.spares[0].address
         assert chain.link.statistics.num_moved_slots == 1

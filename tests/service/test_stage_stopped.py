@@ -20,7 +20,7 @@ from specsplit.model.shard_coordinator import load_chain_model
 from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.packet_proxy import PacketProxy
-from tests.processes import LIMIT_S, WorkerProcess
+from tests.processes import LIMIT_S, SILENT_S, WorkerProcess
 from tests.remote_chains import RemoteOpen, opened_over
 from tests.rounds import plain_text
 from tests.stage_processes import EMBEDDED_TARGET, close_all, stage_process
@@ -86,7 +86,7 @@ async def test_a_stage_stopped_in_the_prefill_is_replaced(index: int, processes:
     stages, spares = processes[:2], processes[2:]
     async with AsyncExitStack() as stack:
         stack.callback(os.kill, stages[index].pid, signal.SIGCONT)
-        async with chain_over(stack, stages, spares, index) as chain, asyncio.timeout(LIMIT_S):
+        async with chain_over(stack, stages, spares, index) as chain, asyncio.timeout(SILENT_S):
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             needed = len(PROMPT) + TEXT_LENGTH - 1
             assert price(chain) == ([("lost", 24), ("behind", 40)], 64, needed + 64)
@@ -102,7 +102,7 @@ async def test_a_stage_stopped_in_the_prefill_without_a_spare_is_an_error_and_me
     async with AsyncExitStack() as stack:
         stack.callback(os.kill, stages[index].pid, signal.SIGCONT)
         async with chain_over(stack, stages, (), index) as chain:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(SILENT_S):
                 with pytest.raises(WorkerUnreachable, match=rf"{chain.link.addresses[index]}\b"):
                     await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
             assert price(chain) == ([], 0, len(PROMPT))

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.proxy import Proxy
 from specsplit.core.sections import OrchestratorSettings
-from tests.disturbed import SAMPLINGS, Run, generate, links, own_cache, pair, restart, resyncs_of, truth
+from tests.disturbed import SAMPLINGS, WAKES_S, Run, generate, links, own_cache, pair, restart, resyncs_of, truth
 from tests.processes import WorkerProcess
 
 __all__ = ["own_cache", "pair"]  # fixtures
@@ -79,7 +79,7 @@ async def test_a_hung_target_that_wakes_up_goes_on_with_the_text(pair: dict[str,
 
     async def hang() -> None:
         async def wake() -> None:
-            await asyncio.sleep(3.5)
+            await asyncio.sleep(WAKES_S)
             os.kill(pid, signal.SIGCONT)
 
         os.kill(pid, signal.SIGSTOP)
