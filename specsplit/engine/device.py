@@ -75,6 +75,16 @@ class Device(Protocol):
         ...
 
 
+def compute_with(num_threads: int) -> None:
+    """Let the calling thread compute with so many of its own, whatever other threads of the process are told.
+
+    With its first parallel operator, or question, a thread takes the number that was set last anywhere; only what is
+    set after that stays its own. So engines would disturb each other's speed, and the last digits of their logits.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+
+
 class DeviceThread:
     """A thread of its own: the event loop stays free during a forward, as a server's has to."""
 
@@ -125,7 +135,7 @@ class DeviceThread:
             self._abandon()
 
     def _drive(self) -> None:
-        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread: engines do not disturb each other
+        compute_with(self._threads)
         while self._workers or not self._is_ending:
             self._receive()
             for worker in list(self._workers):
@@ -221,7 +231,7 @@ class LoopDevice:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             if self._threads is not None:
-                torch.set_num_threads(self._threads)
+                compute_with(self._threads)
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._step)
