@@ -184,8 +184,16 @@ async def test_a_connection_between_stages_that_is_lost_as_the_chain_begins_is_m
             assert proxies[0].num_connections > 2
 
 
-@pytest.mark.parametrize("index", range(3))
-@pytest.mark.parametrize("has_spare", [True, False])
+@pytest.mark.parametrize(
+    ("has_spare", "index"),
+    [
+        (True, 0),
+        (True, 1),
+        (True, 2),
+        (False, 1),
+        *(pytest.param(False, index, marks=pytest.mark.slow) for index in (0, 2)),
+    ],
+)
 async def test_a_stage_that_falls_silent_in_the_prefill_is_replaced_or_is_an_error(index: int, has_spare: bool) -> None:
     """It falls silent before the second of the prompt's three packets, of which the first was answered."""
     text = await asyncio.to_thread(truth)

@@ -17,6 +17,7 @@ from tests.stage_processes import generated, sent_again, served_stages
 STEP_TIMEOUT_S = 4.5
 
 
+@pytest.mark.slow
 def test_a_stage_that_answers_and_never_ends_its_step_is_given_up_when_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -50,6 +50,7 @@ async def _answer(peer: StagePeer) -> StagePing:
             await peer.renew()
 
 
+@pytest.mark.slow
 async def test_a_stopped_local_stage_is_killed_and_its_sessions_go_on_at_the_same_address(tmp_path: Path):
     target = WorkerProcess("target", tmp_path, "--local-stages", "2", "--threads", "1")
     try:

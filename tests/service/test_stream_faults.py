@@ -28,7 +28,9 @@ def check_target_resyncs(run: Run) -> None:
         assert (resync.reason, resync.num_tokens) in (("epoch_raised", 0), ("slot_lost", held))
 
 
-@pytest.mark.parametrize(("who", "seed"), [("target", 0), ("both", 1), ("draft", 2)])
+@pytest.mark.parametrize(
+    ("who", "seed"), [("target", 0), ("both", 1), pytest.param("draft", 2, marks=pytest.mark.slow)]
+)
 async def test_a_killed_worker_changes_no_token_of_a_stream(
     pair: dict[str, WorkerProcess], who: str, seed: int
 ) -> None:

@@ -298,6 +298,7 @@ def _invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["run", *arguments])
 
 
+@pytest.mark.slow
 def test_a_real_run_is_resumed_where_it_was_cut(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     options = ["--prompts", "2", "--new-tokens", "8", "--rounds", "2", "--threads", "1", "--output", str(path)]

@@ -305,6 +305,7 @@ def test_a_stage_names_the_stage_it_needs(run: stages.Run):
         stages.train_target(run, 0.01)
 
 
+@pytest.mark.slow
 def test_the_stages_end_in_a_pair_that_anyone_can_load(
     run: stages.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
