@@ -316,6 +316,7 @@ def test_a_draft_that_is_not_there_is_noted_once(target: WorkerProcess, expected
     assert " | draft unreachable in " in summary
 
 
+@pytest.mark.slow
 def test_a_target_restarted_on_its_port_midway_gives_the_same_text(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], tmp_path: Path, capfd: Capture
 ):

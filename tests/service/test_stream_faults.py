@@ -29,7 +29,8 @@ def check_target_resyncs(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "seed"), [("target", 0), ("both", 1), pytest.param("draft", 2, marks=pytest.mark.slow)]
+    ("who", "seed"),
+    [("target", 0), *(pytest.param(*kill, marks=pytest.mark.slow) for kill in (("both", 1), ("draft", 2)))],
 )
 async def test_a_killed_worker_changes_no_token_of_a_stream(
     pair: dict[str, WorkerProcess], who: str, seed: int
