@@ -17,8 +17,6 @@ LIMIT_S = 120
 """Nothing takes longer, however busy the machine, so a test that waits so long waits in vain."""
 SILENT_S = 45
 """By then a keepalive has told of a peer that fell silent; without one gRPC does after a minute (ADR 0004)."""
-NOTICED_S = 3.0
-"""How soon it tells of it, on a machine that does not itself stand still: a promise, not a measure of speed."""
 
 
 def environment(**changes: str) -> dict[str, str]:

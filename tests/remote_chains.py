@@ -166,9 +166,9 @@ async def opened_over(
         await link.aclose()
 
 
-async def mended(chain: RemoteOpen) -> None:
-    """Restore the chain, however long the machine takes for it; from then on the link is as patient."""
-    chain.link._reconnect_s = float(LIMIT_S)
+async def mended(chain: RemoteOpen, reconnect_s: float = LIMIT_S) -> None:
+    """Restore the chain in tries of `reconnect_s`, by default as long as the machine takes; so it is from then on."""
+    chain.link._reconnect_s = reconnect_s
     while chain.link.trouble is not None:
         with suppress(WorkerUnreachable):
             await chain.link.mend()
@@ -192,7 +192,7 @@ def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
 class DamagingProxy(CountingProxy):
     """Forwards TCP and flips a bit in each stage packet, counted from 0 per direction, that `damages` names."""
 
-    def __init__(self, port: int, damages: Callable[[int, bool], bool]) -> None:
+    def __init__(self, port: int, damages: Callable[[int, bool], bool] = lambda number, is_sent: False) -> None:
         super().__init__(port)
         self._damages = damages
         self._num_packets = {True: 0, False: 0}

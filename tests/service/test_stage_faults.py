@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 TEXT_LENGTH = 8
+P = TypeVar("P", bound=DamagingProxy)
 _folders = TemporaryDirectory()
 
 
@@ -213,7 +215,7 @@ async def test_a_damaged_packet_is_sent_again(hop: int, damaged: int) -> None:
             assert [host.num_starts for host in chain.hosts] == [1, 1, 1]
 
 
-async def proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index: int = 0) -> int:
+async def proxy_port(stack: AsyncExitStack, proxies: Sequence[DamagingProxy], index: int = 0) -> int:
     """Listen in front of a proxy that is made later, when the port behind it is known."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -231,10 +233,10 @@ async def proxy_port(stack: AsyncExitStack, proxies: list[DamagingProxy], index:
 
 
 async def in_front_of(
-    stack: AsyncExitStack, index: int, make: Callable[[int], DamagingProxy]
-) -> tuple[Callable[[list[str]], list[str]], list[DamagingProxy], int]:
+    stack: AsyncExitStack, index: int, make: Callable[[int], P]
+) -> tuple[Callable[[list[str]], list[str]], list[P], int]:
     """Return what puts a proxy before stage `index`, where the proxy will be, and the port that it listens at."""
-    proxies: list[DamagingProxy] = []
+    proxies: list[P] = []
     port = await proxy_port(stack, proxies)
 
     def through_proxy(addresses: list[str]) -> list[str]:
@@ -256,9 +258,7 @@ async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_dead
 async def test_a_link_that_is_cut_costs_only_what_was_under_way() -> None:
     text = await asyncio.to_thread(truth)
     async with AsyncExitStack() as stack:
-        through_proxy, proxies, _ = await in_front_of(
-            stack, 1, lambda port: DamagingProxy(port, lambda number, is_sent: False)
-        )
+        through_proxy, proxies, _ = await in_front_of(stack, 1, DamagingProxy)
         async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
             once(chain.hosts[1], 43, proxies[0].cut)
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text

@@ -21,7 +21,7 @@ from specsplit.target.engine import TargetEngine
 from tests.chains import Shards
 from tests.packet_proxy import PacketProxy
 from tests.processes import LIMIT_S, SILENT_S, WorkerProcess
-from tests.remote_chains import RemoteOpen, opened_over
+from tests.remote_chains import RemoteOpen, mended, opened_over
 from tests.rounds import plain_text
 from tests.stage_processes import EMBEDDED_TARGET, close_all, stage_process
 
@@ -32,6 +32,7 @@ PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40
 TEXT_LENGTH = 6
 SECOND_OF_THREE = 2
 """The request id of the prompt's packet with rows 16 to 31."""
+RECONNECT_S = 2.0
 
 
 @cache
@@ -69,7 +70,7 @@ async def chain_over(
     await stack.enter_async_context(proxy.running())
     addresses[stopped] = proxy.address
     model = load_chain_model(str(EMBEDDED_TARGET), context=160, max_sessions=4)
-    options = {"reconnect_s": 2.0, "takeover": True}
+    options = {"reconnect_s": RECONNECT_S, "takeover": True}
     at = addresses[: len(stages)], addresses[len(stages) :]
     async with opened_over(Shards(model, [], None), [], [], *at, link_options=options, window=1) as chain:
         yield chain
@@ -108,10 +109,6 @@ async def test_a_stage_stopped_in_the_prefill_without_a_spare_is_an_error_and_me
             assert price(chain) == ([], 0, len(PROMPT))
             os.kill(stages[index].pid, signal.SIGCONT)
             async with asyncio.timeout(LIMIT_S):
-                while chain.link.trouble is not None:
-                    try:
-                        await chain.link.mend()
-                    except WorkerUnreachable:
-                        await asyncio.sleep(0.05)
+                await mended(chain, RECONNECT_S)
                 assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             assert price(chain) == ([], 0, len(PROMPT) + needed)
