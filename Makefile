@@ -24,7 +24,7 @@ demo: $(RUNS)  ## Write text with the embedded pair, plain decoding beside it (m
 	@printf '%s' "$$PROMPT"
 	@$(BIN)/specsplit orchestrate --prompt "$$PROMPT" --max-new-tokens 96 --compare
 
-test: $(TOOLS)  ## Run the tests, slow ones left out (a few minutes on two cores)
+test: $(TOOLS)  ## Run the tests, slow ones left out (10 to 15 minutes on two cores)
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling
