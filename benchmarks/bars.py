@@ -12,7 +12,7 @@ from typing import Literal
 from benchmarks.metrics import forwards_per_round, overhead_ms, tokens_per_s
 from benchmarks.statistics import Estimate, estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample
-from specsplit.orchestrator.records import Result
+from specsplit.orchestrator.request import Result
 
 PINGPONG_REMOTE = "pingpong, loopback"
 PLAIN, PINGPONG, AUTO, BARE, GENERATE = "plain", "pingpong", "auto", "bare forward", "transformers generate"

@@ -22,11 +22,11 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, quantised_log_prob
 from specsplit.draft import engine as draft_engine
-from specsplit.orchestrator.calibration import NUM_CELLS, agreed_cell, lookup_cell
-from specsplit.orchestrator.experience import Experience
-from specsplit.orchestrator.records import Request
-from specsplit.orchestrator.token_tree import TokenTree
+from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
+from specsplit.speculation.acceptance import NUM_CELLS, agreed_cell, lookup_cell
+from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from benchmarks.calibration_study import StudySettings
@@ -86,7 +86,7 @@ def own_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return (process_logits(logits, sampling).double() / (sampling.temperature or 1.0)).log_softmax(-1)
 
 
-class WatchedExperience(Experience):
+class WatchedExperience(SpeculationStats):
     """Experience that also keeps every node decided by committed tokens, with the estimate it had until then.
 
     Sessions follow each other; each begins with `begin`.

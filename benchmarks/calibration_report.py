@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks import report
 from benchmarks.calibration_study import title_of
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, NUM_RESAMPLES
-from specsplit.orchestrator import calibration
+from specsplit.speculation import acceptance as calibration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,8 +15,8 @@ from torch import Generator, Tensor
 from benchmarks import rejection_schemes as peers
 from benchmarks.rejection_schemes import Draws
 from specsplit.core.errors import ContextExceeded, ModelDamaged, VocabularyMismatch
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
 from specsplit.sampling.noise import NoiseRows, gumbel_rows
 from specsplit.sampling.pick import candidate_estimates, pick, scores
 
@@ -86,12 +86,12 @@ def positions(
     token_ids, rows = list(prompt_ids), list[Tensor]()
     fresh, base = token_ids[:], 0
     while len(rows) < num_new_tokens and not (rows and token_ids[-1] in pair.target.eos_ids):
-        logits = target.forward([Entry(0, base, fresh)])[0]
+        logits = target.forward([SequenceInput(0, base, fresh)])[0]
         rows.append(logits[0])
         base += len(fresh)
         fresh = pick(scores(logits, temperature, noise.rows(base, 1))).tolist()
         token_ids += fresh
-    drafted = draft.forward([Entry(0, 0, token_ids[:base], num_logits=len(rows))])[0]
+    drafted = draft.forward([SequenceInput(0, 0, token_ids[:base], num_logits=len(rows))])[0]
     for number in range(0, len(rows), stride):
         yield Position(len(prompt_ids) + number, rows[number], drafted[number])
 

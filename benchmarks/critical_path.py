@@ -35,7 +35,7 @@ from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.settings import Settings
-from specsplit.orchestrator.records import Result
+from specsplit.orchestrator.request import Result
 
 BOUNDS_MS = {"in process": 1.0, "loopback": 2.0}
 """P4."""

@@ -20,9 +20,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import workloads
 from specsplit.core.errors import ModelUnsupported
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.loader import load_model
-from specsplit.model.plan import Entry
 
 MEASURED_ROWS = 256
 NUM_CHECKED_PROMPTS = 4
@@ -185,11 +185,11 @@ def verify_ms(folder: Path, threads: int) -> float:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        runner.forward([Entry(0, 0, token_ids)])
+        runner.forward([SequenceInput(0, 0, token_ids)])
         times: list[float] = []
         for number in range(NUM_WARM_UPS + NUM_TIMED):
             start_s = time.perf_counter()
-            runner.forward([Entry(0, MEASURED_ROWS, [number % runner.vocab_size])])
+            runner.forward([SequenceInput(0, MEASURED_ROWS, [number % runner.vocab_size])])
             times.append(1e3 * (time.perf_counter() - start_s))
     finally:
         torch.set_num_threads(threads_before)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from benchmarks.samples import RunSample, Told
 from benchmarks.systems import Sample
-from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 
 
 class Timed(Protocol):

@@ -26,7 +26,7 @@ from benchmarks.systems import Task
 from benchmarks.trace import Timeline
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
-from specsplit.orchestrator.records import Result
+from specsplit.orchestrator.request import Result
 from specsplit.telemetry.setup import trace_to_file
 
 Record = dict[str, Any]

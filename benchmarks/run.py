@@ -236,7 +236,11 @@ class Bench:
 
 
 def set_up(
-    scope: ExitStack, settings: RunSettings, entries: Sequence[Entry], prompts: Sequence[Prompt], progress: Progress
+    scope: ExitStack,
+    settings: RunSettings,
+    entries: Sequence[Entry],
+    prompts: Sequence[Prompt],
+    progress: Progress,
 ) -> Bench:
     """Start a process per system, all at once, and encode the prompts; what is not there is skipped."""
     skipped: dict[str, str] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.systems import Arrivals, Sample
-from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 
 
 @dataclass(frozen=True, slots=True)

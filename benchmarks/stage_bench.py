@@ -29,8 +29,9 @@ from specsplit.assembly.links import connected
 from specsplit.assembly.models import require_worker_extra
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request
+from specsplit.speculation.options import Speculation
 
 NUM_LAYERS, HIDDEN, PREFILL_TOKENS = 8, 256, 433
 WHOLE = "one process"

@@ -24,11 +24,12 @@ from benchmarks.stage_bench import cuts, write_model
 from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.models import require_worker_extra
-from specsplit.assembly.stages import load_coordinator
 from specsplit.core.sections import TargetSettings
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Speculation
-from specsplit.rpc.stage_chain import RemoteChain
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request
+from specsplit.speculation.options import Speculation
+from specsplit.stages.serve import load_coordinator
+from specsplit.stages.wire.chain import RemoteChain
 
 WAYS = {"in turns": 1, "overlapping": None}
 """Steps under way at once; None for as many as there are stages."""
@@ -43,7 +44,7 @@ async def served(
     model: Path, num_stages: int, rtt_ms: float, way: str, sessions: int, nodes: int
 ) -> AsyncIterator[Orchestrator]:
     """Give an orchestrator over a chain of its own."""
-    from specsplit.target.chain_target import chain_target
+    from specsplit.stages.chain.target import chain_target
 
     async with AsyncExitStack() as scope:
         addresses: list[str] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specsplit.core.types import SamplingParams
-from specsplit.orchestrator.records import Result
+from specsplit.orchestrator.request import Result
 
 Arrivals = tuple[tuple[float, int], ...]
 """(seconds since the start, new tokens) of everything that a reader would have seen arrive, in order."""

@@ -19,7 +19,7 @@ from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
-from specsplit.orchestrator.records import Request, Result
+from specsplit.orchestrator.request import Request, Result
 from specsplit.telemetry.setup import trace_to_file
 
 NUM_STEPS = 3

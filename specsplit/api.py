@@ -19,11 +19,11 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 from specsplit.assembly.models import load_models
 from specsplit.assembly.requests import check_prompt, make_request
 from specsplit.assembly.workers import opened
-from specsplit.core.defaults import Device, Dtype, Mode
+from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.event_loop import new_event_loop
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings, override
-from specsplit.orchestrator.records import Chunk, Result
+from specsplit.orchestrator.request import Chunk, Result
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -59,7 +59,7 @@ class PipelineOptions(RequestOptions, total=False):
     """What a pipeline may set beyond its models or addresses."""
 
     dtype: Dtype
-    device: Device
+    device: DeviceName
     threads: int
     context: int
     retry: float

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.pair import Pair
 from benchmarks.systems import Sample, Task
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
-from specsplit.model.plan import Entry
 
 
 class BareForward:
@@ -24,9 +24,9 @@ class BareForward:
     def generate(self, task: Task) -> Sample:
         """Forward as often as decoding needs after the prompt; which token is fed makes no difference to the time."""
         runner, length, token_ids = self._target.runner, len(task.prompt_ids), task.prompt_ids[-1:]
-        runner.forward([Entry(0, 0, task.prompt_ids)])
+        runner.forward([SequenceInput(0, 0, task.prompt_ids)])
         start_s = time.perf_counter()
         for position in range(length, length + task.num_tokens - 1):
-            runner.forward([Entry(0, position, token_ids)])
+            runner.forward([SequenceInput(0, position, token_ids)])
         elapsed_s = time.perf_counter() - start_s
         return Sample(elapsed_s, None, elapsed_s)

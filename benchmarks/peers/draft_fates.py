@@ -23,7 +23,7 @@ from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
-from specsplit.orchestrator.pipeline import Orchestrator
+from specsplit.orchestrator.orchestrator import Orchestrator
 
 Fate = Literal["steady", "dying", "returning"]
 PLAIN, AUTO = "plain", "auto"

@@ -20,9 +20,9 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine.session import MAX_STEP_TOKENS, Sampler
-from specsplit.model.plan import Entry
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result
 
 
 class InProcess:
@@ -76,7 +76,7 @@ class InProcess:
     def top2_margin(self, token_ids: Sequence[int], sampling: SamplingParams | None = None, seed: int = 0) -> float:
         """Return the difference between the target's best two scores after `token_ids`, greedy by default."""
         model = self._models.target
-        logits = model.runner.forward([Entry(0, 0, token_ids)])[0][-1:]
+        logits = model.runner.forward([SequenceInput(0, 0, token_ids)])[0][-1:]
         params = SessionParams(sampling=sampling or SamplingParams(), seed=seed)
         scores = Sampler(params, model.vocab_size, logits.device).scores(logits, token_ids, [0], [[]])
         best, second = scores[0].topk(2).values.tolist()

@@ -19,8 +19,9 @@ from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request
+from specsplit.speculation.options import Speculation
 
 _WIRE_SHAPE = Shape(nodes=32, depth=8, branching=4)
 """The tree whose bytes P8 bounds."""

@@ -21,8 +21,9 @@ from specsplit.assembly.workers import running
 from specsplit.core import event_loop
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.core.types import SamplingParams
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result
+from specsplit.speculation.options import Speculation
 
 DEPTHS = tuple(range(1, 9))
 TEMPERATURES = (0.0, 0.6, 1.0)

@@ -19,7 +19,7 @@ from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitErro
 from specsplit.core.ports import Tokenizer
 from specsplit.core.settings import Settings
 from specsplit.core.types import TokenizerFiles
-from specsplit.rpc.reach import why_unreachable
+from specsplit.rpc.connectivity import why_unreachable
 
 T = TypeVar("T")
 _PROPOSE_S, _VERIFY_S = 10.0, 600.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specsplit.core.cost_model import Mode
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Patience, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import RetryPolicy
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.options import Speculation
 
 
 class Workers:
@@ -35,7 +36,7 @@ class Workers:
         self.tokenizer = tokenizer
         self._are_remote, self._are_on_loop = are_remote, are_on_loop
         self._draft_modes = draft_modes
-        self._orchestrators: dict[tuple[Speculation, Patience], Orchestrator] = {}
+        self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
         """Return the orchestrator that runs rounds as `settings` say; what it learns of the workers, it keeps."""
@@ -47,7 +48,7 @@ class Workers:
             lookup=settings.lookup,
         )
         draft_s = settings.draft_patience if self._are_remote else math.inf  # here the two take turns anyway
-        patience = Patience(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
+        patience = RetryPolicy(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
         key = (speculation, patience)
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter

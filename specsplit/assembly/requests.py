@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import OrchestratorSettings
-from specsplit.orchestrator.records import Request
+from specsplit.orchestrator.request import Request
 
 
 def check_prompt(prompt: str | Sequence[int]) -> None:

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Protocol
 from specsplit.assembly.links import Note, connected
 from specsplit.assembly.models import Models
 from specsplit.assembly.orchestrators import Workers
-from specsplit.core.cost_model import Mode
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
+from specsplit.speculation.cost_model import Mode
 
 if TYPE_CHECKING:
-    from specsplit.assembly.stages import Coordinator
-    from specsplit.engine.device import Device
     from specsplit.engine.engine import Engine
+    from specsplit.engine.executor import Executor
     from specsplit.model.loader import LoadedModel
-    from specsplit.model.shard import LoadedShard
     from specsplit.rpc.server import Server
-    from specsplit.rpc.stage_chain import RemoteChain
-    from specsplit.target.chain import ChainRunner
+    from specsplit.stages.chain.runner import ChainRunner
+    from specsplit.stages.serve import Coordinator
+    from specsplit.stages.shard.loader import LoadedShard
+    from specsplit.stages.wire.chain import RemoteChain
 
 _MIN_CORES, _NUM_TIMED = 2, 8
 _WORTH_THREADS_S = 0.008
@@ -85,30 +85,32 @@ async def running(models: Models, *, side_by_side: bool = False, measures: bool 
             await device.close()
 
 
-def _devices(models: Models, *, side_by_side: bool) -> tuple[Device, Device]:
+def _devices(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:
     """Return what drives target and draft: the event loop for both, or a thread each.
 
     Between them the threads' operators take the processors there are, one for the draft and the others for the target.
     """
-    from specsplit.engine.device import DeviceThread, LoopDevice
+    from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
     if models.draft is None or not side_by_side:
-        device = LoopDevice(models.target.threads)
+        device = LoopExecutor(models.target.threads)
         return device, device
     num_others = max(1, available_cores() - 1)
-    return DeviceThread("target", models.target.threads or num_others), DeviceThread("draft", models.draft.threads or 1)
+    return ThreadExecutor("target", models.target.threads or num_others), ThreadExecutor(
+        "draft", models.draft.threads or 1
+    )
 
 
 def _is_worth_threads(models: Models) -> bool:
     """Say whether the target is slow enough for drafting beside it to gain more than handing over to threads costs."""
     if models.draft is None or available_cores() < _MIN_CORES:
         return False
-    from specsplit.model.plan import Entry
+    from specsplit.model.attention.metadata import SequenceInput
 
     times: list[float] = []
     for _ in range(_NUM_TIMED):  # the first ones also compile what was recorded
         start_s = time.perf_counter()
-        models.target.runner.forward([Entry(0, 0, [0])])
+        models.target.runner.forward([SequenceInput(0, 0, [0])])
         times.append(time.perf_counter() - start_s)
     return min(times) > _WORTH_THREADS_S
 
@@ -126,13 +128,13 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         InvalidSettings, ResourceError: it cannot listen there.
     """
     from specsplit.draft.engine import DraftEngine
-    from specsplit.engine.device import DeviceThread
+    from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
     from specsplit.rpc.transport import largest_request
     from specsplit.target.engine import TargetEngine
 
     async with AsyncExitStack() as stack:
-        device = DeviceThread(model.role, model.threads)
+        device = ThreadExecutor(model.role, model.threads)
         stack.push_async_callback(device.close)
         ttl_s, listen = settings.session_ttl, settings.listen
         limit = largest_request(model.context, model.vocab_size)
@@ -167,12 +169,12 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
     """
-    from specsplit.engine.device import DeviceThread
+    from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
-    from specsplit.target.stage import StageEngine
+    from specsplit.stages.chain.stage import StageEngine
 
     async with AsyncExitStack() as stack:
-        device = DeviceThread("stage", shard.threads)
+        device = ThreadExecutor("stage", shard.threads)
         stack.push_async_callback(device.close)
         stage = StageEngine(shard, device=device)
         stack.push_async_callback(stage.aclose)
@@ -193,14 +195,14 @@ async def serving_chain(
         InvalidSettings, ResourceError: it cannot listen there.
         PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
     """
-    from specsplit.assembly.local_stages import local_stages
-    from specsplit.assembly.stages import connect_chain, layers_of
-    from specsplit.engine.device import DeviceThread
+    from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
     from specsplit.rpc.clients import CALL_TIMEOUT_S
-    from specsplit.rpc.stage_chain import RemoteChain
     from specsplit.rpc.transport import largest_request
-    from specsplit.target.chain_target import chain_target
+    from specsplit.stages.chain.target import chain_target
+    from specsplit.stages.local import local_stages
+    from specsplit.stages.serve import connect_chain, layers_of
+    from specsplit.stages.wire.chain import RemoteChain
 
     model, ttl_s = coordinator.model, settings.session_ttl
     async with AsyncExitStack() as stack:
@@ -219,7 +221,7 @@ async def serving_chain(
         )
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
-        device = DeviceThread("target", settings.threads)
+        device = ThreadExecutor("target", settings.threads)
         stack.push_async_callback(device.close)
         loop = asyncio.get_running_loop()
         engine, runner = chain_target(model, link, loop, coordinator.ends, device=device, ttl_s=ttl_s)

@@ -12,7 +12,7 @@ from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
-from specsplit.rpc.reach import why_unreachable
+from specsplit.rpc.connectivity import why_unreachable
 
 _MOST_SKEW_MS = 1000.0
 """Beyond it, the spans of several machines cannot be read together."""

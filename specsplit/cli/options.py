@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.core.defaults import Device, Dtype, EndsAt, Mode
+from specsplit.core.defaults import DeviceName, Dtype, EndsAt, Mode
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _OUTPUT = "Models", "Stages", "Services", "Output"
@@ -76,7 +76,7 @@ DraftModel = Annotated[
 DtypeOption = Annotated[
     Dtype | None, _option("--dtype", _MODELS, "Number format of the weights.", "fp32 on cpu, the checkpoint's on cuda")
 ]
-DeviceOption = Annotated[Device, _option("--device", _MODELS, "Where both models run.")]
+DeviceOption = Annotated[DeviceName, _option("--device", _MODELS, "Where both models run.")]
 Threads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of each model.", "one per core", "N")]
 Context = Annotated[
     int | None, _option("--context", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
@@ -102,7 +102,7 @@ DraftPatience = Annotated[
 ]
 
 Model = Annotated[str, _option("--model", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
-ServedDevice = Annotated[Device, _option("--device", _MODELS, "Where the model runs.")]
+ServedDevice = Annotated[DeviceName, _option("--device", _MODELS, "Where the model runs.")]
 ServedThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the model.", "one per core", "N")]
 Listen = Annotated[
     str, _option("--listen", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")

@@ -28,8 +28,8 @@ from specsplit.cli.print_config import print_config
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Request, Result, RoundFacts
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
 from specsplit.telemetry.setup import trace_to_file
 
 _NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain")

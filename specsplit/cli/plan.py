@@ -16,8 +16,8 @@ import typer
 from specsplit.core import defaults
 
 if TYPE_CHECKING:
-    from specsplit.core.model_shape import ModelShape
-    from specsplit.core.planner import Plan, Workload
+    from specsplit.stages.planner import ChainPlan, Workload
+    from specsplit.stages.shape import ModelShape
 
 EXAMPLES = """Examples:
 
@@ -69,8 +69,8 @@ def plan(
     as_json: Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
-    from specsplit.core.model_shape import read_shape
-    from specsplit.core.planner import DEFAULT_CONTEXT, Workload
+    from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
+    from specsplit.stages.shape import read_shape
 
     shape = read_shape(_read_config(config), config)
     workload = Workload(
@@ -89,9 +89,11 @@ def plan(
     sys.stdout.flush()
 
 
-def _plan(shape: ModelShape, workload: Workload, stages: int | None, layers: str | None, memory: str | None) -> Plan:
-    from specsplit.core import planner
+def _plan(
+    shape: ModelShape, workload: Workload, stages: int | None, layers: str | None, memory: str | None
+) -> ChainPlan:
     from specsplit.core.errors import InvalidSettings
+    from specsplit.stages import planner
 
     given = [name for name, value in (("stages", stages), ("layers", layers), ("memory", memory)) if value is not None]
     if len(given) > 1:
@@ -154,7 +156,7 @@ def _cached_path(repository: str) -> Path:
     return Path(found)
 
 
-def _notes(planned: Plan) -> list[str]:
+def _notes(planned: ChainPlan) -> list[str]:
     """Return what is assumed and what is left out, in sentences."""
     shape, workload = planned.shape, planned.workload
     tree_rows = workload.slot_rows - workload.context
@@ -177,7 +179,7 @@ def _notes(planned: Plan) -> list[str]:
     return notes
 
 
-def _record(planned: Plan, source: str, notes: list[str]) -> dict[str, Any]:
+def _record(planned: ChainPlan, source: str, notes: list[str]) -> dict[str, Any]:
     shape, workload = planned.shape, planned.workload
     return {
         "config": source,
@@ -217,7 +219,7 @@ def _record(planned: Plan, source: str, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _print_table(planned: Plan, source: str, notes: list[str]) -> None:
+def _print_table(planned: ChainPlan, source: str, notes: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -243,8 +245,8 @@ def _print_table(planned: Plan, source: str, notes: list[str]) -> None:
         console.print(note)
 
 
-def _rows(planned: Plan, has_budgets: bool) -> list[list[str]]:
-    from specsplit.core.planner import in_gib
+def _rows(planned: ChainPlan, has_budgets: bool) -> list[list[str]]:
+    from specsplit.stages.planner import in_gib
 
     rows: list[list[str]] = []
     if planned.workload.ends == "coordinator":

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from specsplit.core.cost_model import Plan
-from specsplit.orchestrator.records import Piece, Result, RoundFacts
+from specsplit.orchestrator.request import Piece, Result, RoundFacts
+from specsplit.speculation.cost_model import ModePlan
 
 _DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
@@ -145,7 +145,7 @@ def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
     return lines
 
 
-def _plan(plan: Plan) -> str:
+def _plan(plan: ModePlan) -> str:
     shape = f" {plan.nodes}x{plan.depth}" if plan.nodes else ""
     return f"{plan.mode}{shape} {plan.tokens_per_s:.0f}"
 

@@ -70,8 +70,8 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
 
 
 def _serve_chain(settings: TargetSettings) -> None:
-    from specsplit.assembly.stages import load_coordinator
     from specsplit.assembly.workers import serving_chain
+    from specsplit.stages.serve import load_coordinator
 
     with terminable():
         coordinator = load_coordinator(settings)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specsplit.assembly.stages import load_stage
 from specsplit.assembly.workers import serving_stage
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
@@ -18,6 +17,7 @@ from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_told, te
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
+from specsplit.stages.serve import load_stage
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specsplit.assembly.stage_check import StageCheck, check_stages
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.core.settings import load_settings
+from specsplit.stages.check import StageCheck, check_stages
 
 _FILE_WIDTH = 160
 

@@ -8,7 +8,7 @@ Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
 DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 """Modes that ask no draft."""
 Dtype = Literal["fp32", "bf16", "fp16"]
-Device = Literal["cpu", "cuda"]
+DeviceName = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
 """Of a worker."""
 EndsAt = Literal["stages", "coordinator"]
@@ -22,7 +22,7 @@ ENV_CONFIG = "SPECSPLIT_CONFIG"
 ENV_DEBUG = "SPECSPLIT_DEBUG"
 """Set to anything but 0 to see the traceback of an error."""
 
-DEVICE: Device = "cpu"
+DEVICE: DeviceName = "cpu"
 ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from specsplit.core.packet import Packet
-from specsplit.core.slot_state import SlotState
-from specsplit.core.stage_identity import StageIdentity
 from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 
 
@@ -151,82 +148,3 @@ class Clock(Protocol):
     """Monotonic seconds."""
 
     def now(self) -> float: ...
-
-
-class Stage(Protocol):
-    """Runs a packet through its layers; its coordinator owns the slots and says what they hold."""
-
-    @property
-    def identity(self) -> StageIdentity: ...
-
-    async def place(self, index: int, num_stages: int) -> None:
-        """Stand at `index` in a chain of `num_stages` from the next packet on."""
-        ...
-
-    async def reset(self) -> None:
-        """Forget what all slots hold."""
-        ...
-
-    async def forward(self, packet: Packet) -> Packet:
-        """Keep what the packet says of the last step, write its rows and return the packet for the next stage.
-
-        Packets are taken in the order of the calls.
-
-        Raises:
-            InvalidPacket: the packet does not fit this stage, or its hidden states are not finite; nothing changed
-                but the slots' lengths.
-            StaleEpoch: a later epoch of a slot was seen; nothing changed.
-            StageBehind: slots hold fewer or other rows than the packet builds on; nothing was computed.
-        """
-        ...
-
-    async def end(self, slot: int, epoch: int | None = None) -> None:
-        """Forget what a slot holds, its epoch included.
-
-        With an `epoch` only what was written until its end: that of a later one stays, and packets of it or an earlier
-        one are refused from now on.
-        """
-        ...
-
-    async def export_kv(self, slot: int) -> SlotState:
-        """Return what a slot holds, the rows of its last step included, and nothing behind them."""
-        ...
-
-    async def import_kv(self, state: SlotState) -> None:
-        """Take over what the same layers held in a slot elsewhere.
-
-        Raises:
-            InvalidPacket: it does not fit this stage; nothing changed.
-        """
-        ...
-
-
-class StageLink(Protocol):
-    """The way down a chain, as its coordinator sees it: where a packet goes and which stages it passes is hidden."""
-
-    @property
-    def num_stages(self) -> int: ...
-
-    @property
-    def is_down(self) -> bool:
-        """Whether a stage is known to be lost that could not be replaced: sending again would only fail at once."""
-        ...
-
-    async def send(self, packet: Packet) -> Packet:
-        """Send a packet through the whole chain and return the last stage's answer to it.
-
-        Packets reach every stage in the order of the calls. Several may be under way.
-
-        Raises:
-            What a stage raises; CorruptPacket: the packet or its answer was damaged; LinkError: a stage is lost.
-        """
-        ...
-
-
-@runtime_checkable
-class EndsSlots(Protocol):
-    """A StageLink over which stages can be told that a slot's session has ended."""
-
-    def end(self, slot: int, epoch: int) -> None:
-        """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
-        ...

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED, Device, Dtype, EndsAt, Mode
+from specsplit.core.defaults import EMBEDDED, DeviceName, Dtype, EndsAt, Mode
 from specsplit.core.types import SamplingParams
 
 
@@ -102,7 +102,7 @@ class WorkerSettings(_Frozen):
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     """Port 0 picks a free one."""
     dtype: Dtype | None = None
-    device: Device = defaults.DEVICE
+    device: DeviceName = defaults.DEVICE
     threads: Positive | None = None
     context: Context | None = None
     sessions: Positive | None = None
@@ -145,7 +145,7 @@ class StageSettings(_Frozen):
     """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     dtype: Dtype | None = None
-    device: Device = defaults.DEVICE
+    device: DeviceName = defaults.DEVICE
     threads: Positive | None = None
     context: Context | None = None
     sessions: Positive = defaults.SERVED_SESSIONS

@@ -12,11 +12,11 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
-from specsplit.engine.admission import Round
 from specsplit.engine.engine import Engine
+from specsplit.engine.queue import Round
 from specsplit.engine.session import WorkerSession, prefill
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
-from specsplit.model.plan import Entry
 from specsplit.sampling.pick import candidate_estimates
 
 
@@ -43,7 +43,7 @@ class DraftEngine(Engine):
         if budget.max_new_nodes > self._model.node_limit:
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
 
-    def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
+    def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
         session = self._sessions.enter(turn, (known_nodes, budget))
         try:
             if isinstance(session.answer, Proposal):
@@ -65,7 +65,7 @@ class _Grower:
         self._tree = DraftTree()
         self._last_number = 0
 
-    def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[Entry, Tensor, Proposal]:
+    def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
         """Bring the tree to the turn's tokens, grow it, and return the nodes numbered above `known_nodes`."""
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
@@ -111,7 +111,7 @@ class _Grower:
         session.extend(tail[: len(path_rows)])
         return tail[len(path_rows) :]
 
-    def _grow(self, pending: Sequence[int], budget: Budget, max_depth: int) -> Generator[Entry, Tensor, None]:
+    def _grow(self, pending: Sequence[int], budget: Budget, max_depth: int) -> Generator[SequenceInput, Tensor, None]:
         """Forward level by level until the best `max_new_nodes` nodes are known, or as many nodes have been fed."""
         pending = yield from prefill(self._session, pending)
         num_fed = 0
@@ -137,14 +137,14 @@ class _Grower:
         eos_ids = sampler.params.eos_ids
         return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids]
 
-    def _entry(self, pending: Sequence[int], frontier: list[int]) -> Entry:
+    def _entry(self, pending: Sequence[int], frontier: list[int]) -> SequenceInput:
         tree, slot = self._tree, self._session.slot
         if frontier == [ROOT_INDEX]:
-            return Entry(slot.index, slot.length, pending)
+            return SequenceInput(slot.index, slot.length, pending)
         for node in frontier:
             tree.place(node)
         token_ids = [tree.token_ids[node] for node in frontier]
-        return Entry(slot.index, slot.length, token_ids, tree.row_parents(), num_logits=len(frontier))
+        return SequenceInput(slot.index, slot.length, token_ids, tree.row_parents(), num_logits=len(frontier))
 
     def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
         """Add the best children of every frontier node."""

@@ -9,10 +9,10 @@ from typing import ClassVar
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.ports import Clock
 from specsplit.core.types import Identity
-from specsplit.engine.device import Device
+from specsplit.engine.executor import Executor
+from specsplit.engine.measure import measure
+from specsplit.engine.scheduler import Scheduler, at_once
 from specsplit.engine.sessions import GRACE_S, TTL_S, SessionTable
-from specsplit.engine.step_times import measure
-from specsplit.engine.worker import Worker, at_once
 from specsplit.model.loader import LoadedModel
 
 
@@ -29,7 +29,7 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        device: Device | None = None,
+        device: Executor | None = None,
         *,
         ttl_s: float = TTL_S,
         grace_s: float = GRACE_S,
@@ -38,7 +38,7 @@ class Engine:
     ) -> None:
         self._model, self._identity = model, model.identity
         self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release)
-        self._worker = Worker(model.runner, name=self._name, threads=model.threads, device=device)
+        self._worker = Scheduler(model.runner, name=self._name, threads=model.threads, device=device)
 
     async def ping(self) -> Identity:
         return self._identity

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kv_cache import Slot
-from specsplit.model.plan import Entry
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
@@ -136,11 +136,11 @@ class WorkerSession:
         self.slot.length = len(self.ids)
 
 
-def prefill(session: WorkerSession, tail: Sequence[int]) -> Generator[Entry, Tensor, Sequence[int]]:
+def prefill(session: WorkerSession, tail: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
     """Forward and commit whole chunks of a long tail; return what is left for the step that needs logits."""
     while len(tail) > MAX_STEP_TOKENS:
         chunk = tail[:MAX_STEP_TOKENS]
-        yield Entry(session.slot.index, session.slot.length, chunk)
+        yield SequenceInput(session.slot.index, session.slot.length, chunk)
         session.extend(chunk)
         tail = tail[MAX_STEP_TOKENS:]
     return tail

@@ -15,9 +15,9 @@ from specsplit.core.errors import ModelDamaged, NoFreeSlot, SlotBehind
 from specsplit.core.ports import Clock
 from specsplit.core.types import Turn
 from specsplit.engine.session import WorkerSession
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
-from specsplit.model.plan import Entry
 from specsplit.sampling.processors import CommittedIds
 
 TTL_S = 60.0
@@ -130,7 +130,7 @@ class SessionTable:
         finally:
             self._release(slot)
 
-    def trial(self) -> Generator[Entry, Tensor, None]:
+    def trial(self) -> Generator[SequenceInput, Tensor, None]:
         """Work that forwards one token in a slot of no session.
 
         Raises:
@@ -138,7 +138,7 @@ class SessionTable:
             NoFreeSlot: every slot is in use.
         """
         with self.borrowed_slot() as slot:
-            logits = yield Entry(slot.index, 0, [0])
+            logits = yield SequenceInput(slot.index, 0, [0])
         if bool(logits.isnan().any()):
             raise ModelDamaged(f"{self._model.name} computes logits that are not numbers.")
 

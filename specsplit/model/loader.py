@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import memory
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
-from specsplit.model.plan import Entry
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
@@ -223,5 +223,5 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_lim
 @torch.inference_mode()
 def _check_logits(runner: Runner, model: PreTrainedModel, context: int, name: str) -> None:
     token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
-    ours = runner.forward([Entry(0, 0, token_ids, num_logits=len(token_ids))])[0]
+    ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
     check_against_eager(ours, eager_logits(model, token_ids), name)

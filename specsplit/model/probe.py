@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
-from specsplit.model.attention import NAME, LayerSpec, MaskRule
+from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
+from specsplit.model.attention.metadata import BiasKind, evaluate_mask
 from specsplit.model.kv_cache import HeadShape
-from specsplit.model.plan import BiasKind, evaluate_mask
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specsplit.model.attention import SlotAttention
+from specsplit.model.attention.function import SlotAttention
+from specsplit.model.attention.metadata import AttentionMetadata, OneTokenMetadata, SequenceInput, make_plan
 from specsplit.model.fused_linear import fuse_linears
 from specsplit.model.kv_cache import KVCache
-from specsplit.model.plan import Entry, OneTokenPlan, Plan, make_plan
 from specsplit.model.probe import ProbeResult
 from specsplit.sampling.rows import of_array
 
@@ -39,7 +39,7 @@ def _delivered(logits: Tensor, memory: Tensor) -> Tensor:
     return memory.copy_(logits)
 
 
-class Flight(Protocol):
+class PendingForward(Protocol):
     """A forward that is computed elsewhere."""
 
     @property
@@ -68,7 +68,7 @@ class Runner:
         self._is_cuda = model.device.type == "cuda"
         self._layers, self._kinds = probed.layers, probed.kinds
         self._no_memory = torch.empty(0, device=model.device)
-        self._one_token = None if self._is_cuda else OneTokenPlan(self._kinds, self.dtype)
+        self._one_token = None if self._is_cuda else OneTokenMetadata(self._kinds, self.dtype)
         self._forward: Forward = self._model_forward
         self.is_recorded = False
         self.num_forwards = 0
@@ -79,12 +79,12 @@ class Runner:
         """Steps that may be under way at once: one of a device in this process."""
         return 1
 
-    def begin(self, entries: Sequence[Entry]) -> Flight:
+    def begin(self, entries: Sequence[SequenceInput]) -> PendingForward:
         """Begin a forward that is computed elsewhere."""
         raise AssertionError("a forward in this process ends as it is called")
 
     @torch.inference_mode()
-    def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
+    def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         """Run all entries in one forward; per entry, fp32 logits [num_logits, V].
 
         Writes each entry's rows into its slot. The caller owns the slots' lengths.
@@ -100,12 +100,12 @@ class Runner:
             return [logits]
         return list(logits.split([entry.num_logits for entry in entries]))
 
-    def _planned(self, entries: Sequence[Entry]) -> Plan:
+    def _planned(self, entries: Sequence[SequenceInput]) -> AttentionMetadata:
         """Return the plan of a step, which is good until the next one."""
         known = self._one_token.of(entries) if self._one_token is not None else None
         return known or make_plan(entries, self._kinds, dtype=self.dtype, device=self.device)
 
-    def _arguments(self, plan: Plan) -> tuple[Tensor, ...]:
+    def _arguments(self, plan: AttentionMetadata) -> tuple[Tensor, ...]:
         """Return the step and all the memory it touches: a recording may hold no tensor that changes."""
         step = (plan.token_ids, plan.position_ids, plan.logit_rows, plan.spans)
         return (*step, *plan.biases, *self.cache.keys, *self.cache.values, *self._outputs(plan.logit_rows))
@@ -162,10 +162,10 @@ class Runner:
     ) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
         parents = [(row - 1) // 2 if row else -1 for row in range(num_tokens)] if is_tree else None
-        entries: list[Entry] = []
+        entries: list[SequenceInput] = []
         for slot in range(num_entries):
             token_ids = torch.randint(self.vocab_size, (num_tokens,), generator=generator).tolist()
-            entries.append(Entry(slot, first_row, token_ids, parents, num_logits=max(1, num_tokens - 1)))
+            entries.append(SequenceInput(slot, first_row, token_ids, parents, num_logits=max(1, num_tokens - 1)))
         return self._arguments(make_plan(entries, self._kinds, dtype=self.dtype, device=self.device))
 
     def _reproduces(self, recorded: Forward) -> bool:

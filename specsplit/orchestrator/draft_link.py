@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, SpecSplitError
 from specsplit.core.types import Budget, Proposal, SessionParams, Turn
+from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.health import Cooldown, DraftPeer
-from specsplit.orchestrator.incidents import Incidents, reason_of
-from specsplit.orchestrator.link import Committed, Link
-from specsplit.orchestrator.records import Reason
+from specsplit.orchestrator.link import Link, TokenHistory
+from specsplit.orchestrator.request import Reason
 
 _log = logging.getLogger(__name__)
 _Waiter = asyncio.Future[Proposal | Reason]
@@ -30,7 +30,7 @@ class DraftLink(Link):
     """The link to the draft, which numbers its own nodes; between `enter` and `close` the peer is kept in view."""
 
     def __init__(
-        self, peer: DraftPeer, session: str, committed: Committed, opening: SessionParams, incidents: Incidents
+        self, peer: DraftPeer, session: str, committed: TokenHistory, opening: SessionParams, incidents: RequestEvents
     ) -> None:
         super().__init__("draft", session, committed, opening, incidents)
         self._peer = peer

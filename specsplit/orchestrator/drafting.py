@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from specsplit.core.types import Budget, Proposal
 from specsplit.orchestrator.draft_link import DraftLink
-from specsplit.orchestrator.experience import Experience
 from specsplit.orchestrator.health import DraftPeer
-from specsplit.orchestrator.link import Committed
-from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import Reason
+from specsplit.orchestrator.link import TokenHistory
+from specsplit.orchestrator.request import Reason
+from specsplit.orchestrator.retry import Retrier
+from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
 
@@ -31,10 +31,10 @@ class Drafting:
         self,
         peer: DraftPeer,
         link: DraftLink,
-        committed: Committed,
+        committed: TokenHistory,
         draft_s: float,
-        persistence: Persistence,
-        experience: Experience,
+        persistence: Retrier,
+        experience: SpeculationStats,
     ) -> None:
         self._experience = experience
         self._loop = asyncio.get_running_loop()

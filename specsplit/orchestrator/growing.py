@@ -12,16 +12,17 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
-from specsplit.core.cost_model import Choice
 from specsplit.core.types import MAX_STREAM_NODES, ROOT, Budget, Proposal, Timings, Verdict, quantised_log_prob
 from specsplit.orchestrator.drafting import Drafting
-from specsplit.orchestrator.experience import Experience
-from specsplit.orchestrator.incidents import Incidents
-from specsplit.orchestrator.link import Committed
-from specsplit.orchestrator.lookup import LookupIndex, LookupTree
-from specsplit.orchestrator.records import Reason
-from specsplit.orchestrator.round import Move, Offer, Outcome, empty_offer
-from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
+from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.link import TokenHistory
+from specsplit.orchestrator.request import Reason
+from specsplit.orchestrator.round import RoundResult, SpeculationInput, empty_offer
+from specsplit.speculation.cost_model import Decision
+from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 6
@@ -53,10 +54,10 @@ class Growing:
         self,
         drafting: Drafting | None,
         lookup: LookupIndex | None,
-        experience: Experience,
-        committed: Committed,
+        experience: SpeculationStats,
+        committed: TokenHistory,
         vocab_size: int,
-        incidents: Incidents,
+        incidents: RequestEvents,
     ) -> None:
         self._drafting, self._lookup, self._experience = drafting, lookup, experience
         self._committed, self._incidents = committed, incidents
@@ -101,13 +102,13 @@ class Growing:
     def _is_growing(self) -> bool:
         return self._growing is not None and not self._growing.done()
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: RoundPlan) -> None:
         """Let the draft take in the prompt, and guess its first token, while the target does."""
         if move.mode in ("overlap", "stream") and move.budget is not None:
             self._keep_growing(move.budget)
         self._is_beside = self._is_growing
 
-    def go_on(self, move: Move) -> None:
+    def go_on(self, move: RoundPlan) -> None:
         """Grow what a streaming target is to get for its next steps."""
         self._look_up(move.most)  # the target takes of it what is worth its rows
         if move.budget is not None:
@@ -128,7 +129,7 @@ class Growing:
         """Forget what the streaming target knows: its stream begins anew."""
         self._tree.forget_sent()
 
-    def scored(self, verdict: Verdict) -> tuple[Offer, Verdict]:
+    def scored(self, verdict: Verdict) -> tuple[SpeculationInput, Verdict]:
         """Return what a streaming target verified as an offer, and its verdict in the numbers of that offer."""
         tree = self._tree
         node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
@@ -140,7 +141,7 @@ class Growing:
         timings, self._drafted = self._drafted, Timings()
         return self._offered(offer, timings), told
 
-    async def next_offer(self, move: Move, first_node: int) -> Offer:
+    async def next_offer(self, move: RoundPlan, first_node: int) -> SpeculationInput:
         """Return the tree of the next round."""
         budget = move.budget
         nodes, is_looked_up = await self._nodes_of(move)
@@ -153,7 +154,7 @@ class Growing:
         self._is_beside = self._is_growing
         return self._offered(offer, timings, is_looked_up=is_looked_up)
 
-    async def _nodes_of(self, move: Move) -> tuple[list[int], bool]:
+    async def _nodes_of(self, move: RoundPlan) -> tuple[list[int], bool]:
         """Return the nodes to verify, and whether lookup took the round over."""
         budget, most, choice = move.budget, move.most, move.choice
         if budget is None:
@@ -173,10 +174,10 @@ class Growing:
             self._wait_began_s = None
         return self._best(most, choice.without_lookup if choice is not None else None), False
 
-    def _offered(self, offer: Offer, timings: Timings, *, is_looked_up: bool = False) -> Offer:
+    def _offered(self, offer: SpeculationInput, timings: Timings, *, is_looked_up: bool = False) -> SpeculationInput:
         waited_ms, self._waited_device_ms = self._waited_device_ms, 0.0
         proposal = offer.proposal.timed(timings)
-        return Offer(proposal, offer.depths, offer.draft_numbers, self._is_kept, is_looked_up, waited_ms)
+        return SpeculationInput(proposal, offer.depths, offer.draft_numbers, self._is_kept, is_looked_up, waited_ms)
 
     def _look_up(self, shape: Budget | None) -> None:
         if self._lookup is not None and shape is not None:
@@ -185,7 +186,7 @@ class Growing:
             if self._found is None:
                 self._found, self._spelled = found, []
 
-    def _worth_more(self, choice: Choice, most: Budget) -> list[int]:
+    def _worth_more(self, choice: Decision, most: Budget) -> list[int]:
         """Return nodes that promise more at once than the choice does with the draft waited for, [] if none do.
 
         They are those that give most in this round, whose rate is what every further row is weighed against.
@@ -204,7 +205,7 @@ class Growing:
         count = self._experience.worth_verifying(paths, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, most.max_depth)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundResult) -> None:
         """Take note of a round's outcome; its tokens are committed."""
         token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
         now_s = self._loop.time()
@@ -233,7 +234,7 @@ class Growing:
             self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, experience.acceptance)
             self._cut_growing()
 
-    def _observe_found(self, outcome: Outcome) -> None:
+    def _observe_found(self, outcome: RoundResult) -> None:
         """Hold what lookup found against what became of the text; a stream's commits may be shorter than that."""
         found = self._found
         if found is None:
@@ -283,7 +284,7 @@ class Growing:
         await self._end_growing()
         return None
 
-    def _offer(self, nodes: list[int], first_node: int) -> Offer:
+    def _offer(self, nodes: list[int], first_node: int) -> SpeculationInput:
         tree = self._tree
         number_of = {ROOT_INDEX: ROOT} | {node: number for number, node in enumerate(nodes, first_node)}
         proposal = Proposal(
@@ -293,7 +294,9 @@ class Growing:
             parents=tuple([number_of[tree.parents[node]] for node in nodes]),
             log_probs=tuple([quantised_log_prob(tree.log_probs[node]) for node in nodes]),
         )
-        return Offer(proposal, [tree.depths[node] for node in nodes], [tree.draft_numbers[node] for node in nodes])
+        return SpeculationInput(
+            proposal, [tree.depths[node] for node in nodes], [tree.draft_numbers[node] for node in nodes]
+        )
 
     def _take(self, proposal: Proposal, budget: Budget) -> int:
         """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""

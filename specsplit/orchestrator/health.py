@@ -16,8 +16,8 @@ import sys
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter
 from specsplit.core.types import Identity
-from specsplit.orchestrator.incidents import reason_of
-from specsplit.orchestrator.records import Reason
+from specsplit.orchestrator.events import reason_of
+from specsplit.orchestrator.request import Reason
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, _MOST_COOLDOWN_S = 0.05, 2.0, 5.0

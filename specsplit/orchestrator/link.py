@@ -16,9 +16,9 @@ from specsplit.core.errors import PeerMismatch, SlotBehind, StaleEpoch, StaleRou
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict, prefix_hashes
-from specsplit.orchestrator.incidents import Incidents
-from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import ResyncReason, WorkerRole
+from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.request import ReplayReason, WorkerRole
+from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.wire import Traffic
 
 Answer = TypeVar("Answer", Proposal, Verdict)
@@ -30,7 +30,7 @@ _SLACK = 8
 """How many times more than was seen so far a target may take for a token: all its sessions may be at it at once."""
 
 
-class Committed:
+class TokenHistory:
     """The token ids of a session, prompt first: the only truth, with the prefix hash of every length."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -57,7 +57,12 @@ class Link:
     """
 
     def __init__(
-        self, worker: WorkerRole, session: str, committed: Committed, opening: SessionParams, incidents: Incidents
+        self,
+        worker: WorkerRole,
+        session: str,
+        committed: TokenHistory,
+        opening: SessionParams,
+        incidents: RequestEvents,
     ) -> None:
         self.session = session
         self.epoch = 1
@@ -110,7 +115,7 @@ class Link:
             await self._check_worker()
         self._have = min(behind.have, believed - 1)
         self._is_open = False
-        reason: ResyncReason = "slot_behind" if self._have else "slot_lost"
+        reason: ReplayReason = "slot_behind" if self._have else "slot_lost"
         self._incidents.resync(self._worker, reason, believed - self._have)
 
     async def _check_worker(self) -> None:
@@ -153,10 +158,10 @@ class TargetLink(Link):
         verifier: Verifier,
         identity: Identity,
         session: str,
-        committed: Committed,
+        committed: TokenHistory,
         opening: SessionParams,
-        persistence: Persistence,
-        incidents: Incidents,
+        persistence: Retrier,
+        incidents: RequestEvents,
     ) -> None:
         super().__init__("target", session, committed, opening, incidents)
         self._verifier, self._identity, self._persistence = verifier, identity, persistence

@@ -8,38 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from specsplit.core.cost_model import Choice, Mode
 from specsplit.core.record import record
-from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Verdict
-from specsplit.orchestrator.incidents import Incidents
-from specsplit.orchestrator.link import Committed, TargetLink
+from specsplit.core.types import Proposal, StreamLimits, Timings, Verdict
+from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.link import TargetLink, TokenHistory
 from specsplit.orchestrator.streaming import TargetStreaming
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.round_plan import RoundPlan
 from specsplit.telemetry import spans
 
 
 @record
-class Move:
-    """How a round is run; without a budget it has no tree.
-
-    `budget` is what the draft is asked for. `choice` is why, where it was chosen: then it is followed where lookup,
-    asked for `limit`, does not promise more, and what is worth its rows is verified. `shadow` asks the draft for a tree
-    that nobody waits for.
-    """
-
-    mode: Mode
-    budget: Budget | None = None
-    choice: Choice | None = None
-    shadow: Budget | None = None
-    limit: Budget | None = None
-
-    @property
-    def most(self) -> Budget | None:
-        """What is verified at most."""
-        return self.limit or self.budget
-
-
-@record
-class Offer:
+class SpeculationInput:
     """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
 
     proposal: Proposal
@@ -56,10 +36,10 @@ class Offer:
 
 
 @record
-class Outcome:
+class RoundResult:
     """What a round offered and what became of it."""
 
-    offer: Offer
+    offer: SpeculationInput
     verdict: Verdict
     verify_s: float
     """Seconds from the verify to its verdict."""
@@ -98,13 +78,13 @@ class Source(Protocol):
         """What the draft did since the last offer."""
         ...
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: RoundPlan) -> None:
         """Take note that the prompt goes to the target now."""
         ...
 
-    async def next_offer(self, move: Move, first_node: int) -> Offer: ...
+    async def next_offer(self, move: RoundPlan, first_node: int) -> SpeculationInput: ...
 
-    def go_on(self, move: Move) -> None:
+    def go_on(self, move: RoundPlan) -> None:
         """Grow nodes for a streaming target, without waiting."""
         ...
 
@@ -116,11 +96,11 @@ class Source(Protocol):
         """Take note that the target's stream begins anew."""
         ...
 
-    def scored(self, verdict: Verdict) -> tuple[Offer, Verdict]:
+    def scored(self, verdict: Verdict) -> tuple[SpeculationInput, Verdict]:
         """Return what a streaming target verified as an offer, and its verdict in the numbers of that offer."""
         ...
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundResult) -> None:
         """Take note of a round's outcome; its tokens are committed."""
         ...
 
@@ -132,17 +112,17 @@ class Rounds:
 
     def __init__(
         self,
-        committed: Committed,
+        committed: TokenHistory,
         target: TargetLink,
         source: Source | None,
-        incidents: Incidents,
+        incidents: RequestEvents,
         limits: StreamLimits,
     ) -> None:
         self._committed, self._target, self._source, self._incidents = committed, target, source, incidents
         self._stream = TargetStreaming(target, source, committed, limits) if source is not None else None
         self.number = 0
 
-    async def run(self, move: Move) -> Outcome:
+    async def run(self, move: RoundPlan) -> RoundResult:
         """Run one round, the prompt's first, and commit its tokens."""
         self._incidents.round = self.number
         outcome = await self._streamed(move) if move.mode == "stream" else await self._unary(move)
@@ -157,7 +137,7 @@ class Rounds:
         if self._stream is not None:
             await self._stream.close()
 
-    async def _unary(self, move: Move) -> Outcome:
+    async def _unary(self, move: RoundPlan) -> RoundResult:
         if self._stream is not None:
             await self._stream.close(keeps_slot=True)
         source, target = self._source, self._target
@@ -170,9 +150,9 @@ class Rounds:
             num_nodes = len(offer.proposal.token_ids)
             verifying = spans.around(verifying, "verify", _told_of_verify, round=self.number, nodes=num_nodes)
         verdict = await verifying
-        return Outcome(offer, verdict, target.verify_s, "lookup" if offer.is_looked_up else move.mode)
+        return RoundResult(offer, verdict, target.verify_s, "lookup" if offer.is_looked_up else move.mode)
 
-    async def _streamed(self, move: Move) -> Outcome:
+    async def _streamed(self, move: RoundPlan) -> RoundResult:
         assert self._stream is not None, "checked with the mode"
         assert self._source is not None, "it has one"
         if self.number == 0:
@@ -184,18 +164,18 @@ class Rounds:
             committing = spans.around(committing, "commit", _told_of_commit, round=self.number)
         verdict = await committing
         offer, told = self._source.scored(verdict)
-        return Outcome(offer, told, self._target.verify_s, "stream")
+        return RoundResult(offer, told, self._target.verify_s, "stream")
 
-    async def _offer(self, source: Source, move: Move) -> Offer:
+    async def _offer(self, source: Source, move: RoundPlan) -> SpeculationInput:
         if self.number == 0:
             source.begin(move)
             return empty_offer(self._target.next_node, self._committed)
         return await source.next_offer(move, self._target.next_node)
 
 
-def empty_offer(first_node: int, committed: Committed) -> Offer:
+def empty_offer(first_node: int, committed: TokenHistory) -> SpeculationInput:
     """Return the offer of a round without a tree."""
-    return Offer(Proposal(first_node=first_node, root_position=len(committed.ids) - 1))
+    return SpeculationInput(Proposal(first_node=first_node, root_position=len(committed.ids) - 1))
 
 
 def _told_of_verify(verdict: Verdict) -> dict[str, spans.Attribute]:

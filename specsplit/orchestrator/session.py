@@ -14,34 +14,27 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.cost_model import Mode
 from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
-from specsplit.orchestrator.controller import Controller, stream_limits
 from specsplit.orchestrator.draft_link import DraftLink
 from specsplit.orchestrator.drafting import Drafting
-from specsplit.orchestrator.experience import Experience
+from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.growing import Growing
 from specsplit.orchestrator.health import DraftPeer
-from specsplit.orchestrator.incidents import Incidents
-from specsplit.orchestrator.link import Committed, TargetLink
-from specsplit.orchestrator.lookup import LookupIndex
-from specsplit.orchestrator.persistence import Persistence
-from specsplit.orchestrator.records import (
-    Chunk,
-    Patience,
-    Request,
-    RequestTimings,
-    Result,
-    RoundFacts,
-    Speculation,
-)
-from specsplit.orchestrator.round import Outcome, Rounds, Source
-from specsplit.orchestrator.statistics import Tally
+from specsplit.orchestrator.link import TargetLink, TokenHistory
+from specsplit.orchestrator.request import Chunk, Request, RequestTimings, Result, RetryPolicy, RoundFacts
+from specsplit.orchestrator.retry import Retrier
+from specsplit.orchestrator.round import RoundResult, Rounds, Source
 from specsplit.orchestrator.stop import Stop
+from specsplit.orchestrator.tally import Tally
 from specsplit.orchestrator.wire import Traffic, Wire
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.lookup import LookupIndex
+from specsplit.speculation.options import Speculation
+from specsplit.speculation.round_plan import Controller, stream_limits
+from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -52,7 +45,7 @@ KeepClosing = Callable[[asyncio.Task[None]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class SessionContext:
     """Whom a request is served by, and how they are used."""
 
     verifier: Verifier
@@ -63,9 +56,9 @@ class Serving:
     speculation: Speculation
     modes: Sequence[Mode]
     """What `auto` may choose beside plain decoding."""
-    experiences: Mapping[bool, Experience]
+    experiences: Mapping[bool, SpeculationStats]
     """By whether tokens are picked greedily."""
-    patience: Patience
+    patience: RetryPolicy
     keep_closing: KeepClosing
 
 
@@ -79,7 +72,12 @@ class Session:
     """One generation; use it as a context manager."""
 
     def __init__(
-        self, serving: Serving, request: Request, persistence: Persistence, incidents: Incidents, started_s: float
+        self,
+        serving: SessionContext,
+        request: Request,
+        persistence: Retrier,
+        incidents: RequestEvents,
+        started_s: float,
     ) -> None:
         self._serving, self._request, self._incidents, self._started_s = serving, request, incidents, started_s
         seed = request.seed if request.seed is not None else secrets.randbits(64)
@@ -95,7 +93,7 @@ class Session:
             max_tokens=max_tokens,
         )
         key = secrets.token_hex(16)
-        self._committed = Committed(request.prompt_ids)
+        self._committed = TokenHistory(request.prompt_ids)
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
         self._mode: ChosenMode = resolved_mode(serving.speculation, serving.modes)
         self._experience = serving.experiences[request.sampling.is_greedy]
@@ -123,7 +121,7 @@ class Session:
         self._first_token_s = 0.0
         self._span = spans.OpenSpan("request", session=key)
 
-    def _growing(self, persistence: Persistence, incidents: Incidents) -> Growing:
+    def _growing(self, persistence: Retrier, incidents: RequestEvents) -> Growing:
         serving, opening, committed, experience = self._serving, self._opening, self._committed, self._experience
         if self._mode != "lookup" and serving.draft is not None:
             draft_s = serving.patience.draft_s
@@ -253,5 +251,5 @@ class Session:
             _log.debug("a session could not be closed; its slot is freed when its time is over", exc_info=failure)
 
 
-def _told_of_round(outcome: Outcome) -> dict[str, spans.Attribute]:
+def _told_of_round(outcome: RoundResult) -> dict[str, spans.Attribute]:
     return {"nodes": len(outcome.offer.proposal.token_ids), "accepted": outcome.num_accepted}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from specsplit.core.ports import Tokenizer
 from specsplit.core.record import record
 from specsplit.core.types import FinishReason
-from specsplit.orchestrator.records import Piece
+from specsplit.orchestrator.request import Piece
 from specsplit.orchestrator.text import StopStrings, detokenizer_of
 
 

@@ -14,7 +14,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound, WorkerFailed
 from specsplit.core.ports import VerifyStream
 from specsplit.core.types import Proposal, StreamLimits, Verdict
-from specsplit.orchestrator.link import MAX_RAISES, Committed, TargetLink
+from specsplit.orchestrator.link import MAX_RAISES, TargetLink, TokenHistory
 
 
 class Nodes(Protocol):
@@ -30,7 +30,7 @@ class Nodes(Protocol):
 class TargetStreaming:
     """Pushes nodes to the target as they come, and gives its commits in order."""
 
-    def __init__(self, link: TargetLink, nodes: Nodes, committed: Committed, limits: StreamLimits) -> None:
+    def __init__(self, link: TargetLink, nodes: Nodes, committed: TokenHistory, limits: StreamLimits) -> None:
         self._link, self._nodes, self._committed, self._limits = link, nodes, committed, limits
         self._loop = asyncio.get_running_loop()
         self._stream: VerifyStream | None = None

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Callable, Sequence
 
 from specsplit.core.ports import Tokenizer
-from specsplit.orchestrator.records import Piece
+from specsplit.orchestrator.request import Piece
 
 Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

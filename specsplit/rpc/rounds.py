@@ -25,8 +25,8 @@ from specsplit.core.errors import (
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.duplex import Pumped
 from specsplit.rpc.pb import common_pb2
-from specsplit.rpc.pumped import Pumped
 from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
 

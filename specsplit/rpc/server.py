@@ -15,12 +15,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.ports import Drafter, Stage, Verifier
+from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
 from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
-from specsplit.rpc.stage_servicer import STAGE_SERVICE, StageService
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
+from specsplit.stages.ports import Stage
+from specsplit.stages.wire.servicer import STAGE_SERVICE, StageService
 
 LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5

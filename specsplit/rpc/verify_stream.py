@@ -12,8 +12,8 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.duplex import Pumped
 from specsplit.rpc.pb import target_pb2
-from specsplit.rpc.pumped import Pumped
 from specsplit.telemetry import spans
 
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()

@@ -12,11 +12,11 @@ from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
 from specsplit.core.ports import VerifyStream
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
-from specsplit.engine.admission import Round
 from specsplit.engine.engine import Engine
+from specsplit.engine.queue import Round
+from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
-from specsplit.engine.worker import at_once
-from specsplit.model.plan import Entry
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import picked
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
@@ -92,7 +92,7 @@ class TargetEngine(Engine):
         if proposal.token_ids and proposal.root_position != length - 1:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
-    def _verify(self, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
+    def _verify(self, turn: Turn, proposal: Proposal) -> Generator[SequenceInput, Tensor, Verdict]:
         session = self._sessions.enter(turn, proposal)
         try:
             if not isinstance(session.answer, Verdict):
@@ -105,7 +105,9 @@ class TargetEngine(Engine):
         finally:
             self._sessions.leave(session)
 
-    def _verdict(self, session: WorkerSession, turn: Turn, proposal: Proposal) -> Generator[Entry, Tensor, Verdict]:
+    def _verdict(
+        self, session: WorkerSession, turn: Turn, proposal: Proposal
+    ) -> Generator[SequenceInput, Tensor, Verdict]:
         length = turn.base_length + len(turn.tail)
         keep = min(session.common_length(turn), length - 1)  # the last token is always forwarded: its logits are needed
         session.truncate(keep)
@@ -130,12 +132,12 @@ class TargetEngine(Engine):
         )
 
     @staticmethod
-    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> Entry:
+    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> SequenceInput:
         last = len(tail) - 1  # the tree's root among the rows behind base_length
         is_chain = not tree or all(parent == node - 1 for node, parent in enumerate(tree))
         parents = None if is_chain else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids = [*tail, *proposal.token_ids]
-        return Entry(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(tree) + 1)
+        return SequenceInput(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(tree) + 1)
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the target's pick at the root and at every node."""

@@ -12,8 +12,8 @@ from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams
 from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.engine.sessions import SessionTable
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
-from specsplit.model.plan import Entry
 from specsplit.sampling.processors import bias_row
 
 
@@ -45,7 +45,7 @@ def check_score(
 
 def score(
     model: LoadedModel, sessions: SessionTable, prompt: Sequence[int], scored: Sequence[int], biases: SamplingParams
-) -> Generator[Entry, Tensor, tuple[float, ...]]:
+) -> Generator[SequenceInput, Tensor, tuple[float, ...]]:
     """Return log_softmax(logits + bias) of each token of `scored`, a chunk of tokens a step.
 
     Biases are finite, so the values are.
@@ -60,7 +60,7 @@ def score(
         for start in range(0, len(token_ids), MAX_STEP_TOKENS):
             chunk = token_ids[start : start + MAX_STEP_TOKENS]
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
-            logits = yield Entry(slot.index, start, chunk, num_logits=max(1, num_scored))
+            logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
             if num_scored > 0:
                 values += _log_probs(logits, scored[len(values) : len(values) + num_scored], biases)
     if not all(map(math.isfinite, values)):

@@ -17,7 +17,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, StaleRound
 from specsplit.core.types import MAX_STREAM_NODES, ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.target.held_tree import HeldTree
-from specsplit.target.pace import Pace
+from specsplit.target.stream_scheduler import Pace
 
 MAX_DEPTH = 64
 _LEAST_WAIT_S = 1e-4

@@ -15,7 +15,7 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict
 from tests.contract.session_contract import PROMPT, Script, Workers
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.processes import LIMIT_S
+from tests.support.processes import LIMIT_S
 
 LAST = len(PROMPT) - 1
 """The position of the prompt's last token."""

@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
-from specsplit.core.planner import Ends
 from specsplit.core.ports import Drafter, Verifier
-from tests.chains import Shards, opened
+from specsplit.stages.planner import Ends
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
-from tests.fakes import FakeDraft
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.chains import Shards, opened
+from tests.support.fakes import FakeDraft
+from tests.support.model_zoo import FAMILIES, save_model
 
 _shards: dict[str, Shards] = {}
 

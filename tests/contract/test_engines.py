@@ -14,7 +14,7 @@ from specsplit.target.engine import TargetEngine
 from tests.contract.drafter_contract import DrafterContract
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, save_model
 
 _models: dict[str, LoadedModel] = {}
 

@@ -9,7 +9,7 @@ from specsplit.core.ports import Drafter, Verifier
 from tests.contract.drafter_contract import DrafterContract
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
-from tests.fakes import FakeDraft, FakeTarget
+from tests.support.fakes import FakeDraft, FakeTarget
 
 
 @asynccontextmanager

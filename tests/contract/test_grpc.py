@@ -14,9 +14,9 @@ from specsplit.target.engine import TargetEngine
 from tests.contract.drafter_contract import DrafterContract
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
-from tests.fakes import FakeDraft, FakeTarget
-from tests.model_zoo import FAMILIES, save_model
-from tests.rpc_servers import connected
+from tests.support.fakes import FakeDraft, FakeTarget
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.rpc_servers import connected
 
 _models: dict[str, LoadedModel] = {}
 

@@ -12,10 +12,11 @@ import pytest
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES
 from specsplit.core.types import SamplingParams
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Mode, Request, Result, Speculation
-from tests.timed_engines import Pace, timed_pair
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Mode, Request, Result
+from specsplit.speculation.options import Speculation
+from tests.support.timed_engines import Pace, timed_pair
+from tests.support.virtual_time import LoopClock, run_virtual
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "code_prompts.jsonl"
 SLOW_TARGET = Pace(verify_s=0.025, level_s=0.0015)

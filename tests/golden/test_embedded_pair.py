@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.orchestrator.records import Result, Speculation
-from tests.pipelines import PLAIN, assert_same_tokens, request, run
+from specsplit.orchestrator.request import Result
+from specsplit.speculation.options import Speculation
+from tests.support.pipelines import PLAIN, assert_same_tokens, request, run
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = Speculation(mode="pingpong", nodes=DEFAULT_NODES, depth=DEFAULT_DEPTH, branching=DEFAULT_BRANCHING)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsplit.core.types import FinishReason, SessionParams, StreamLimits
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
-from tests.fakes import (
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Chunk, Request, Result
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import (
     EOS,
     FakeDraft,
     FakeTarget,
@@ -26,9 +27,9 @@ from tests.fakes import (
     plain_tokens,
     random_guess,
 )
-from tests.flaky import Fault, Flaky
-from tests.language import WindowedTokenizer
-from tests.virtual_time import LoopClock, run_virtual
+from tests.support.flaky import Fault, Flaky
+from tests.support.language import WindowedTokenizer
+from tests.support.virtual_time import LoopClock, run_virtual
 
 TOKENIZER = FakeTokenizer()
 

@@ -15,17 +15,17 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from specsplit.core.packet import Packet
-from specsplit.core.planner import Ends
 from specsplit.core.types import Proposal, SamplingParams, SessionParams, Verdict
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
+from specsplit.stages.packet import Packet
+from specsplit.stages.planner import Ends
 from specsplit.target.engine import TargetEngine
-from tests.chains import HeldForSlot, Shards, opened
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.processes import LIMIT_S
-from tests.rounds import plain_text, script, verdicts
-from tests.stage_models import Whole, largest_difference
+from tests.support.chains import HeldForSlot, Shards, opened
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.processes import LIMIT_S
+from tests.support.rounds import plain_text, script, verdicts
+from tests.support.stage_models import Whole, largest_difference
 
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 CUTS = ([], [1], [2], [1, 2])
@@ -153,7 +153,7 @@ async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: 
         proposal = Proposal(1, 39, (7, 8, 9, 10), (0, 0, 1, 2), (-1.0,) * 4)
         await chain.target.verify(turn, proposal)
         parents = [*range(-1, 39), 39, 39, 40, 41]
-        model.forward([Entry(0, 0, [*prompt(40), *proposal.token_ids], parents, num_logits=5)])
+        model.forward([SequenceInput(0, 0, [*prompt(40), *proposal.token_ids], parents, num_logits=5)])
         compared = 0
         for hop, packet in chain.wire.seen:
             if packet.has_hidden:

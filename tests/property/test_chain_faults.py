@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, StaleEpoch, WorkerUnreachable
-from specsplit.core.packet import Packet
-from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.shard_payload import to_payload
-from specsplit.target.chain import Resync
+from specsplit.stages.chain.runner import ResentRows
+from specsplit.stages.packet import Packet
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.payload import to_payload
 from specsplit.target.engine import TargetEngine
-from tests.chains import Fault, OpenChain, Shards, opened
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.rounds import plain_text, verdicts
+from tests.support.chains import Fault, OpenChain, Shards, opened
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.rounds import plain_text, verdicts
 
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 FAULTS: tuple[Fault, ...] = ("corrupt", "lost", "restart", "twice", "again-later")
@@ -79,7 +79,7 @@ def undisturbed(ends: Ends) -> tuple[list[list[Verdict]], list[tuple[int, int, i
     return given_, [(p.request_id, p.sessions[0].start, p.sessions[0].start + p.num_tokens) for p in packets]
 
 
-def expected_resync(ends: Ends, fault: Fault, index: int, hop: int) -> Resync | None:
+def expected_resync(ends: Ends, fault: Fault, index: int, hop: int) -> ResentRows | None:
     """Return what is sent again if the fault meets packet `index` (the prompt is packets 0, 1 and 2)."""
     packets = undisturbed(ends)[1]
     _, start, end = packets[index]
@@ -87,13 +87,13 @@ def expected_resync(ends: Ends, fault: Fault, index: int, hop: int) -> Resync | 
     if fault in ("corrupt", "lost"):
         if index < 2 and hop == NUM_STAGES:
             return None  # the answers to what follows say that its rows are held
-        return Resync(fault, 0, end_of_step - start)  # type: ignore[arg-type]
+        return ResentRows(fault, 0, end_of_step - start)  # type: ignore[arg-type]
     if fault == "restart":
-        return Resync("behind", 0, end_of_step) if start else None
+        return ResentRows("behind", 0, end_of_step) if start else None
     if fault == "again-later":  # it rolls the stage back; the next packet but one finds it there
         later = index + 2
         end_later = packets[2][2] if later < 3 else packets[later][2]
-        return Resync("behind", 0, end_later - start)
+        return ResentRows("behind", 0, end_later - start)
     return None
 
 

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.orchestrator.records import Speculation
-from tests.model_zoo import FAMILIES, VOCAB, build_model, save_model
-from tests.pipelines import PLAIN, assert_same_tokens, request, run
+from specsplit.speculation.options import Speculation
+from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
+from tests.support.pipelines import PLAIN, assert_same_tokens, request, run
 
 TREES = {
     "chain": Speculation(mode="pingpong", lookup=False, nodes=4, depth=4, branching=1),

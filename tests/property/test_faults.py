@@ -1,6 +1,6 @@
 """Whatever is lost, doubled, delayed, restarted, evicted or planted: the text of plain decoding, and nothing is left.
 
-Runs the schedules of `tests.fault_schedule`, and shows that they would find each rule of the protocol missing.
+Runs the schedules of `tests.support.fault_schedule`, and shows that they would find each rule of the protocol missing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
-from specsplit.engine.admission import Task
+from specsplit.engine.queue import Task
+from specsplit.engine.scheduler import Scheduler
 from specsplit.engine.session import WorkerSession
 from specsplit.engine.sessions import SessionTable
-from specsplit.engine.worker import Worker
-from specsplit.orchestrator import persistence, session
+from specsplit.orchestrator import retry as persistence
+from specsplit.orchestrator import session
 from specsplit.orchestrator.draft_link import DraftLink
 from specsplit.orchestrator.link import Link
-from tests.fault_schedule import MUTES, Schedule, failure_of
-from tests.hash_model import HashCache
-from tests.watched import WatchedTarget
+from tests.support.fault_schedule import MUTES, Schedule, failure_of
+from tests.support.hash_model import HashCache
+from tests.support.watched import WatchedTarget
 
 NUM_SEEDS = 2000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 200
 NUM_PARTS = 10
@@ -37,7 +38,7 @@ MAX_BROKEN_SEEDS = 120
 def test_whatever_fails_the_text_is_plain_decodings_and_nothing_is_left(part: int) -> None:
     seeds = range(part * NUM_SEEDS // NUM_PARTS, (part + 1) * NUM_SEEDS // NUM_PARTS)
     failed = {seed: what for seed in seeds if (what := failure_of(seed))}
-    assert not failed, f"{failed}; replay one with: python -m tests.fault_schedule {min(failed)}"
+    assert not failed, f"{failed}; replay one with: python -m tests.support.fault_schedule {min(failed)}"
 
 
 def test_one_seed_is_one_run() -> None:
@@ -130,12 +131,12 @@ def without_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_one_step(patch: pytest.MonkeyPatch) -> None:
-    def place(worker: Worker, task: Task) -> Task:
+    def place(worker: Scheduler, task: Task) -> Task:
         worker._submit(task)
         return task
 
-    patch.setattr(Worker, "_place", place)
-    patch.setattr(Worker, "_advance_line", lambda worker, session: None)
+    patch.setattr(Scheduler, "_place", place)
+    patch.setattr(Scheduler, "_advance_line", lambda worker, session: None)
 
 
 def without_compaction(patch: pytest.MonkeyPatch) -> None:

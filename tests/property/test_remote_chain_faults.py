@@ -16,17 +16,17 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.shard import LoadedShard
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.loader import LoadedShard
 from specsplit.target.engine import TargetEngine
-from tests.chain_model import ChainModel
-from tests.chains import Shards
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.remote_chains import RemoteOpen
-from tests.rounds import plain_text, verdicts
-from tests.stage_farm import Farm, Fate, check_rows, farm_of, patient, serene
+from tests.support.chain_model import ChainModel
+from tests.support.chains import Shards
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.remote_chains import RemoteOpen
+from tests.support.rounds import plain_text, verdicts
+from tests.support.stage_farm import Farm, Fate, check_rows, farm_of, patient, serene
 
 __all__ = ["patient"]  # a fixture
 

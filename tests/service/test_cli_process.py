@@ -16,7 +16,7 @@ import pytest
 
 from specsplit.cli.main import main
 from specsplit.telemetry import names
-from tests.processes import LIMIT_S, ROOT, command, environment, run
+from tests.support.processes import LIMIT_S, ROOT, command, environment, run
 
 EMBEDDED = ROOT / "specsplit" / "model" / "embedded"
 PROMPT = "def add(a, b):"

@@ -18,11 +18,11 @@ from specsplit.cli import orchestrate
 from specsplit.cli.main import main
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings, load_settings
-from specsplit.rpc.reach import why_unreachable
+from specsplit.rpc.connectivity import why_unreachable
 from specsplit.rpc.server import serving
-from tests.fakes import FakeTarget, FakeTokenizer
-from tests.flaky import Fault, Flaky
-from tests.processes import LIMIT_S
+from tests.support.fakes import FakeTarget, FakeTokenizer
+from tests.support.flaky import Fault, Flaky
+from tests.support.processes import LIMIT_S
 
 NOWHERE = "no-such-host.invalid:50051"
 

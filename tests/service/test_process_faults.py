@@ -14,8 +14,8 @@ from benchmarks.proxy import Proxy
 from specsplit.assembly.orchestrators import Workers
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
-from specsplit.orchestrator.records import Resync
-from tests.disturbed import (
+from specsplit.orchestrator.request import Replay
+from tests.support.disturbed import (
     SAMPLINGS,
     WAKES_S,
     check_noticed_soon,
@@ -27,7 +27,7 @@ from tests.disturbed import (
     resyncs_of,
     truth,
 )
-from tests.processes import WorkerProcess
+from tests.support.processes import WorkerProcess
 
 __all__ = ["own_cache", "pair"]  # fixtures
 
@@ -50,7 +50,7 @@ async def test_a_killed_worker_is_sent_what_it_held_and_nothing_else(
     held_by_target = run.lengths[fault_round] - 1
     held_by_draft = run.lengths[fault_round - 1]
     if who != "draft":
-        assert resyncs_of(result, "target") == [Resync("target", fault_round + 1, "slot_lost", held_by_target)]
+        assert resyncs_of(result, "target") == [Replay("target", fault_round + 1, "slot_lost", held_by_target)]
     else:
         assert resyncs_of(result, "target") == []
     if who != "target":
@@ -77,7 +77,7 @@ async def test_a_killed_worker_changes_no_token_in_any_mode(
     assert len(sent_again) == (who != "draft")
     for resync in sent_again:  # a round that was under way may have ended before the workers did
         assert resync.round > 4
-        assert resync == Resync("target", resync.round, "slot_lost", run.lengths[resync.round - 1] - 1)
+        assert resync == Replay("target", resync.round, "slot_lost", run.lengths[resync.round - 1] - 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,18 +12,18 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot
 from specsplit.core.types import Identity, Proposal, SamplingParams, SessionParams, Turn
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc import calls
 from specsplit.rpc.budget import SMALL_BYTES, ByteBudget
 from specsplit.rpc.interceptors import Boundary
 from specsplit.rpc.server import serving
 from specsplit.rpc.transport import largest_request
+from specsplit.speculation.options import Speculation
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.fakes import FakeTarget, FakeTokenizer, Faults
-from tests.flaky import collect, request
-from tests.rpc_servers import LOOPBACK, verifier_at, wait_until
+from tests.support.fakes import FakeTarget, FakeTokenizer, Faults
+from tests.support.flaky import collect, request
+from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
 
 LARGE = (1 << 31,) * (2 * SMALL_BYTES // 5)
 """Tokens of a tail of twice the size that counts as small."""

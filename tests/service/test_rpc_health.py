@@ -18,13 +18,13 @@ from specsplit.assembly import workers
 from specsplit.core.errors import InvalidRequest, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.types import Budget
-from specsplit.model.plan import Entry
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import without_tree
-from tests.hash_model import HashRunner, hash_model
-from tests.processes import LIMIT_S
-from tests.rpc_servers import LOOPBACK
+from tests.support.hash_model import HashRunner, hash_model
+from tests.support.processes import LIMIT_S
+from tests.support.rpc_servers import LOOPBACK
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 Role = Literal["draft", "target"]
@@ -40,7 +40,7 @@ class Sick:
         self.hold: threading.Event | None = None
         runner.forward = self.forward  # type: ignore[method-assign]
 
-    def forward(self, entries: Sequence[Entry]) -> list[Tensor]:
+    def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         if self.hold is not None:
             assert self.hold.wait(2 * LIMIT_S)
         if self.error is not None:
@@ -136,7 +136,7 @@ async def test_a_device_that_ended_fails_what_it_had_and_what_comes_and_is_neith
 
 
 async def test_a_step_that_outlives_every_call_means_a_hung_device(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("specsplit.engine.condition.HUNG_S", 0.1)
+    monkeypatch.setattr("specsplit.engine.device_health.HUNG_S", 0.1)
     async with served("target", monkeypatch) as (address, sick, channel):
         ready, live = Health(channel, "readiness"), Health(channel, "liveness")
         assert [await ready.next(), await live.next()] == [SERVING] * 2

@@ -14,15 +14,16 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.types import Proposal
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.device import DeviceThread
+from specsplit.engine.executor import ThreadExecutor
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request
 from specsplit.rpc.clients import RemoteVerifier
+from specsplit.speculation.options import Speculation
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
-from tests.model_zoo import FAMILIES, save_model
-from tests.rpc_servers import connected, wait_until
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.rpc_servers import connected, wait_until
 
 NUM_SESSIONS = 10_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300
 AT_ONCE = 4
@@ -53,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
 async def engines(
     models: dict[str, LoadedModel], clock: SteppedClock
 ) -> AsyncIterator[tuple[DraftEngine, TargetEngine]]:
-    device = DeviceThread("leaks", 1)
+    device = ThreadExecutor("leaks", 1)
     draft = DraftEngine(models["draft"], device, ttl_s=TTL_S, grace_s=GRACE_S, clock=clock)
     target = TargetEngine(models["target"], device, ttl_s=TTL_S, grace_s=GRACE_S, clock=clock)
     try:

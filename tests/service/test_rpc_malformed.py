@@ -28,9 +28,9 @@ from specsplit.rpc.server import serving
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.model_zoo import FAMILIES, save_model
-from tests.rpc_fuzz import REQUESTS, RESPONSES, mangled
-from tests.rpc_servers import LOOPBACK, drafter_at, verifier_at
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.rpc_fuzz import REQUESTS, RESPONSES, mangled
+from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at
 
 NUM_CALLS = 2_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 400
 AT_ONCE = 8

@@ -16,9 +16,9 @@ import pytest
 from specsplit.core.errors import WorkerUnreachable
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.disturbed import check_noticed_soon
-from tests.processes import LIMIT_S
-from tests.rpc_servers import verifier_at
+from tests.support.disturbed import check_noticed_soon
+from tests.support.processes import LIMIT_S
+from tests.support.rpc_servers import verifier_at
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 async def worker_process() -> AsyncIterator[tuple[Process, str]]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.rpc_servers", stdout=PIPE, cwd=ROOT, env=environment
+        sys.executable, "-m", "tests.support.rpc_servers", stdout=PIPE, cwd=ROOT, env=environment
     )
     try:
         assert process.stdout is not None

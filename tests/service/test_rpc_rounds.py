@@ -27,9 +27,9 @@ from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.fakes import FakeTarget, Faults
-from tests.processes import LIMIT_S
-from tests.rpc_servers import LOOPBACK, CountingProxy, verifier_at, wait_until
+from tests.support.fakes import FakeTarget, Faults
+from tests.support.processes import LIMIT_S
+from tests.support.rpc_servers import LOOPBACK, CountingProxy, verifier_at, wait_until
 
 ROUNDS = "/specsplit.v1.TargetService/Rounds"
 VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"

@@ -29,9 +29,9 @@ from specsplit.rpc.server import serving
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
-from tests.fakes import FakeDraft, FakeTarget, Faults
-from tests.processes import LIMIT_S
-from tests.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
+from tests.support.fakes import FakeDraft, FakeTarget, Faults
+from tests.support.processes import LIMIT_S
+from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 FILES = TokenizerFiles("abc123", (256,), {"tokenizer.json": bytes(range(256)) * 3000, "merges.txt": b""})

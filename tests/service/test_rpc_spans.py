@@ -15,8 +15,8 @@ from specsplit.telemetry import names, spans
 from specsplit.telemetry.setup import trace_to_file
 from tests.contract.session_contract import Script
 from tests.contract.verifier_contract import without_tree
-from tests.fakes import FakeTarget
-from tests.rpc_servers import LOOPBACK, verifier_at
+from tests.support.fakes import FakeTarget
+from tests.support.rpc_servers import LOOPBACK, verifier_at
 
 VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
 Metadata = tuple[tuple[str, str], ...]

@@ -22,7 +22,7 @@ from specsplit.rpc import calls, codec
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.pb import draft_pb2
 from specsplit.rpc.server import serving
-from tests.rpc_servers import LOOPBACK, CountingProxy, drafter_at, verifier_at
+from tests.support.rpc_servers import LOOPBACK, CountingProxy, drafter_at, verifier_at
 
 MAX_ROUND_BYTES = 400
 NODES = 32

@@ -23,8 +23,8 @@ from specsplit.cli.main import main
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.rpc.server import serving
 from specsplit.telemetry import names
-from tests.fakes import FakeDraft
-from tests.processes import LIMIT_S, WorkerProcess, environment, run
+from tests.support.fakes import FakeDraft
+from tests.support.processes import LIMIT_S, WorkerProcess, environment, run
 
 PROMPT = "def add(a, b):"
 SHORT = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json"]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from specsplit.assembly.local_stages import local_stages
 from specsplit.cli.main import main
 from specsplit.core.errors import WorkerFailed
 from specsplit.core.sections import StageSettings
-from specsplit.rpc.stage_peer import StagePeer
-from tests.stage_processes import EMBEDDED_TARGET, altered_model, eventually, is_gone, served_stages
+from specsplit.stages.local import local_stages
+from specsplit.stages.wire.peer import StagePeer
+from tests.support.stage_processes import EMBEDDED_TARGET, altered_model, eventually, is_gone, served_stages
 
 Capture = pytest.CaptureFixture[str]
 ALTERED = "model.layers.4.mlp.down_proj.weight"

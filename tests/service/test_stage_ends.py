@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from specsplit.core.errors import StaleEpoch, WorkerUnreachable
-from specsplit.core.planner import Ends
 from specsplit.core.types import Proposal, SamplingParams, SessionParams
 from specsplit.model.loader import load_model
-from specsplit.model.shard import LoadedShard, load_shard
-from specsplit.rpc.stage_frames import ChainId
-from specsplit.rpc.stage_peer import StagePeer, StagePing
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.loader import LoadedShard, load_shard
+from specsplit.stages.wire.frames import ChainId
+from specsplit.stages.wire.peer import StagePeer, StagePing
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.processes import LIMIT_S, SILENT_S
-from tests.remote_chains import RemoteOpen, StageHost, mended, opened_remote
-from tests.rounds import plain_text, script, verdicts
-from tests.rpc_servers import CountingProxy, wait_until
-from tests.stage_models import cut
+from tests.support.chains import Shards
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.processes import LIMIT_S, SILENT_S
+from tests.support.remote_chains import RemoteOpen, StageHost, mended, opened_remote
+from tests.support.rounds import plain_text, script, verdicts
+from tests.support.rpc_servers import CountingProxy, wait_until
+from tests.support.stage_models import cut
 
 NUM_SLOTS, TEXT_LENGTH = 4, 8
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()

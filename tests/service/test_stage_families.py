@@ -16,19 +16,19 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import load_model
-from specsplit.model.shard import LoadedShard, ShardSpec, load_ends, load_shard
-from specsplit.model.shard_coordinator import ChainModel, load_chain_model
-from specsplit.target import chain
+from specsplit.stages.chain import runner as chain
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.ends import ChainModel, load_chain_model
+from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards, save_deeper
-from tests.model_zoo import FAMILIES, VOCAB
-from tests.remote_chains import opened_remote
-from tests.rounds import plain_text, verdicts
-from tests.stage_farm import patient
-from tests.stage_models import cut
+from tests.support.chains import Shards, save_deeper
+from tests.support.model_zoo import FAMILIES, VOCAB
+from tests.support.remote_chains import opened_remote
+from tests.support.rounds import plain_text, verdicts
+from tests.support.stage_farm import patient
+from tests.support.stage_models import cut
 
 __all__ = ["patient"]  # a fixture
 

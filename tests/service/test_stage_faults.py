@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
-from specsplit.core.packet import Packet
-from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.loader import load_model
-from specsplit.model.shard import LoadedShard, load_shard
-from specsplit.rpc import stage_chain
+from specsplit.stages.packet import Packet
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.loader import LoadedShard, load_shard
+from specsplit.stages.wire import chain as stage_chain
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.processes import LIMIT_S
-from tests.remote_chains import DamagingProxy, RemoteOpen, StageHost, mended, opened_remote
-from tests.rounds import plain_text
-from tests.rpc_servers import wait_until
-from tests.stage_farm import patient
-from tests.stage_models import cut
+from tests.support.chains import Shards
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.processes import LIMIT_S
+from tests.support.remote_chains import DamagingProxy, RemoteOpen, StageHost, mended, opened_remote
+from tests.support.rounds import plain_text
+from tests.support.rpc_servers import wait_until
+from tests.support.stage_farm import patient
+from tests.support.stage_models import cut
 
 __all__ = ["patient"]  # a fixture
 

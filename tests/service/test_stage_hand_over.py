@@ -14,16 +14,16 @@ from tempfile import TemporaryDirectory
 import pytest
 import transformers as tf
 
-from specsplit.core import slot_state
-from specsplit.core.packet import Buffer
 from specsplit.core.types import Proposal, SamplingParams, SessionParams
-from specsplit.model.shard import LoadedShard, load_shard
-from tests.chains import Shards
-from tests.model_zoo import VOCAB, save_model
-from tests.remote_chains import opened_remote
-from tests.rounds import script
-from tests.stage_farm import patient
-from tests.stage_models import cut
+from specsplit.stages import slot_state
+from specsplit.stages.packet import Buffer
+from specsplit.stages.shard.loader import LoadedShard, load_shard
+from tests.support.chains import Shards
+from tests.support.model_zoo import VOCAB, save_model
+from tests.support.remote_chains import opened_remote
+from tests.support.rounds import script
+from tests.support.stage_farm import patient
+from tests.support.stage_models import cut
 
 __all__ = ["patient"]  # a fixture
 

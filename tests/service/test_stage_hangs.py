@@ -11,14 +11,9 @@ import pytest
 
 from specsplit.assembly.workers import RECONNECT_S
 from specsplit.core.errors import WorkerUnreachable
-from specsplit.core.packet import Packet
 from specsplit.rpc.channel import Duplex
-from specsplit.rpc.stage_next import NextLink
-from tests.disturbed import check_noticed
-from tests.processes import LIMIT_S, SILENT_S
-from tests.remote_chains import DamagingProxy, give_up_soon, mended, opened_remote
-from tests.rounds import plain_text
-from tests.rpc_servers import wait_until
+from specsplit.stages.packet import Packet
+from specsplit.stages.wire.next_stage import NextLink
 from tests.service.test_stage_faults import (
     PARAMS,
     PROMPT,
@@ -30,7 +25,12 @@ from tests.service.test_stage_faults import (
     spare,
     truth,
 )
-from tests.stage_farm import patient
+from tests.support.disturbed import check_noticed
+from tests.support.processes import LIMIT_S, SILENT_S
+from tests.support.remote_chains import DamagingProxy, give_up_soon, mended, opened_remote
+from tests.support.rounds import plain_text
+from tests.support.rpc_servers import wait_until
+from tests.support.stage_farm import patient
 
 __all__ = ["patient"]  # a fixture
 

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specsplit.cli.main import main
 from specsplit.core.errors import LinkError
 from specsplit.core.sections import StageSettings
-from tests.disturbed import SAMPLINGS, generate, links, own_cache
-from tests.processes import LIMIT_S, SILENT_S, WorkerProcess
-from tests.stage_processes import (
+from tests.support.disturbed import SAMPLINGS, generate, links, own_cache
+from tests.support.processes import LIMIT_S, SILENT_S, WorkerProcess
+from tests.support.stage_processes import (
     SAMPLED,
     altered_model,
     close_all,

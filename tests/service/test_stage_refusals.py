@@ -25,28 +25,29 @@ from specsplit.core.errors import (
     StaleEpoch,
     WorkerUnreachable,
 )
-from specsplit.core.packet import Ask, Packet, PacketSession, PayloadType, StepKind
-from specsplit.core.packet_codec import decode, encode
-from specsplit.core.planner import Ends
-from specsplit.core.slot_state import SlotState, encode_state
 from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
-from specsplit.model.shard_payload import to_payload
-from specsplit.rpc import stage_frames, stage_servicer
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
-from specsplit.rpc.stage_chain import RemoteChain
-from specsplit.rpc.stage_codec import slot_pieces
-from specsplit.rpc.stage_frames import ChainId, FrameReader, error_in, packet_frames
-from specsplit.rpc.stage_peer import StagePeer
-from tests.chains import Shards
-from tests.fakes import FakeTarget
-from tests.model_zoo import FAMILIES, save_model
-from tests.processes import LIMIT_S
-from tests.remote_chains import StageHost, opened_remote, served, wanted_of
-from tests.rounds import plain_text
-from tests.rpc_servers import LOOPBACK, wait_until
+from specsplit.stages.codec import decode, encode
+from specsplit.stages.packet import Ask, Packet, PacketSession, PayloadType, StepKind
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
+from specsplit.stages.shard.payload import to_payload
+from specsplit.stages.slot_state import SlotState, encode_state
+from specsplit.stages.wire import frames as stage_frames
+from specsplit.stages.wire import servicer as stage_servicer
+from specsplit.stages.wire.chain import RemoteChain
+from specsplit.stages.wire.frames import ChainId, FrameReader, error_in, packet_frames
+from specsplit.stages.wire.messages import slot_pieces
+from specsplit.stages.wire.peer import StagePeer
+from tests.support.chains import Shards
+from tests.support.fakes import FakeTarget
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.processes import LIMIT_S
+from tests.support.remote_chains import StageHost, opened_remote, served, wanted_of
+from tests.support.rounds import plain_text
+from tests.support.rpc_servers import LOOPBACK, wait_until
 
 PARAMS = SessionParams(SamplingParams(), prompt_length=5, max_tokens=64)
 CHAIN = ChainId("me", 1)

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.planner import Ends
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.stages.planner import Ends
 from specsplit.target.engine import TargetEngine
-from tests.chains import HeldForSlot, Shards
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.processes import LIMIT_S
-from tests.remote_chains import opened_remote
-from tests.rounds import plain_text, verdicts
-from tests.rpc_servers import wait_until
-from tests.stage_farm import patient
+from tests.support.chains import HeldForSlot, Shards
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.processes import LIMIT_S
+from tests.support.remote_chains import opened_remote
+from tests.support.rounds import plain_text, verdicts
+from tests.support.rpc_servers import wait_until
+from tests.support.stage_farm import patient
 
 __all__ = ["patient"]  # a fixture
 

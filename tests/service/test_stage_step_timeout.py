@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from specsplit.core.packet import Packet
 from specsplit.core.sections import StageSettings
-from specsplit.target.stage import StageEngine
-from tests.processes import WorkerProcess
-from tests.stage_processes import generated, sent_again, served_stages
+from specsplit.stages.chain.stage import StageEngine
+from specsplit.stages.packet import Packet
+from tests.support.processes import WorkerProcess
+from tests.support.stage_processes import generated, sent_again, served_stages
 
 STEP_TIMEOUT_S = 4.5
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from specsplit.core.errors import WorkerUnreachable
-from specsplit.core.packet import Packet
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.loader import load_model
-from specsplit.model.shard_coordinator import load_chain_model
+from specsplit.stages.packet import Packet
+from specsplit.stages.shard.ends import load_chain_model
 from specsplit.target.engine import TargetEngine
-from tests.chains import Shards
-from tests.packet_proxy import PacketProxy
-from tests.processes import LIMIT_S, SILENT_S, WorkerProcess
-from tests.remote_chains import RemoteOpen, mended, opened_over
-from tests.rounds import plain_text
-from tests.stage_processes import EMBEDDED_TARGET, close_all, stage_process
+from tests.support.chains import Shards
+from tests.support.packet_proxy import PacketProxy
+from tests.support.processes import LIMIT_S, SILENT_S, WorkerProcess
+from tests.support.remote_chains import RemoteOpen, mended, opened_over
+from tests.support.rounds import plain_text
+from tests.support.stage_processes import EMBEDDED_TARGET, close_all, stage_process
 
 pytestmark = pytest.mark.slow
 LAYERS = ("0:4", "4:10")

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from specsplit.assembly import local_stages
 from specsplit.core.errors import DeadlineExceeded, LinkError, WorkerUnreachable
-from specsplit.rpc.stage_frames import ChainId
-from specsplit.rpc.stage_peer import StagePeer, StagePing
-from tests.disturbed import SAMPLINGS, generate, links, own_cache
-from tests.processes import LIMIT_S, WorkerProcess
-from tests.stage_processes import eventually, is_gone, local_pids, sent_again
+from specsplit.stages import local as local_stages
+from specsplit.stages.wire.frames import ChainId
+from specsplit.stages.wire.peer import StagePeer, StagePing
+from tests.support.disturbed import SAMPLINGS, generate, links, own_cache
+from tests.support.processes import LIMIT_S, WorkerProcess
+from tests.support.stage_processes import eventually, is_gone, local_pids, sent_again
 
 __all__ = ["own_cache"]  # a fixture
 
@@ -27,7 +27,7 @@ ARGUMENTS = ("--model", "embedded", "--context", "256", "--threads", "1")
 NEVER_CONFIGURED = """
 import asyncio, sys
 from specsplit.cli.main import main
-from specsplit.target.stage import StageEngine
+from specsplit.stages.chain.stage import StageEngine
 
 async def place(stage, *where):
     await asyncio.Event().wait()

@@ -11,8 +11,19 @@ import pytest
 
 from benchmarks.proxy import Proxy
 from specsplit.core.sections import OrchestratorSettings
-from tests.disturbed import SAMPLINGS, WAKES_S, Run, generate, links, own_cache, pair, restart, resyncs_of, truth
-from tests.processes import WorkerProcess
+from tests.support.disturbed import (
+    SAMPLINGS,
+    WAKES_S,
+    Run,
+    generate,
+    links,
+    own_cache,
+    pair,
+    restart,
+    resyncs_of,
+    truth,
+)
+from tests.support.processes import WorkerProcess
 
 __all__ = ["own_cache", "pair"]  # fixtures
 

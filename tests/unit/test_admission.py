@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
-from specsplit.engine.admission import MAX_CALLERS, Round
-from specsplit.engine.worker import Worker, at_once
+from specsplit.engine.queue import MAX_CALLERS, Round
+from specsplit.engine.scheduler import Scheduler, at_once
 from specsplit.model.loader import LoadedModel, load_model
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import SteeredRunner
-from tests.works import Diary, submitted, worker_over_a_steered_runner
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import SteeredRunner
+from tests.support.works import Diary, submitted, worker_over_a_steered_runner
 
 MAX_SESSIONS = 3
 _models: list[LoadedModel] = []
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> None:
     _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
 
 
-def steered_worker() -> AbstractAsyncContextManager[tuple[Worker, SteeredRunner]]:
+def steered_worker() -> AbstractAsyncContextManager[tuple[Scheduler, SteeredRunner]]:
     return worker_over_a_steered_runner(_models[0])
 
 
@@ -65,7 +65,7 @@ async def test_a_round_cancelled_while_it_waits_leaves_no_trace() -> None:
 
 
 @asynccontextmanager
-async def round_five_is_running() -> AsyncIterator[tuple[Worker, Diary, asyncio.Task[object]]]:
+async def round_five_is_running() -> AsyncIterator[tuple[Scheduler, Diary, asyncio.Task[object]]]:
     """Give a worker in whose session "a" round 5 of epoch 2 is held until the block is left; wait for what follows."""
     diary = Diary()
     async with steered_worker() as (worker, runner):

@@ -12,17 +12,18 @@ from itertools import pairwise
 
 import pytest
 
-from specsplit.core.cost_model import Mode as PlannedMode
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Turn
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Patience, Request, Result, Speculation
-from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
-from tests.language import Guess
-from tests.periodic_target import TimedPeriodicTarget
-from tests.timed_workers import Diary, TimedDraft, TimedTarget
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result, RetryPolicy
+from specsplit.speculation.cost_model import Mode as PlannedMode
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
+from tests.support.language import Guess
+from tests.support.periodic_target import TimedPeriodicTarget
+from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.support.virtual_time import LoopClock, run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=301, seed=7, ignore_eos=True)
 FIXED: tuple[tuple[Mode, int, int], ...] = (
@@ -74,7 +75,7 @@ def serve(
             FakeTokenizer(),
             Speculation(mode=mode, nodes=nodes, depth=depth, branching=3),
             LoopClock(),
-            patience=Patience(draft_s=0.1),
+            patience=RetryPolicy(draft_s=0.1),
         )
         results = [await owner.generate(REQUEST) for _ in range(requests)]
         await asyncio.sleep(5)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from specsplit.core.cost_model import Mode
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
-from tests.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
-from tests.language import Guess
-from tests.periodic_target import TimedPeriodicTarget
-from tests.timed_workers import Diary, TimedDraft, TimedTarget
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
+from tests.support.language import Guess
+from tests.support.periodic_target import TimedPeriodicTarget
+from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.support.virtual_time import LoopClock, run_virtual
 
 CONTEXT = 8192
 SHORT = tuple(b"Once upon a time")

@@ -9,12 +9,13 @@ import pytest
 
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Proposal, Turn
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
-from tests.fakes import FakeTokenizer, good_guess
-from tests.periodic_target import TimedPeriodicTarget
-from tests.timed_workers import Diary, TimedDraft, TimedTarget
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTokenizer, good_guess
+from tests.support.periodic_target import TimedPeriodicTarget
+from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.support.virtual_time import LoopClock, run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=301, seed=7, ignore_eos=True)
 PERIODIC = replace(REQUEST, prompt_ids=tuple(range(60, 67)))

@@ -18,7 +18,7 @@ from benchmarks.results_file import RunFile, Writer, read
 from benchmarks.samples import RunSample, Told
 from benchmarks.statistics import t_quantile, trimmed_mean
 from specsplit.core.errors import InvalidRequest, SpecSplitError
-from specsplit.orchestrator.records import RequestTimings, SpeculativeDecoding
+from specsplit.orchestrator.request import RequestTimings, SpeculativeDecoding
 
 POWER_ROUNDS = 24
 """Rounds that find a slowdown of 10 % in the noise below; results/README.md names them."""

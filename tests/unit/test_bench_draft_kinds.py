@@ -29,7 +29,7 @@ from benchmarks.sweep_file import read as read_sweep
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.files import resolve
-from tests.bench_runs import made_sample
+from tests.support.bench_runs import made_sample
 
 RESULTS = Path(draft_kinds.__file__).parent / "results"
 TASKS = [Task(name, (1, 2, 3), 11) for name in "ab"]

@@ -20,7 +20,7 @@ from benchmarks.report_html import page
 from benchmarks.report_html.html import Section
 from benchmarks.results_file import assembled
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from tests.bench_runs import made_header, round_records, write_lines
+from tests.support.bench_runs import made_header, round_records, write_lines
 
 ORIGIN = {
     "time": "now",

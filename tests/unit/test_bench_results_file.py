@@ -15,7 +15,15 @@ from benchmarks.results_file import Writer, read
 from benchmarks.samples import from_record, to_record
 from benchmarks.systems import Sample
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
-from tests.bench_runs import ARRIVALS, COSTS, SPECULATIVE, made_header, round_records, stored_sample, write_lines
+from tests.support.bench_runs import (
+    ARRIVALS,
+    COSTS,
+    SPECULATIVE,
+    made_header,
+    round_records,
+    stored_sample,
+    write_lines,
+)
 
 RESULTS = Path(sweep_file.__file__).parent / "results"
 

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks import context_growth, critical_path
 from benchmarks.systems import Sample, Task
-from specsplit.core.cost_model import Mode
 from specsplit.core.errors import InvalidRequest
-from specsplit.orchestrator.records import RequestTimings, Result
-from tests.bench_runs import made_result
+from specsplit.orchestrator.request import RequestTimings, Result
+from specsplit.speculation.cost_model import Mode
+from tests.support.bench_runs import made_result
 
 
 def result(mode: Mode, decode_s: float, target_s: float, draft_s: float, num_rounds: int) -> Result:

@@ -33,7 +33,7 @@ from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import SamplingParams
-from tests.bench_runs import SPECULATIVE, made_header, made_sample, round_records, stored_sample
+from tests.support.bench_runs import SPECULATIVE, made_header, made_sample, round_records, stored_sample
 
 # --- the registry
 

@@ -13,7 +13,7 @@ from benchmarks.registry import Setup
 from benchmarks.systems import Task
 from specsplit.core.errors import InvalidRequest, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import SamplingParams
-from tests.openai_server import Habits, serving
+from tests.support.openai_server import Habits, serving
 
 pytest.importorskip("openai")
 TASK = Task("a", (5, 6), 4, SamplingParams(temperature=0.5, top_p=0.9), seed=9, text="def f(")

@@ -18,7 +18,7 @@ from benchmarks.peers.factories import Shape
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from specsplit.orchestrator.records import RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 
 TASKS = [Task(f"task-{number}", tuple(range(1, 4 + number)), 5) for number in range(3)]
 

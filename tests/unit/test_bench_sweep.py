@@ -19,7 +19,7 @@ from benchmarks.sweep_file import SweepFile, read
 from benchmarks.sweep_grid import GridSettings, Point
 from benchmarks.systems import Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
-from tests.bench_runs import COSTS, made_sample, write_lines
+from tests.support.bench_runs import COSTS, made_sample, write_lines
 
 GRID = GridSettings(("plain", "pingpong"), rtts_ms=(0.0, 10.0), concurrencies=(1, 2), num_prompts=2, num_rounds=2)
 ORIGIN = {

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsplit.core.cost_model import Profile
 from specsplit.core.types import quantised_log_prob
-from specsplit.orchestrator.calibration import (
+from specsplit.speculation.acceptance import (
     NO_CELL,
     NUM_CELLS,
     PRIOR_WEIGHT,
@@ -25,6 +24,7 @@ from specsplit.orchestrator.calibration import (
     lookup_cell,
     reliability,
 )
+from specsplit.speculation.cost_model import Profile
 
 LIKELY, UNLIKELY = draft_cell(math.log(0.9), 0), draft_cell(math.log(0.1), 1)
 #        root

@@ -28,12 +28,12 @@ from specsplit.assembly.workers import opened
 from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.types import Proposal, SamplingParams
 from specsplit.draft import engine as draft_engine
-from specsplit.model.plan import Entry
-from specsplit.orchestrator import calibration
-from specsplit.orchestrator.calibration import draft_cell
-from specsplit.orchestrator.lookup import LookupTree
-from specsplit.orchestrator.records import Request
-from specsplit.orchestrator.token_tree import TokenTree
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.orchestrator.request import Request
+from specsplit.speculation import acceptance as calibration
+from specsplit.speculation.acceptance import draft_cell
+from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.token_tree import TokenTree
 
 
 def _silent(name: str) -> None:
@@ -316,7 +316,7 @@ def test_nodes_are_right_where_the_text_has_their_token_and_own_is_what_the_draf
         assert (each.frozen is None) == (each.prompt == 0)
     drafted = [each for each in found.nodes if each.own is not None][::7]
     for each in drafted:
-        logits = models.draft.runner.forward([Entry(0, 0, texts[each.prompt][: each.position])])[0][-1]
+        logits = models.draft.runner.forward([SequenceInput(0, 0, texts[each.prompt][: each.position])])[0][-1]
         expected = torch.log_softmax(logits.double() / (temperature or 1), -1)[each.token_id].item()
         assert each.own == pytest.approx(expected, abs=1e-3)
     if not temperature:  # of the best few, so that nothing is lost to the rest of the vocabulary

@@ -17,7 +17,7 @@ from specsplit.cli import render
 from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
 from specsplit.core.settings import KEYS, Settings, load_settings
-from specsplit.orchestrator.records import Degraded, Reason, RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.request import DegradedPhase, Reason, RequestTimings, Result, SpeculativeDecoding
 from specsplit.telemetry import spans
 from specsplit.telemetry.setup import trace_to_file
 
@@ -287,9 +287,9 @@ def test_the_summary_names_speed_acceptance_mode_and_seed():
 
 def test_the_summary_names_what_was_degraded_and_for_how_long():
     phases = (
-        Degraded("draft", "slow", 1, 1),
-        Degraded("draft", "unreachable", 3, 9),
-        Degraded("draft", "slow", 12, 13),
+        DegradedPhase("draft", "slow", 1, 1),
+        DegradedPhase("draft", "unreachable", 3, 9),
+        DegradedPhase("draft", "slow", 12, 13),
     )
     line = render.summary(replace(_result((1, 2, 3), 12.5), degraded=phases))
     assert line.endswith(" | mode pingpong | draft slow in 3 rounds | draft unreachable in 7 rounds | seed 7")

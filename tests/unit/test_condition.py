@@ -14,7 +14,7 @@ from specsplit.core.errors import (
     StaleRound,
     WorkerClosed,
 )
-from specsplit.engine.condition import MAX_FAILED_STEPS, Condition
+from specsplit.engine.device_health import MAX_FAILED_STEPS, DeviceHealth
 
 OF_DEVICE = [RuntimeError("CUDA error"), OutOfMemory("full"), ModelDamaged("NaN"), MemoryError()]
 OF_REQUESTS = [
@@ -27,7 +27,7 @@ OF_REQUESTS = [
 ]
 
 
-def step(condition: Condition, *outcomes: Exception | None) -> None:
+def step(condition: DeviceHealth, *outcomes: Exception | None) -> None:
     condition.begin_step()
     for outcome in outcomes:
         if outcome is None:
@@ -39,7 +39,7 @@ def step(condition: Condition, *outcomes: Exception | None) -> None:
 
 @pytest.mark.parametrize("error", OF_DEVICE, ids=repr)
 def test_failed_steps_in_a_row_make_it_unwell_and_one_success_well_again(error: Exception):
-    condition = Condition()
+    condition = DeviceHealth()
     for _ in range(MAX_FAILED_STEPS - 1):
         step(condition, error, error, error)  # one step is one failure, however many share it
     assert (condition.is_well, condition.is_in_doubt) == (True, True)
@@ -51,7 +51,7 @@ def test_failed_steps_in_a_row_make_it_unwell_and_one_success_well_again(error: 
 
 @pytest.mark.parametrize("error", OF_REQUESTS, ids=repr)
 def test_errors_of_requests_change_nothing(error: Exception):
-    condition = Condition()
+    condition = DeviceHealth()
     for _ in range(10):
         step(condition, error)
     assert not condition.is_in_doubt
@@ -63,7 +63,7 @@ def test_errors_of_requests_change_nothing(error: Exception):
 
 
 def test_one_success_in_a_step_outweighs_the_failures_in_it():
-    condition = Condition()
+    condition = DeviceHealth()
     for _ in range(10):
         step(condition, OF_DEVICE[2], None, OF_DEVICE[2])
     assert not condition.is_in_doubt

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsplit.core.cost_model import (
-    Choice,
+from specsplit.speculation.cost_model import (
     Costs,
+    Decision,
     Expect,
     Limits,
     Mode,
-    Plan,
+    ModePlan,
     Profile,
     choose,
     expected_by_nodes,
@@ -24,7 +24,7 @@ from specsplit.core.cost_model import (
     tokens_per_s,
     worth_verifying,
 )
-from specsplit.core.measured_times import DraftTimes, RunningMedian, StepTimes
+from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
 
 STAIRCASE = {1: 7.5e-3, 5: 10.9e-3, 17: 15.7e-3, 40: 27e-3}
 FLAT = {1: 10e-3, 64: 10e-3}
@@ -264,7 +264,7 @@ def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, off
     assert {plan.mode: plan.tokens_per_s for plan in choice.alternatives} == pytest.approx(best)
     assert choice.tokens_per_s == pytest.approx(max(best.values()))
     rate = choice.tokens_per_s
-    assert choice.alternatives[0] == Plan(choice.mode, choice.nodes, choice.depth, rate, promised=rate)
+    assert choice.alternatives[0] == ModePlan(choice.mode, choice.nodes, choice.depth, rate, promised=rate)
 
 
 @settings(deadline=None)
@@ -328,7 +328,7 @@ def test_one_better_moment_changes_nothing():
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=20))
 def test_noise_within_the_margin_never_flaps(noise: list[float]):
     """Plans whose order the noise turns over and over stay as they are."""
-    choice: Choice | None = None
+    choice: Decision | None = None
     shapes: set[tuple[Mode, int, int]] = set()
     for factor in noise:
         grid = {rows: took_s * (factor if rows > 4 else 1 / factor) for rows, took_s in STAIRCASE.items()}

@@ -38,10 +38,10 @@ from benchmarks.coupling_measure import (
 from benchmarks.coupling_study import Sums, main
 from benchmarks.rejection_schemes import Draws
 from specsplit.core.errors import ContextExceeded, ModelDamaged, VocabularyMismatch
-from specsplit.model.plan import Entry
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import candidate_estimates, pick, scores
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, save_model
 
 S = 20_000
 V = 7
@@ -285,7 +285,7 @@ def test_positions_hold_both_models_logits_after_the_targets_own_text(pair: Load
     text = prompt[:]
     for position in dense:
         for model, logits in ((pair.target, position.target), (pair.draft, position.draft)):
-            expected = model.runner.forward([Entry(0, 0, text)])[0][0]
+            expected = model.runner.forward([SequenceInput(0, 0, text)])[0][0]
             assert torch.allclose(logits, expected, atol=1e-4)
         noise = gumbel_rows(3, 1, len(text), 1, pair.target.vocab_size)
         text.append(int(pick(scores(position.target.unsqueeze(0), 1.0, noise))))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from specsplit.assembly.models import Models
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.orchestrator.records import Speculation
-from tests.model_zoo import FAMILIES, save_model
-from tests.pipelines import PLAIN, request, run
+from specsplit.speculation.options import Speculation
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.pipelines import PLAIN, request, run
 
 PROMPT = (5, 9, 2, 7, 11, 3)
 TREE = Speculation(mode="pingpong", lookup=False, nodes=6, depth=3, branching=2)

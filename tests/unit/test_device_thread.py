@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from specsplit.engine.device import DeviceThread
+from specsplit.engine.executor import ThreadExecutor
 
 
 class Question:
@@ -30,7 +30,7 @@ class Question:
     def abandon(self) -> None: ...
 
 
-def asked(device: DeviceThread) -> int | None:
+def asked(device: ThreadExecutor) -> int | None:
     question = Question()
     device.submit(question, lambda: None)
     assert question.is_answered.wait(60)
@@ -49,7 +49,7 @@ def number_kept() -> Iterator[None]:
 @pytest.mark.parametrize("num_threads", [1, 3])
 async def test_an_engine_computes_with_its_own_number_of_threads(num_threads: int) -> None:
     with number_kept():
-        device, other = DeviceThread("one", num_threads), DeviceThread("other", 5)
+        device, other = ThreadExecutor("one", num_threads), ThreadExecutor("other", 5)
         try:
             assert asked(other) == 5
             torch.set_num_threads(4)

@@ -19,11 +19,11 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.tree import depths, parent_indices, path_to
 from specsplit.core.types import Budget, Proposal, SamplingParams
 from specsplit.draft.engine import DraftEngine
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
 from tests.contract.session_contract import Script
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import steered
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import steered
 
 CONTEXT = 256
 NODE_LIMIT = 40
@@ -150,7 +150,7 @@ async def test_after_any_rounds_the_slot_holds_the_rows_of_a_fresh_prefill(famil
         talk = Conversation(drafter, random_ids(10, 2))
         for _ in range(8):
             proposal = await talk.propose(BUSHY)
-            model.runner.forward([Entry(1, 0, talk.ids)])
+            model.runner.forward([SequenceInput(1, 0, talk.ids)])
             for block in (*model.runner.cache.keys, *model.runner.cache.values):
                 rows = block[:, :, : len(talk.ids)]
                 assert torch.allclose(rows[0], rows[1], rtol=0, atol=1e-5)

@@ -12,10 +12,10 @@ import pytest
 
 from specsplit.core.errors import VocabularyMismatch
 from specsplit.core.types import Proposal, SamplingParams
-from specsplit.orchestrator.records import Chunk, Degraded, Request, Result, Resync
-from tests.fakes import VOCAB_SIZE
-from tests.flaky import PROMPT, VERIFY_S, Fault, Flaky, collect, orchestrator, request, workers
-from tests.virtual_time import run_virtual
+from specsplit.orchestrator.request import Chunk, DegradedPhase, Replay, Request, Result
+from tests.support.fakes import VOCAB_SIZE
+from tests.support.flaky import PROMPT, VERIFY_S, Fault, Flaky, collect, orchestrator, request, workers
+from tests.support.virtual_time import run_virtual
 
 
 def serve(target: Flaky, draft: Flaky, wanted: Request | None = None) -> tuple[list[Chunk], Result]:
@@ -44,7 +44,7 @@ def serve(target: Flaky, draft: Flaky, wanted: Request | None = None) -> tuple[l
 def test_a_draft_dead_from_the_start_means_plain_decoding_at_once() -> None:
     target, draft = workers(away=((0, math.inf),))
     chunks, result = serve(target, draft)
-    assert result.degraded == (Degraded("draft", "unreachable", 1, 58),)  # the last round has no room for a tree
+    assert result.degraded == (DegradedPhase("draft", "unreachable", 1, 58),)  # the last round has no room for a tree
     assert (len(chunks), draft.num_calls, result.mode) == (60, 0, "pingpong")
     assert result.timings.decode_s == pytest.approx(59 * VERIFY_S)
     assert result.timings.ttft_s == pytest.approx(VERIFY_S)
@@ -68,8 +68,8 @@ def test_a_draft_that_dies_and_returns_is_sent_what_it_held_and_speculates_again
     assert (phase.reason, phase.first_round) == ("unreachable", 5)  # at 0.1 s five rounds are over
     held = len(PROMPT) + 1 + 5 * 3  # what the fourth propose brought it to
     assert result.resyncs == (
-        Resync("draft", phase.last_round + 1, "epoch_raised", 0),
-        Resync("draft", phase.last_round + 1, "slot_lost", held),
+        Replay("draft", phase.last_round + 1, "epoch_raised", 0),
+        Replay("draft", phase.last_round + 1, "slot_lost", held),
     )
     *_, behind, replay = [turn for turn in draft.inner.turns if turn.epoch == 2][:2]
     assert (behind.base_length, replay.base_length, replay.opening is not None) == (held, 0, True)
@@ -95,25 +95,25 @@ def test_one_failure_costs_a_round_or_two_and_begins_a_new_epoch(call: int, faul
     assert (phase.reason, phase.first_round) == (reason, call + 1)
     assert phase.last_round <= call + 4  # a ping follows within 50 ms
     held = draft.inner.turns[call - 1].base_length + len(draft.inner.turns[call - 1].tail) if call else 0
-    lost = [Resync("draft", phase.last_round + 1, "slot_lost", held)] if fault is Fault.CRASHED and call else []
-    assert list(result.resyncs) == [Resync("draft", phase.last_round + 1, "epoch_raised", 0), *lost]
+    lost = [Replay("draft", phase.last_round + 1, "slot_lost", held)] if fault is Fault.CRASHED and call else []
+    assert list(result.resyncs) == [Replay("draft", phase.last_round + 1, "epoch_raised", 0), *lost]
     assert result.speculative_decoding.num_accepted_draft_tokens > 20
 
 
 def test_an_evicted_draft_is_asked_who_it_is_and_sent_all_it_held_in_the_same_round() -> None:
     target, draft = workers({2: Fault.RESTARTED})
     _, result = serve(target, draft)
-    assert result.resyncs == (Resync("draft", 3, "slot_lost", len(PROMPT) + 1 + 5),)
+    assert result.resyncs == (Replay("draft", 3, "slot_lost", len(PROMPT) + 1 + 5),)
     assert (result.degraded, draft.num_pings) == ((), 2)
     forgetful = workers({2: Fault.FORGOTTEN})
-    assert serve(*forgetful)[1].resyncs == (Resync("draft", 3, "slot_behind", len(PROMPT) + 1 + 5 - 3),)
+    assert serve(*forgetful)[1].resyncs == (Replay("draft", 3, "slot_behind", len(PROMPT) + 1 + 5 - 3),)
     assert forgetful[1].num_pings == 1
 
 
 def test_a_draft_that_got_further_than_is_known_begins_new_epochs_in_the_same_round() -> None:
     target, draft = workers({2: Fault.OVERTAKEN})
     _, result = serve(target, draft)
-    assert result.resyncs == (Resync("draft", 3, "epoch_raised", 0),) * 2
+    assert result.resyncs == (Replay("draft", 3, "epoch_raised", 0),) * 2
     assert result.degraded == ()
 
 
@@ -163,7 +163,7 @@ def test_a_proposal_that_never_comes_ends_with_the_request(fault: Fault) -> None
     target, draft = workers({1: fault})
     draft.late_s = 1e6
     _, result = serve(target, draft)
-    assert result.degraded == (Degraded("draft", "slow", 2, result.num_rounds - 1),)
+    assert result.degraded == (DegradedPhase("draft", "slow", 2, result.num_rounds - 1),)
     assert draft.num_calls == 2
 
 
@@ -213,7 +213,7 @@ def test_a_proposal_that_makes_no_sense_is_not_offered(garble: str, call: int) -
     (phase,) = result.degraded
     assert phase.reason == ("failed" if garble in ("no token", "nothing") else "invalid")  # not even of the right types
     assert phase.first_round == call + 1
-    assert result.resyncs == (Resync("draft", phase.last_round + 1, "epoch_raised", 0),)
+    assert result.resyncs == (Replay("draft", phase.last_round + 1, "epoch_raised", 0),)
     assert result.speculative_decoding.num_accepted_draft_tokens > 20
 
 
@@ -222,7 +222,7 @@ def test_a_draft_that_answers_only_garbage_is_asked_less_and_less_often() -> Non
     draft.after, draft.garble = Fault.GARBLED, GARBLES["negative token"]
     chunks, result = serve(target, draft, request(480))
     assert draft.num_calls <= 11  # in ten seconds
-    assert result.degraded == (Degraded("draft", "invalid", 1, 478),)
+    assert result.degraded == (DegradedPhase("draft", "invalid", 1, 478),)
     assert len(chunks) == 480
     assert result.timings.decode_s == pytest.approx(479 * VERIFY_S)
 
@@ -245,7 +245,7 @@ def test_a_draft_of_another_vocabulary_after_the_return_is_not_used_any_more(ret
     calls, first, second = run_virtual(main)
     assert [phase.reason for phase in first.degraded] == ["unreachable", "mismatch"]
     assert first.degraded[1].last_round == first.num_rounds - 1
-    assert second.degraded == (Degraded("draft", "mismatch", 1, 58),)
+    assert second.degraded == (DegradedPhase("draft", "mismatch", 1, 58),)
     assert draft.num_calls == calls
 
 

@@ -12,10 +12,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Request, Result, Speculation
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Chunk, Request, Result
+from specsplit.speculation.options import Speculation
 from specsplit.telemetry import spans
-from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, perfect_guess
+from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, perfect_guess
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=20, seed=7, ignore_eos=True)
 CHAIN = Speculation(mode="pingpong", lookup=False, nodes=4, depth=4, branching=1)

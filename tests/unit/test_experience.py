@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specsplit.core.cost_model import Choice, Limits
 from specsplit.core.types import Identity, Timings
-from specsplit.orchestrator.experience import Experience
-from specsplit.orchestrator.lookup import LookupTree
+from specsplit.speculation.cost_model import Decision, Limits
+from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.statistics import SpeculationStats
 
 TARGET = Identity(
     role="target",
@@ -21,19 +21,19 @@ TARGET = Identity(
 PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0] * 8)
 
 
-def decided(experience: Experience) -> Choice:
+def decided(experience: SpeculationStats) -> Decision:
     choice = experience.decide(["pingpong"], Limits(), has_draft=True)
     assert choice is not None
     return choice
 
 
-def begun() -> Experience:
-    experience = Experience()
+def begun() -> SpeculationStats:
+    experience = SpeculationStats()
     experience.meet(TARGET, None)
     return experience
 
 
-def after_finding(found: LookupTree, token_ids: Sequence[int]) -> Choice:
+def after_finding(found: LookupTree, token_ids: Sequence[int]) -> Decision:
     experience = begun()
     for _ in range(100):
         experience.observe_found(found, token_ids)

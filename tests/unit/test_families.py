@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specsplit.core.errors import ModelUnsupported
 from specsplit.model import runner as runners
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
-from specsplit.model.plan import Entry
 from specsplit.model.runner import Runner
-from tests.model_zoo import FAMILIES, REFUSED, build_model, save_model
+from tests.support.model_zoo import FAMILIES, REFUSED, build_model, save_model
 
 TREES = ([-1, 0, 0, 1, -1], [-1, 0, 1, 2], [-1, -1, -1])
 LENGTHS = (20, 33, 7)
@@ -26,16 +26,16 @@ def random_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tree_entries(runner: Runner) -> tuple[list[Entry], list[list[list[int]]]]:
+def tree_entries(runner: Runner) -> tuple[list[SequenceInput], list[list[list[int]]]]:
     """Prefill three sessions but for their tails; return entries of tail and tree, and each row's whole context."""
-    entries: list[Entry] = []
+    entries: list[SequenceInput] = []
     contexts: list[list[list[int]]] = []
     for slot, (length, tree) in enumerate(zip(LENGTHS, TREES, strict=True)):
         ids, nodes = random_ids(length, slot), random_ids(len(tree), 10 + slot)
         base = length - TAIL
-        runner.forward([Entry(slot, 0, ids[:base])])
+        runner.forward([SequenceInput(slot, 0, ids[:base])])
         parents = [*range(-1, TAIL - 1), *(parent + TAIL if parent >= 0 else TAIL - 1 for parent in tree)]
-        entries.append(Entry(slot, base, [*ids[base:], *nodes], parents, num_logits=len(tree) + 1))
+        entries.append(SequenceInput(slot, base, [*ids[base:], *nodes], parents, num_logits=len(tree) + 1))
         paths: list[list[int]] = []
         for node, parent in enumerate(tree):
             paths.append([*(paths[parent] if parent >= 0 else []), nodes[node]])
@@ -85,15 +85,15 @@ def test_a_recording_that_computes_nothing_or_elsewhere_is_refused(
 ) -> None:
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     runner = load_model(str(folder), role="target", threads=1, record=False).runner
-    truth = runner.forward([Entry(0, 0, [5])])[0]
+    truth = runner.forward([SequenceInput(0, 0, [5])])[0]
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: lambda *memory: memory[-1])  # what lies there
     assert not runner.record()
-    assert (runner.forward([Entry(0, 0, [5])])[0] - truth).abs().max() < 1e-5
+    assert (runner.forward([SequenceInput(0, 0, [5])])[0] - truth).abs().max() < 1e-5
     forward = runner._model_forward  # type: ignore[reportPrivateUsage]
     elsewhere = lambda *memory: forward(*memory[:-1], torch.empty_like(memory[-1]))  # noqa: E731
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: elsewhere)
     assert runner.record()  # what it returns is what counts
-    assert (runner.forward([Entry(0, 0, [5])])[0] - truth).abs().max() < 1e-5
+    assert (runner.forward([SequenceInput(0, 0, [5])])[0] - truth).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -104,10 +104,10 @@ def test_logits_stay_as_they_are_through_the_next_forward(
     monkeypatch.setattr(runners, "_MOST_LOGITS", most_logits)
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     runner = load_model(str(folder), role="target", threads=1, record=record).runner
-    first = runner.forward([Entry(0, 0, [5])])[0]
+    first = runner.forward([SequenceInput(0, 0, [5])])[0]
     assert (first - last_logits(build_model(FAMILIES["llama"](), 1), [[5]])).abs().max() < 1e-5
     before = first.clone()
-    second = runner.forward([Entry(0, 1, [6])])[0]
+    second = runner.forward([SequenceInput(0, 1, [6])])[0]
     assert torch.equal(first, before)
     assert not torch.equal(first, second)
 
@@ -138,7 +138,7 @@ def test_longrope_is_fixed_by_the_context_and_never_switches(tmp_path: Path, con
     folder = save_model(tmp_path / "phi3", FAMILIES["phi3-longrope"](), seed=1, with_tokenizer=False)
     loaded = load_model(str(folder), role="target", context=context, threads=1)
     ids = random_ids(context - 4, 1)
-    loaded.runner.forward([Entry(0, 0, ids[:10])])
-    ours = loaded.runner.forward([Entry(0, 10, ids[10:])])[0]
+    loaded.runner.forward([SequenceInput(0, 0, ids[:10])])
+    ours = loaded.runner.forward([SequenceInput(0, 10, ids[10:])])[0]
     truth = last_logits(build_model(FAMILIES["phi3-longrope"](), 1), [ids])
     assert (ours - truth).abs().max() < 1e-5

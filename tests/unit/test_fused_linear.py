@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from specsplit.model import runner
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.fused_linear import Fusing, fuse_linears
 from specsplit.model.loader import load_model
-from specsplit.model.plan import Entry
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, save_model
 
 
 class Block(nn.Module):
@@ -129,8 +129,10 @@ def test_where_only_a_recording_as_the_model_is_reproduces_it_that_is_used(
         raise RuntimeError("a view of a slice that is none")
 
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
-    truth = load_model(str(folder), role="target", threads=1, record=False).runner.forward([Entry(0, 0, [5, 6, 7])])[0]
+    truth = load_model(str(folder), role="target", threads=1, record=False).runner.forward(
+        [SequenceInput(0, 0, [5, 6, 7])]
+    )[0]
     monkeypatch.setattr(runner, "fuse_linears", wrong)
     loaded = load_model(str(folder), role="target", threads=1)
     assert loaded.runner.is_recorded
-    assert torch.equal(loaded.runner.forward([Entry(0, 0, [5, 6, 7])])[0], truth)
+    assert torch.equal(loaded.runner.forward([SequenceInput(0, 0, [5, 6, 7])])[0], truth)

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.core.cost_model import Mode
 from specsplit.core.types import Budget, Proposal, SessionParams, Turn
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Patience, Request, Result, Speculation
-from tests.fakes import FakeTokenizer, adversarial_guess, good_guess, perfect_guess, plain_tokens
-from tests.language import Guess
-from tests.periodic_target import PeriodicTarget
-from tests.timed_workers import Diary, TimedDraft, TimedTarget
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result, RetryPolicy
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTokenizer, adversarial_guess, good_guess, perfect_guess, plain_tokens
+from tests.support.language import Guess
+from tests.support.periodic_target import PeriodicTarget
+from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.support.virtual_time import LoopClock, run_virtual
 
 VERIFY_S, LEVEL_S = 0.010, 0.002
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=101, seed=7, ignore_eos=True)
@@ -28,7 +29,7 @@ def serve(
     *,
     diary: Diary | None = None,
     draft: TimedDraft | None = None,
-    patience: Patience = Patience(),  # noqa: B008  (frozen)
+    patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     **shape: int,
 ) -> Result:
     """Serve one request in virtual time and check its text."""
@@ -127,7 +128,7 @@ def test_growing_is_bounded_however_long_a_verify_takes():
 
 def test_a_draft_that_hangs_is_not_waited_for_twice_and_shows_in_the_result():
     draft = TimedDraft(Diary(), 3600.0, perfect_guess)
-    result = serve("overlap", perfect_guess, draft=draft, patience=Patience(draft_s=0.1))
+    result = serve("overlap", perfect_guess, draft=draft, patience=RetryPolicy(draft_s=0.1))
     assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "slow")}
     assert result.num_rounds == 100
     assert result.timings.decode_s < 100 * VERIFY_S + 2.0  # a second or two of trying again, not 100 x 0.1 s
@@ -168,7 +169,7 @@ def test_lookup_goes_on_while_the_draft_is_away():
             FakeTokenizer(),
             Speculation(mode="overlap", nodes=6, depth=6),
             LoopClock(),
-            patience=Patience(draft_s=0.05),
+            patience=RetryPolicy(draft_s=0.05),
         )
         result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
         await owner.aclose()

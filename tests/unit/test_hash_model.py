@@ -9,10 +9,10 @@ import pytest
 
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, prefix_hash
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.device import LoopDevice
-from specsplit.model.plan import Entry
+from specsplit.engine.executor import LoopExecutor
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.target.engine import TargetEngine
-from tests.hash_model import (
+from tests.support.hash_model import (
     START,
     ClaimedEntry,
     HashRunner,
@@ -46,7 +46,7 @@ def params_of(sampling: SamplingParams) -> SessionParams:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_engines_over_it_speculate_and_write_what_plain_decoding_writes(sampling: SamplingParams) -> None:
-    device, params = LoopDevice(), params_of(sampling)
+    device, params = LoopExecutor(), params_of(sampling)
     draft = DraftEngine(hash_model("draft")[0], device)
     target = TargetEngine(hash_model("target")[0], device)
     committed, num_accepted, target_base, draft_base = list(PROMPT), 0, 0, 0
@@ -80,7 +80,7 @@ def test_what_plain_decoding_picks_along_its_own_text_is_that_text() -> None:
 
 def forwarded(committed: Sequence[int]) -> HashRunner:
     runner = hash_model("target")[1]
-    runner.forward([Entry(0, 0, committed)])
+    runner.forward([SequenceInput(0, 0, committed)])
     return runner
 
 
@@ -98,13 +98,13 @@ def test_a_forward_over_the_right_rows_passes() -> None:
         (ClaimedEntry(0, 6, [2], committed=row_values((3, 1, 4, 2, 5, 9, 2))), "not the committed tokens"),
         (ClaimedEntry(0, 6, [2], committed=row_values((*PROMPT, 8))), "other tokens than the committed"),
         (ClaimedEntry(0, 6, [2], committed=row_values(PROMPT[:4])), "longer than its committed"),
-        (Entry(0, 8, [2]), "does not follow"),
-        (Entry(0, 111, [2, 3]), "behind the end"),
-        (Entry(0, 6, [2], [0]), "no earlier row"),
-        (Entry(0, 6, [2], [-1, 0]), "not its parent's child"),
+        (SequenceInput(0, 8, [2]), "does not follow"),
+        (SequenceInput(0, 111, [2, 3]), "behind the end"),
+        (SequenceInput(0, 6, [2], [0]), "no earlier row"),
+        (SequenceInput(0, 6, [2], [-1, 0]), "not its parent's child"),
     ],
 )
-def test_a_forward_over_other_rows_is_a_violation(entry: Entry, message: str) -> None:
+def test_a_forward_over_other_rows_is_a_violation(entry: SequenceInput, message: str) -> None:
     runner = forwarded(PROMPT)
     with pytest.raises(Violation, match=message):
         runner.forward([entry])
@@ -113,19 +113,19 @@ def test_a_forward_over_other_rows_is_a_violation(entry: Entry, message: str) ->
 
 def test_a_kept_row_that_was_not_moved_is_seen() -> None:
     runner = forwarded(PROMPT)
-    runner.forward([Entry(0, 6, [7, 8, 9], [-1, -1, 0], 3)])
+    runner.forward([SequenceInput(0, 6, [7, 8, 9], [-1, -1, 0], 3)])
     with pytest.raises(Violation, match="not its parent's child"):
-        runner.forward([Entry(0, 7, [1], [-1, 0], 1)])  # row 8 ought to lie in row 7 by now
+        runner.forward([SequenceInput(0, 7, [1], [-1, 0], 1)])  # row 8 ought to lie in row 7 by now
 
 
 def test_one_slot_twice_in_a_step_is_a_violation() -> None:
     with pytest.raises(Violation, match="share a slot"):
-        forwarded(PROMPT).forward([Entry(0, 6, [1]), Entry(0, 6, [2])])
+        forwarded(PROMPT).forward([SequenceInput(0, 6, [1]), SequenceInput(0, 6, [2])])
 
 
 def test_rows_hold_the_hash_of_their_prefix_and_garbage_stays_behind_the_length() -> None:
     runner = forwarded(PROMPT)
-    runner.forward([Entry(0, 2, [8])])
+    runner.forward([SequenceInput(0, 2, [8])])
     held = [row.value for row in runner.cache.rows[0][:6]]
     assert held == row_values((3, 1, 8)) + row_values(PROMPT)[3:]
     assert held[0] == extend(START, 3)
@@ -133,7 +133,7 @@ def test_rows_hold_the_hash_of_their_prefix_and_garbage_stays_behind_the_length(
 
 async def test_planted_rows_of_another_session_are_seen_through_the_engine() -> None:
     model, runner = hash_model("target")
-    engine, params = TargetEngine(model, LoopDevice()), params_of(SamplingParams())
+    engine, params = TargetEngine(model, LoopExecutor()), params_of(SamplingParams())
     verdict = await engine.verify(turn_of(PROMPT, 0, 1, params), Proposal(1, 5))
     runner.cache.rows[0][2:4] = runner.cache.rows[0][3:5]
     with pytest.raises(Violation):

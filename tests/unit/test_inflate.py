@@ -27,9 +27,9 @@ from benchmarks.inflate import (
 )
 from benchmarks.inflated_model import Source, original_places
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, ModelUnsupported
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, save_model
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logits(model: LoadedModel, token_ids: list[int]) -> Tensor:
-    return model.runner.forward([Entry(0, 0, token_ids, num_logits=len(token_ids))])[0]
+    return model.runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
 
 
 def _served(folder: Path | str) -> LoadedModel:

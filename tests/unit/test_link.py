@@ -10,13 +10,13 @@ import pytest
 
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, PeerMismatch, WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
+from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.health import Cooldown
-from specsplit.orchestrator.incidents import Incidents
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Degraded, Patience, Result
-from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, FakeTokenizer, perfect_guess
-from tests.flaky import CHAIN, PROMPT, Fault, Flaky, collect, orchestrator, request, workers
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import DegradedPhase, Result, RetryPolicy
+from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, FakeTokenizer, perfect_guess
+from tests.support.flaky import CHAIN, PROMPT, Fault, Flaky, collect, orchestrator, request, workers
+from tests.support.virtual_time import LoopClock, run_virtual
 
 # ---------------------------------------------------------------- several sessions, one draft
 
@@ -185,7 +185,7 @@ def test_a_draft_is_not_asked_any_more_once_the_text_has_a_token_that_it_lacks()
 
 def test_a_proposal_is_not_waited_for_beyond_the_requests_deadline() -> None:
     target, draft = workers({1: Fault.HUNG})
-    owner = Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), patience=Patience(draft_s=100))
+    owner = Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), patience=RetryPolicy(draft_s=100))
 
     async def main() -> float:
         with pytest.raises(DeadlineExceeded):
@@ -244,7 +244,7 @@ def test_calls_that_were_under_way_together_fail_once() -> None:
 
 
 def test_rounds_in_a_row_with_one_reason_are_one_phase_per_worker() -> None:
-    incidents = Incidents()
+    incidents = RequestEvents()
     script = ["us", "u", "", "u", "sf", "f", "s"]
     reasons = {"u": "unreachable", "s": "slow", "f": "failed"}
     now: list[str | None] = []
@@ -255,11 +255,11 @@ def test_rounds_in_a_row_with_one_reason_are_one_phase_per_worker() -> None:
             incidents.degrade("target", "full")
         now.append(incidents.now)
     assert incidents.degraded == (
-        Degraded("draft", "unreachable", 0, 1),  # the first reason of a round stays
-        Degraded("draft", "unreachable", 3, 3),
-        Degraded("target", "full", 3, 6),
-        Degraded("draft", "slow", 4, 4),
-        Degraded("draft", "failed", 5, 5),
-        Degraded("draft", "slow", 6, 6),
+        DegradedPhase("draft", "unreachable", 0, 1),  # the first reason of a round stays
+        DegradedPhase("draft", "unreachable", 3, 3),
+        DegradedPhase("target", "full", 3, 6),
+        DegradedPhase("draft", "slow", 4, 4),
+        DegradedPhase("draft", "failed", 5, 5),
+        DegradedPhase("draft", "slow", 6, 6),
     )
     assert now[:4] == ["draft unreachable", "draft unreachable", None, "draft unreachable"]

@@ -29,9 +29,9 @@ from specsplit.core.errors import (
 from specsplit.model import memory
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.probe import check_against_eager, eager_logits
-from specsplit.orchestrator.records import Speculation
-from tests.model_zoo import FAMILIES, VOCAB, build_model, save_model
-from tests.pipelines import PLAIN, request, run
+from specsplit.speculation.options import Speculation
+from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
+from tests.support.pipelines import PLAIN, request, run
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 FIRST = f"the first being {TENSOR}"

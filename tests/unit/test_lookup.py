@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsplit.core.tree import path_to
-from specsplit.orchestrator.lookup import LookupIndex, LookupTree
+from specsplit.speculation.lookup import LookupIndex, LookupTree
 
 UNBOUNDED = 10**9
 Row = tuple[int, int, int, int, int]

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import OutOfMemory, WorkerClosed
-from specsplit.engine import device as devices
-from specsplit.engine.admission import Round
-from specsplit.engine.device import LoopDevice
-from specsplit.engine.worker import Worker
+from specsplit.engine import executor as devices
+from specsplit.engine.executor import LoopExecutor
+from specsplit.engine.queue import Round
+from specsplit.engine.scheduler import Scheduler
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import SteeredRunner, steered
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import SteeredRunner, steered
 
-Work = Generator[Entry, Tensor, str]
+Work = Generator[SequenceInput, Tensor, str]
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +28,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(folder), role="target", threads=1, max_sessions=3, record=False)
 
 
-def worker_on(device: LoopDevice, model: LoadedModel) -> tuple[Worker, SteeredRunner]:
+def worker_on(device: LoopExecutor, model: LoadedModel) -> tuple[Scheduler, SteeredRunner]:
     loaded, runner = steered(model)
-    return Worker(loaded.runner, name="tested", device=device), runner
+    return Scheduler(loaded.runner, name="tested", device=device), runner
 
 
 def work(name: str, num_forwards: int, slot: int = 0) -> Work:
     for position in range(num_forwards):
-        yield Entry(slot, position, [7])
+        yield SequenceInput(slot, position, [7])
     return name
 
 
-async def alone(model: LoadedModel) -> tuple[Worker, SteeredRunner]:
+async def alone(model: LoadedModel) -> tuple[Scheduler, SteeredRunner]:
     """Have session "a" be the last that came, by one step: while it stays alone, it is stepped where it asks."""
-    worker, runner = worker_on(LoopDevice(1), model)
+    worker, runner = worker_on(LoopExecutor(1), model)
     await worker.run("a", work("known", 1))
     return worker, runner
 
@@ -53,7 +53,7 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedModel) -> None:
-    worker, runner = worker_on(LoopDevice(1), model)
+    worker, runner = worker_on(LoopExecutor(1), model)
     calls = [worker.run(name, work(name, slot + 1, slot)) for slot, name in enumerate("abc")]
     outcomes = await asyncio.gather(*calls)
     assert [result for result, _ in outcomes] == ["a", "b", "c"]
@@ -61,7 +61,7 @@ async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedMo
 
 
 async def test_two_workers_take_turns_and_the_loop_serves_others_between_steps(model: LoadedModel) -> None:
-    device = LoopDevice(1)
+    device = LoopExecutor(1)
     (first, _), (second, _) = worker_on(device, model), worker_on(device, model)
     turns = 0
 
@@ -79,7 +79,7 @@ async def test_two_workers_take_turns_and_the_loop_serves_others_between_steps(m
 
 
 async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -> None:
-    worker, runner = worker_on(LoopDevice(1), model)
+    worker, runner = worker_on(LoopExecutor(1), model)
     task = asyncio.create_task(worker.run("a", work("a", 100)))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -
 async def test_a_failing_forward_ends_its_callers_and_no_one_else(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    worker, runner = await alone(model) if is_alone else worker_on(LoopDevice(1), model)
+    worker, runner = await alone(model) if is_alone else worker_on(LoopExecutor(1), model)
 
     def fail(entries: object) -> list[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -115,7 +115,7 @@ async def test_a_failing_forward_ends_its_callers_and_no_one_else(
 async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    worker, _ = await alone(model) if is_alone else worker_on(LoopDevice(1), model)
+    worker, _ = await alone(model) if is_alone else worker_on(LoopExecutor(1), model)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_end", lambda step, logits: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -239,7 +239,7 @@ async def test_whoever_joined_work_that_its_caller_left_gets_its_result(model: L
 
 
 async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:
-    device = LoopDevice(1)
+    device = LoopExecutor(1)
     worker, runner = worker_on(device, model)
     task = asyncio.create_task(worker.run("a", work("a", 4)))
     await asyncio.sleep(0)
@@ -249,7 +249,7 @@ async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:
 
 
 async def test_whoever_closes_it_meanwhile_waits_for_the_work_too(model: LoadedModel) -> None:
-    device = LoopDevice(1)
+    device = LoopExecutor(1)
     worker, runner = worker_on(device, model)
     task = asyncio.create_task(worker.run("a", work("a", 4)))
     await asyncio.sleep(0)

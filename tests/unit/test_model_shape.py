@@ -13,12 +13,12 @@ import transformers as tf
 from transformers import AutoModelForCausalLM
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
-from specsplit.core.model_families import FAMILIES, Weights
-from specsplit.core.model_shape import ModelShape, read_shape
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import probe
-from tests import model_zoo
-from tests.known_configs import (
+from specsplit.stages.families import FAMILIES, Weights
+from specsplit.stages.shape import ModelShape, read_shape
+from tests.support import model_zoo
+from tests.support.known_configs import (
     DEEPSEEK_V3,
     GEMMA_3_4B,
     GPT_2,

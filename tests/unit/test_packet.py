@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket
-from specsplit.core.packet import (
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.stages.codec import decode, encode
+from specsplit.stages.packet import (
     COORDINATOR,
     Ask,
     Keep,
@@ -23,9 +25,7 @@ from specsplit.core.packet import (
     StepKind,
     check_answer,
 )
-from specsplit.core.packet_codec import decode, encode
-from specsplit.core.slot_state import Pending, SlotState, decode_state, encode_state
-from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.stages.slot_state import Pending, SlotState, decode_state, encode_state
 
 HASHES = st.integers(0, (1 << 64) - 1)
 IDS = st.integers(0, (1 << 32) - 1)

@@ -21,9 +21,10 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, Verdict
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Chunk, Patience, Request, Speculation
-from tests.fakes import (
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Chunk, Request, RetryPolicy
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import (
     VOCAB_SIZE,
     FakeDraft,
     FakeTarget,
@@ -218,7 +219,7 @@ async def test_incidents_as_json_types_name_worker_reason_and_rounds() -> None:
 )
 def test_patience_has_bounds(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=name):
-        Patience(**{name: value})
+        RetryPolicy(**{name: value})
     if name == "timeout_s":
         with pytest.raises(InvalidRequest, match=name):
             replace(REQUEST, timeout_s=value)

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specsplit.model.plan import BiasKind, Entry, MaskFunction, OneTokenPlan, Plan, evaluate_mask, make_plan
+from specsplit.model.attention.metadata import (
+    AttentionMetadata,
+    BiasKind,
+    MaskFunction,
+    OneTokenMetadata,
+    SequenceInput,
+    evaluate_mask,
+    make_plan,
+)
 
 CPU = torch.device("cpu")
 
@@ -32,12 +40,12 @@ def chunk_rule(size: int) -> MaskFunction:
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> Entry:
+def entries(draw: st.DrawFn) -> SequenceInput:
     """An entry of any shape: prefill, tail and tree, or one more level of a tree that already lies in the slot."""
     num_rows = draw(st.integers(1, 10))
     count = draw(st.integers(1, num_rows))
     is_chain = count == num_rows and draw(st.booleans())
-    return Entry(
+    return SequenceInput(
         slot=draw(st.integers(0, 3)),
         base_length=draw(st.integers(0, 12)),
         token_ids=[draw(st.integers(0, 99)) for _ in range(count)],
@@ -54,11 +62,11 @@ kinds = st.builds(
 )
 
 
-def plan_of(step: list[Entry], of_kinds: list[BiasKind]) -> Plan:
+def plan_of(step: list[SequenceInput], of_kinds: list[BiasKind]) -> AttentionMetadata:
     return make_plan(step, of_kinds, dtype=torch.float32, device=CPU)
 
 
-def parents_of(entry: Entry) -> list[int]:
+def parents_of(entry: SequenceInput) -> list[int]:
     return list(range(-1, len(entry.token_ids) - 1)) if entry.parents is None else list(entry.parents)
 
 
@@ -71,7 +79,7 @@ def lineage(parents: list[int], row: int) -> set[int]:
     return seen
 
 
-def expected_visibility(entry: Entry, mask: MaskFunction | None) -> list[list[bool]]:
+def expected_visibility(entry: SequenceInput, mask: MaskFunction | None) -> list[list[bool]]:
     """Return by definition which rows of the slot each of the entry's tokens sees."""
     parents, base = parents_of(entry), entry.base_length
     lines = [lineage(parents, row) for row in range(len(parents))]
@@ -89,7 +97,7 @@ def expected_visibility(entry: Entry, mask: MaskFunction | None) -> list[list[bo
     return visible
 
 
-def bias_of(plan: Plan, index: int, kind_index: int, group: int) -> Tensor | None:
+def bias_of(plan: AttentionMetadata, index: int, kind_index: int, group: int) -> Tensor | None:
     """Return an entry's bias [group, t, end_row] as the attention function reads it, None where there is none."""
     _, start, stop, _, end_row, offset = plan.spans[index].tolist()
     if offset < 0:
@@ -100,7 +108,7 @@ def bias_of(plan: Plan, index: int, kind_index: int, group: int) -> Tensor | Non
 
 @given(st.lists(entries(), min_size=1, max_size=4), st.lists(kinds, min_size=1, max_size=3))
 def test_every_token_sees_the_base_and_its_own_line_within_the_rule(
-    step: list[Entry], of_kinds: list[BiasKind]
+    step: list[SequenceInput], of_kinds: list[BiasKind]
 ) -> None:
     plan = plan_of(step, of_kinds)
     for index, entry in enumerate(step):
@@ -115,7 +123,7 @@ def test_every_token_sees_the_base_and_its_own_line_within_the_rule(
 
 
 @given(st.lists(entries(), min_size=1, max_size=4), st.lists(kinds, min_size=1, max_size=3))
-def test_biases_lie_one_behind_the_other_without_a_gap(step: list[Entry], of_kinds: list[BiasKind]) -> None:
+def test_biases_lie_one_behind_the_other_without_a_gap(step: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
     plan = plan_of(step, of_kinds)
     sizes = [
         len(e.token_ids) * (e.base_length + e.num_tree_rows)
@@ -129,7 +137,7 @@ def test_biases_lie_one_behind_the_other_without_a_gap(step: list[Entry], of_kin
 
 @given(st.lists(entries(), min_size=1, max_size=4), st.lists(plain_kinds, min_size=1, max_size=2))
 def test_tokens_positions_rows_and_logits_are_packed_in_the_order_of_the_entries(
-    step: list[Entry], of_kinds: list[BiasKind]
+    step: list[SequenceInput], of_kinds: list[BiasKind]
 ) -> None:
     plan = plan_of(step, of_kinds)
     token_ids, positions, logit_rows, spans = [], [], [], []
@@ -148,7 +156,7 @@ def test_tokens_positions_rows_and_logits_are_packed_in_the_order_of_the_entries
 
 
 @given(entries())
-def test_a_chain_said_by_parents_is_a_chain(entry: Entry) -> None:
+def test_a_chain_said_by_parents_is_a_chain(entry: SequenceInput) -> None:
     chain = replace(entry, parents=None)
     said = replace(entry, parents=list(range(-1, len(entry.token_ids) - 1)))
     of_kinds = [BiasKind(None, 2), BiasKind(window_rule(3), 1)]
@@ -159,20 +167,20 @@ def test_a_chain_said_by_parents_is_a_chain(entry: Entry) -> None:
 
 
 def test_a_single_token_needs_no_bias_where_every_layer_is_plainly_causal() -> None:
-    plan = plan_of([Entry(0, 7, [5])], [BiasKind(None, 2)])
+    plan = plan_of([SequenceInput(0, 7, [5])], [BiasKind(None, 2)])
     assert plan.spans[0, 5] == -1
     assert plan.biases[0].numel() == 0
 
 
 def test_a_single_token_behind_a_window_does_not_see_what_lies_before_it() -> None:
-    plan = plan_of([Entry(0, 7, [5])], [BiasKind(None, 2), BiasKind(window_rule(3), 1)])
+    plan = plan_of([SequenceInput(0, 7, [5])], [BiasKind(None, 2), BiasKind(window_rule(3), 1)])
     assert (plan.biases[1] == 0).tolist() == [False] * 5 + [True] * 3
     assert (plan.biases[0] == 0).all()
 
 
 def test_a_window_counts_positions_and_not_rows() -> None:
     """Five siblings stand at one position: rows between a query and the base take nothing from its window."""
-    plan = plan_of([Entry(0, 4, [1, 2, 3, 4, 5], [-1] * 5)], [BiasKind(window_rule(3), 1)])
+    plan = plan_of([SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1] * 5)], [BiasKind(window_rule(3), 1)])
     bias = bias_of(plan, 0, 0, 1)
     assert bias is not None
     assert (bias[0, -1] == 0).tolist() == [False, False, True, True, False, False, False, False, True]
@@ -180,15 +188,15 @@ def test_a_window_counts_positions_and_not_rows() -> None:
 
 def test_plans_of_one_shape_do_not_share_what_they_write_to() -> None:
     """Chain biases come from a cache: a plan that is handed out must not be able to change the next one."""
-    first = plan_of([Entry(0, 0, [1, 2, 3])], [BiasKind(None, 1)])
+    first = plan_of([SequenceInput(0, 0, [1, 2, 3])], [BiasKind(None, 1)])
     kept = first.biases[0].clone()
     first.biases[0].zero_()
-    assert torch.equal(plan_of([Entry(0, 0, [1, 2, 3])], [BiasKind(None, 1)]).biases[0], kept)
+    assert torch.equal(plan_of([SequenceInput(0, 0, [1, 2, 3])], [BiasKind(None, 1)]).biases[0], kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_biases_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
-    plan = make_plan([Entry(0, 3, [1, 2], [-1, -1])], [BiasKind(window_rule(2), 2)], dtype=dtype, device=CPU)
+    plan = make_plan([SequenceInput(0, 3, [1, 2], [-1, -1])], [BiasKind(window_rule(2), 2)], dtype=dtype, device=CPU)
     assert plan.biases[0].dtype == dtype
     assert set(plan.biases[0].float().tolist()) == {0.0, float("-inf")}
 
@@ -202,7 +210,7 @@ def test_a_rule_that_ignores_the_queries_is_expanded_to_all_of_them() -> None:
 
 
 one_token = st.builds(
-    lambda slot, base, token_id, num_rows: Entry(
+    lambda slot, base, token_id, num_rows: SequenceInput(
         slot, base, [token_id], list(range(-1, num_rows - 1)) if num_rows else None
     ),
     *(st.integers(0, most) for most in (3, 12, 99, 6)),
@@ -210,8 +218,8 @@ one_token = st.builds(
 
 
 @given(st.lists(st.one_of(entries(), one_token), min_size=1, max_size=6), st.lists(kinds, min_size=1, max_size=2))
-def test_one_token_is_laid_out_as_ever(steps: list[Entry], of_kinds: list[BiasKind]) -> None:
-    kept = OneTokenPlan(of_kinds, torch.float32)
+def test_one_token_is_laid_out_as_ever(steps: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
+    kept = OneTokenMetadata(of_kinds, torch.float32)
     for entry in steps:
         found, truth = kept.of([entry]), plan_of([entry], of_kinds)
         is_its = len(entry.token_ids) == 1 and parents_of(entry) == list(range(-1, len(parents_of(entry)) - 1))
@@ -225,6 +233,6 @@ def test_one_token_is_laid_out_as_ever(steps: list[Entry], of_kinds: list[BiasKi
 
 
 def test_a_step_of_two_entries_or_without_logits_is_laid_out_anew() -> None:
-    kept = OneTokenPlan([BiasKind(None, 2)], torch.float32)
-    assert kept.of([Entry(0, 3, [1]), Entry(1, 4, [2])]) is None
-    assert kept.of([Entry(0, 3, [1], num_logits=0)]) is None
+    kept = OneTokenMetadata([BiasKind(None, 2)], torch.float32)
+    assert kept.of([SequenceInput(0, 3, [1]), SequenceInput(1, 4, [2])]) is None
+    assert kept.of([SequenceInput(0, 3, [1], num_logits=0)]) is None

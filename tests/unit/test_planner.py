@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
-from specsplit.core.model_shape import ModelShape, read_shape
-from specsplit.core.planner import (
+from specsplit.model.loader import DEFAULT_NODE_LIMIT
+from specsplit.stages.planner import (
     NODE_LIMIT,
-    Plan,
+    ChainPlan,
     Workload,
     even_ranges,
     parse_ranges,
@@ -23,8 +23,8 @@ from specsplit.core.planner import (
     plan_memory,
     plan_ranges,
 )
-from specsplit.model.loader import DEFAULT_NODE_LIMIT
-from tests.known_configs import LLAMA_3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
+from specsplit.stages.shape import ModelShape, read_shape
+from tests.support.known_configs import LLAMA_3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 GIB = 2**30
 
@@ -222,7 +222,7 @@ def _best_by_trying(shape: ModelShape, budgets: list[int], workload: Workload) -
     return best
 
 
-def _evenness(plan: Plan) -> tuple[int, int]:
+def _evenness(plan: ChainPlan) -> tuple[int, int]:
     lengths = [len(layers) for layers in plan.ranges]
     return max(lengths), sum(length**2 for length in lengths)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from specsplit.core.cost_model import Mode
-from specsplit.orchestrator.promises import Promises, Stretches
+from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.rate_correction import LookupShare, RateCorrections
 
 
-def kept_after(num_rounds: int, taken_s: float, mode: Mode = "stream") -> Promises:
-    promises = Promises()
+def kept_after(num_rounds: int, taken_s: float, mode: Mode = "stream") -> RateCorrections:
+    promises = RateCorrections()
     for _ in range(num_rounds):
         promises.observe(mode, 0.1, taken_s)
     return promises
 
 
 def test_what_was_never_tried_is_believed():
-    assert Promises().kept("plain") == Promises().kept("stream") == 1.0
+    assert RateCorrections().kept("plain") == RateCorrections().kept("stream") == 1.0
 
 
 def test_a_rate_is_believed_as_far_as_it_was_kept():
@@ -36,7 +36,7 @@ def test_a_round_that_was_stalled_says_little():
 
 
 def test_what_lookup_takes_over_adds_to_every_mode_by_its_own_rate_elsewhere():
-    stretches = Stretches()
+    stretches = LookupShare()
     assert stretches.tokens_per_s(40) == 40
     for number in range(1000):
         if number % 2:
@@ -50,7 +50,7 @@ def test_what_lookup_takes_over_adds_to_every_mode_by_its_own_rate_elsewhere():
 
 def test_a_slow_round_counts_by_its_length_wherever_it_stands():
     """Startup, then many quick rounds: a ratio of means, where the mean of ratios would hide it."""
-    promises = Promises()
+    promises = RateCorrections()
     for number in range(400):
         promises.observe("stream", 0.1, 0.55 if number % 10 == 0 else 0.05)
     assert promises.kept("stream") == pytest.approx(1.0, abs=0.15)

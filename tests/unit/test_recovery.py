@@ -20,11 +20,12 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Degraded, Patience, Request, Result, Resync, Speculation
-from tests.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, good_guess, plain_tokens
-from tests.flaky import Fault, Flaky
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import DegradedPhase, Replay, Request, Result, RetryPolicy
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, good_guess, plain_tokens
+from tests.support.flaky import Fault, Flaky
+from tests.support.virtual_time import LoopClock, run_virtual
 
 PROMPT = tuple(b"Once upon a time")
 REQUEST = Request(prompt_ids=PROMPT, max_new_tokens=24, seed=7, ignore_eos=True)
@@ -32,11 +33,11 @@ TREE = Speculation(mode="pingpong", lookup=False, nodes=4, depth=3, branching=2)
 PLAIN_TOKENS = tuple(plain_tokens(SessionParams(seed=7), PROMPT, 24))
 
 
-def orchestrator(target: Flaky, draft: Flaky, patience: Patience = Patience()) -> Orchestrator:  # noqa: B008
+def orchestrator(target: Flaky, draft: Flaky, patience: RetryPolicy = RetryPolicy()) -> Orchestrator:  # noqa: B008
     return Orchestrator(target, draft, FakeTokenizer(), TREE, LoopClock(), patience=patience, rng=random.Random(1))
 
 
-def serve(target: Flaky, draft: Flaky, patience: Patience = Patience(), request: Request = REQUEST) -> Result:  # noqa: B008
+def serve(target: Flaky, draft: Flaky, patience: RetryPolicy = RetryPolicy(), request: Request = REQUEST) -> Result:  # noqa: B008
     """Serve one request in virtual time and check what holds whatever happened."""
 
     async def main() -> Result:
@@ -76,7 +77,7 @@ def test_without_faults_nothing_is_degraded_and_nothing_is_sent_again() -> None:
 # ---------------------------------------------------------------- one fault at each round
 
 
-def check_recomputed(result: Result, target: Flaky, expected: list[Resync]) -> None:
+def check_recomputed(result: Result, target: Flaky, expected: list[Replay]) -> None:
     """Check the resyncs, and that exactly their tokens were computed once more than without the fault."""
     assert list(result.resyncs) == expected
     again = sum(resync.num_tokens for resync in expected)
@@ -89,7 +90,7 @@ def check_recomputed(result: Result, target: Flaky, expected: list[Resync]) -> N
 def test_a_target_restarted_is_sent_all_it_held(call: int) -> None:
     target, draft = pair(target={call: Fault.RESTARTED})
     result = serve(target, draft)
-    expected = [Resync("target", call, "slot_lost", BASES[call])] if call else []  # the first round sends all anyway
+    expected = [Replay("target", call, "slot_lost", BASES[call])] if call else []  # the first round sends all anyway
     check_recomputed(result, target, expected)
     assert result.degraded == ()
 
@@ -97,7 +98,7 @@ def test_a_target_restarted_is_sent_all_it_held(call: int) -> None:
 @pytest.mark.parametrize("call", range(1, NUM_ROUNDS))
 def test_a_target_that_forgot_some_is_sent_only_those(call: int) -> None:
     target, draft = pair(target={call: Fault.FORGOTTEN})
-    expected = [Resync("target", call, "slot_behind", BASES[call] - 3)]
+    expected = [Replay("target", call, "slot_behind", BASES[call] - 3)]
     check_recomputed(serve(target, draft), target, expected)
 
 
@@ -107,7 +108,7 @@ def test_a_lost_answer_is_asked_for_again_whether_executed_or_not(call: int, fau
     target, draft = pair(target={call: fault})
     result = serve(target, draft)
     check_recomputed(result, target, [])
-    assert result.degraded == (Degraded("target", "unreachable", call, call),)
+    assert result.degraded == (DegradedPhase("target", "unreachable", call, call),)
     before, again = target.inner.turns[call], target.inner.turns[call + (fault is Fault.LOST)]
     assert again == before
     assert result.target_forwards == target.inner.num_forwards == NUM_ROUNDS
@@ -117,9 +118,9 @@ def test_a_lost_answer_is_asked_for_again_whether_executed_or_not(call: int, fau
 def test_a_target_killed_during_a_verify_is_sent_all_it_held(call: int) -> None:
     target, draft = pair(target={call: Fault.CRASHED})
     result = serve(target, draft)
-    expected = [Resync("target", call, "slot_lost", BASES[call])] if call else []
+    expected = [Replay("target", call, "slot_lost", BASES[call])] if call else []
     check_recomputed(result, target, expected)
-    assert result.degraded == (Degraded("target", "unreachable", call, call),)
+    assert result.degraded == (DegradedPhase("target", "unreachable", call, call),)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_a_target_that_got_further_than_is_known_begins_a_new_epoch_with_nothing
     target, draft = pair(target={call: Fault.OVERTAKEN})
     result = serve(target, draft)
     # The first new epoch is the one that it has seen a later round of.
-    check_recomputed(result, target, [Resync("target", call, "epoch_raised", 0)] * 2)
+    check_recomputed(result, target, [Replay("target", call, "epoch_raised", 0)] * 2)
     assert isinstance(target.inner, FakeTarget)
     with_nodes = [proposal for proposal in target.inner.proposals[call:] if len(proposal)]
     assert not with_nodes or with_nodes[0].first_node == 1
@@ -156,7 +157,7 @@ def test_a_late_verdict_is_waited_for() -> None:
 def test_evictions_one_after_the_other_cost_what_was_lost() -> None:
     target, draft = pair(target=dict.fromkeys((2, 4, 6), Fault.RESTARTED))  # 3 and 5 are the replays
     result = serve(target, draft)
-    check_recomputed(result, target, [Resync("target", round_, "slot_lost", BASES[round_]) for round_ in (2, 3, 4)])
+    check_recomputed(result, target, [Replay("target", round_, "slot_lost", BASES[round_]) for round_ in (2, 3, 4)])
 
 
 def test_both_workers_restarted_at_once() -> None:
@@ -180,7 +181,7 @@ def test_a_target_away_for_a_while_is_waited_for_and_sent_all_it_held() -> None:
     target.away = [(0.5, 6.0)]
     result = serve(target, draft)
     assert [(r.worker, r.reason, r.num_tokens) for r in result.resyncs] == [("target", "slot_lost", BASES[4])]
-    assert result.degraded == (Degraded("target", "unreachable", 4, 4),)
+    assert result.degraded == (DegradedPhase("target", "unreachable", 4, 4),)
     assert target.inner.num_tokens == HEALTHY_TARGET.inner.num_tokens + BASES[4]
     assert 6.0 <= result.timings.decode_s <= 7.0  # no pause is longer than a second
 
@@ -205,7 +206,9 @@ async def fails(call: Callable[[], Awaitable[object]], kind: type[Exception]) ->
     return str(raised.value), asyncio.get_running_loop().time()
 
 
-def fail(target: Flaky, draft: Flaky, kind: type[Exception], patience: Patience, **change: float) -> tuple[str, float]:
+def fail(
+    target: Flaky, draft: Flaky, kind: type[Exception], patience: RetryPolicy, **change: float
+) -> tuple[str, float]:
     async def main() -> tuple[str, float]:
         owner = orchestrator(target, draft, patience)
         return await fails(lambda: owner.generate(replace(REQUEST, **change)), kind)  # type: ignore[arg-type]
@@ -220,7 +223,7 @@ def fail(target: Flaky, draft: Flaky, kind: type[Exception], patience: Patience,
 def test_a_target_away_for_good_is_an_error_after_retry_s(from_s: float) -> None:
     target, draft = pair(target={2: Fault.LATE})
     target.away = [(from_s, 1e9)]
-    said, at_s = fail(target, draft, WorkerUnreachable, Patience(retry_s=8))
+    said, at_s = fail(target, draft, WorkerUnreachable, RetryPolicy(retry_s=8))
     assert "target" in said
     assert "8.0 s" in said
     assert "connection refused" in said
@@ -232,7 +235,7 @@ def test_a_target_away_for_good_is_an_error_after_retry_s(from_s: float) -> None
 def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(call: int) -> None:
     target, draft = pair(target=dict.fromkeys(range(call), Fault.LATE) | {call: Fault.REFUSED})
     target.late_s, target.after = 0.02, Fault.HUNG
-    said, at_s = fail(target, draft, DeadlineExceeded, Patience(retry_s=20))
+    said, at_s = fail(target, draft, DeadlineExceeded, RetryPolicy(retry_s=20))
     assert "was reached, but gave no answer for" in said
     longest_s = 8 * 0.02 * 8  # eight times the slowest token so far, for the last token and a tree, each round
     assert 20 <= at_s - 0.02 * call <= 20 + longest_s
@@ -241,7 +244,7 @@ def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(ca
 def test_a_target_that_has_answered_and_then_never_does_is_an_error_after_twice_retry_s() -> None:
     target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE))
     target.late_s, target.after = 0.02, Fault.HUNG
-    said, at_s = fail(target, draft, DeadlineExceeded, Patience(retry_s=20))
+    said, at_s = fail(target, draft, DeadlineExceeded, RetryPolicy(retry_s=20))
     assert "was reached, but gave no answer for" in said
     longest_s = 8 * 0.02 * 8
     assert 40 <= at_s - 0.02 * 3 <= 40 + 2 * longest_s
@@ -257,7 +260,7 @@ def test_a_replay_may_take_longer_than_retry_s_as_long_as_it_is_worth_its_tokens
         return await verify(turn, proposal)
 
     target.inner.verify = slow_replay  # type: ignore[method-assign, union-attr]
-    result = serve(target, draft, Patience(retry_s=1))
+    result = serve(target, draft, RetryPolicy(retry_s=1))
     assert [(r.worker, r.reason) for r in result.resyncs if r.worker == "target"] == [("target", "slot_lost")]
     assert result.timings.decode_s > replay_s
 
@@ -265,7 +268,7 @@ def test_a_replay_may_take_longer_than_retry_s_as_long_as_it_is_worth_its_tokens
 def test_a_first_prefill_that_is_asked_again_has_all_the_time_of_its_call() -> None:
     target, draft = pair(target={0: Fault.LOST, 1: Fault.LATE})
     target.late_s = 500.0
-    result = serve(target, draft, Patience(retry_s=1))
+    result = serve(target, draft, RetryPolicy(retry_s=1))
     assert result.timings.ttft_s > 500
 
 
@@ -275,7 +278,7 @@ def test_a_first_prefill_that_is_asked_again_has_all_the_time_of_its_call() -> N
 def test_the_last_error_keeps_its_type(fault: Fault, kind: type[Exception]) -> None:
     target, draft = pair()
     target.after = fault
-    fail(target, draft, kind, Patience(retry_s=3))
+    fail(target, draft, kind, RetryPolicy(retry_s=3))
 
 
 @pytest.mark.parametrize("fault", [Fault.HUNG, Fault.REFUSED, Fault.FAILED, Fault.LATE])
@@ -284,7 +287,7 @@ def test_nothing_outlives_the_requests_deadline(fault: Fault, call: int) -> None
     target, draft = pair()
     target.late_s = 100
     target.plan = dict.fromkeys(range(call, 10_000), fault)
-    said, at_s = fail(target, draft, DeadlineExceeded, Patience(timeout_s=100), timeout_s=5.0)
+    said, at_s = fail(target, draft, DeadlineExceeded, RetryPolicy(timeout_s=100), timeout_s=5.0)
     assert "within its 5 s" in said
     assert at_s == pytest.approx(5, abs=1e-6)
     assert (target.num_calls == call + 1) == (fault in (Fault.HUNG, Fault.LATE))
@@ -292,7 +295,7 @@ def test_nothing_outlives_the_requests_deadline(fault: Fault, call: int) -> None
 
 def test_the_orchestrators_deadline_holds_where_the_request_has_none() -> None:
     target, draft = pair(target={2: Fault.HUNG})
-    assert fail(target, draft, DeadlineExceeded, Patience(timeout_s=4))[1] == pytest.approx(4)
+    assert fail(target, draft, DeadlineExceeded, RetryPolicy(timeout_s=4))[1] == pytest.approx(4)
 
 
 def test_a_target_that_does_not_answer_a_ping_is_an_error_within_the_deadline() -> None:
@@ -302,14 +305,14 @@ def test_a_target_that_does_not_answer_a_ping_is_an_error_within_the_deadline() 
             raise AssertionError
 
     target, draft = Silent(FakeTarget()), Flaky(FakeDraft())
-    assert fail(target, draft, DeadlineExceeded, Patience(timeout_s=2))[1] == pytest.approx(2)
+    assert fail(target, draft, DeadlineExceeded, RetryPolicy(timeout_s=2))[1] == pytest.approx(2)
 
 
 def test_a_consumer_who_takes_too_long_meets_the_deadline_before_the_next_verify() -> None:
     target, draft = pair()
 
     async def main() -> None:
-        stream = orchestrator(target, draft, Patience(timeout_s=3)).stream(REQUEST)
+        stream = orchestrator(target, draft, RetryPolicy(timeout_s=3)).stream(REQUEST)
         await anext(stream)
         await asyncio.sleep(4)
         await fails(lambda: anext(stream), DeadlineExceeded)
@@ -326,7 +329,7 @@ def test_a_consumer_who_takes_too_long_meets_the_deadline_before_the_next_verify
 )
 def test_what_asking_again_would_not_mend_fails_at_once(error: Exception) -> None:
     target, draft = Flaky(FakeTarget(Faults(fail_at=2, error=error))), Flaky(FakeDraft())
-    assert fail(target, draft, type(error), Patience()) == (str(error), 0.0)
+    assert fail(target, draft, type(error), RetryPolicy()) == (str(error), 0.0)
     assert target.num_calls == 3
 
 
@@ -337,7 +340,7 @@ def test_a_target_that_finds_every_epoch_stale_is_an_error() -> None:
             raise StaleEpoch("a later epoch was seen")
 
     target = Flaky(AlwaysStale())
-    fail(target, Flaky(FakeDraft()), StaleEpoch, Patience())
+    fail(target, Flaky(FakeDraft()), StaleEpoch, RetryPolicy())
     assert len(target.inner.turns) < 20
 
 

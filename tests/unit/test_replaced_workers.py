@@ -10,10 +10,11 @@ import pytest
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch
 from specsplit.core.types import Identity
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Patience, Request, Result, Speculation
-from tests.fakes import FakeDraft, FakeTarget, Faults
-from tests.language import FakeTokenizer
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result, RetryPolicy
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeDraft, FakeTarget, Faults
+from tests.support.language import FakeTokenizer
 
 REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
 
@@ -37,7 +38,7 @@ class Replaceable(FakeTarget):
 
 def orchestrator(target: FakeTarget, draft: FakeDraft | None = None, **patience: Any) -> Orchestrator:
     speculation = Speculation(mode="pingpong" if draft else "plain", lookup=False, nodes=4, depth=2, branching=2)
-    return Orchestrator(target, draft, FakeTokenizer(), speculation, patience=Patience(**patience))
+    return Orchestrator(target, draft, FakeTokenizer(), speculation, patience=RetryPolicy(**patience))
 
 
 async def after_round(owner: Orchestrator, number: int, change: Any) -> Result:

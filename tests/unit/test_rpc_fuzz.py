@@ -15,7 +15,7 @@ from specsplit.core.types import Proposal, Timings
 from specsplit.rpc import calls, codec
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import TokenizerReader
-from tests.rpc_fuzz import REQUESTS, RESPONSES, mangled
+from tests.support.rpc_fuzz import REQUESTS, RESPONSES, mangled
 
 NUM_MESSAGES = 200_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 2_000
 TREE = Proposal(1, 3, (1, 2, 3), (0, 1, 1), (-0.5, -1.0, 0.0))

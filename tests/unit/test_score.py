@@ -21,8 +21,8 @@ from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
-from tests.model_zoo import FAMILIES, VOCAB, save_model
-from tests.runners import SteeredRunner, steered
+from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.runners import SteeredRunner, steered
 
 CONTEXT = 2048
 _folders = TemporaryDirectory()

@@ -20,14 +20,14 @@ import pytest
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotBehind, SpecSplitError, StaleRound
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, prefix_hash
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.device import LoopDevice
+from specsplit.engine.executor import LoopExecutor
 from specsplit.model import memory
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import SteeredRunner, steered
-from tests.works import alive_work
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import SteeredRunner, steered
+from tests.support.works import alive_work
 
 MAX_SESSIONS = 3
 CONTEXT, NODE_LIMIT = 64, 16
@@ -122,7 +122,7 @@ async def serving(
     model, runner = steered(load(role))
     kind: Callable[..., DraftEngine | TargetEngine] = DraftEngine if role == "draft" else TargetEngine
     clock = HandClock()
-    engine = kind(model, LoopDevice(1) if on_loop else None, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
+    engine = kind(model, LoopExecutor(1) if on_loop else None, ttl_s=ttl_s, grace_s=grace_s, clock=clock)
     try:
         yield Served(engine, clock, runner)
     finally:

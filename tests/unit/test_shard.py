@@ -20,12 +20,12 @@ from specsplit.core.errors import (
     InvalidRequest,
     ModelDamaged,
 )
-from specsplit.model import shard_weights
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
-from specsplit.model.plan import Entry
-from specsplit.model.shard import ShardSpec, load_ends, load_shard, shard_hash
-from tests.model_zoo import FAMILIES, VOCAB, build_model, save_model
-from tests.stage_models import Chain, Whole, ids, largest_difference
+from specsplit.stages.shard import weights as shard_weights
+from specsplit.stages.shard.loader import ShardSpec, load_ends, load_shard, shard_hash
+from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
+from tests.support.stage_models import Chain, Whole, ids, largest_difference
 
 LENGTHS = (20, 33, 7)
 TREES = ([-1, 0, 0, 1, -1], [-1, 0, 1, 2], [-1, -1, -1])
@@ -41,14 +41,14 @@ Step = tuple[list[Tensor], dict[int, Tensor]]
 
 def tree_step(
     base: Sequence[int], tails: Sequence[Sequence[int]], trees: Sequence[list[int]], seed: int
-) -> list[Entry]:
+) -> list[SequenceInput]:
     """Return one entry per session: its tail behind `base` rows and a tree below the tail's last token."""
-    entries: list[Entry] = []
+    entries: list[SequenceInput] = []
     for slot, (length, tail, tree) in enumerate(zip(base, tails, trees, strict=True)):
         last = len(tail) - 1
         parents = [*range(-1, last), *(last + 1 + parent for parent in tree)]
         nodes = ids(len(tree), seed + slot)
-        entries.append(Entry(slot, length, [*tail, *nodes], parents, num_logits=len(tree) + 1))
+        entries.append(SequenceInput(slot, length, [*tail, *nodes], parents, num_logits=len(tree) + 1))
     return entries
 
 
@@ -56,12 +56,12 @@ def rounds(model: Chain | Whole) -> list[Step]:
     """Prefill three sessions in chunks, verify a tree, keep a path of it, verify another; return every step."""
     given: list[Step] = []
 
-    def run(entries: list[Entry]) -> None:
+    def run(entries: list[SequenceInput]) -> None:
         given.append((model.forward(entries), model.boundaries))
 
     texts = [ids(length, slot) for slot, length in enumerate(LENGTHS)]
-    run([Entry(slot, 0, text[:5]) for slot, text in enumerate(texts)])
-    run([Entry(slot, 5, text[5:-2]) for slot, text in enumerate(texts) if len(text) > 7])
+    run([SequenceInput(slot, 0, text[:5]) for slot, text in enumerate(texts)])
+    run([SequenceInput(slot, 5, text[5:-2]) for slot, text in enumerate(texts) if len(text) > 7])
     run(tree_step([len(text) - 2 for text in texts], [text[-2:] for text in texts], TREES, seed=10))
     for slot, (length, path) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         model.move_rows(slot, [length + node for node in path], length)
@@ -151,7 +151,7 @@ def test_a_recorded_stage_is_exact(family: str, tmp_path: Path) -> None:
 
 def test_a_stage_in_half_precision_hands_on_half_precision_and_gives_fp32_logits(llama: Path) -> None:
     chain = Chain.load(llama, 3, [1], dtype="bf16")
-    entry = Entry(0, 0, ids(9, 1), num_logits=3)
+    entry = SequenceInput(0, 0, ids(9, 1), num_logits=3)
     whole = load_model(str(llama), role="target", threads=1, dtype="bf16").runner.forward([entry])[0]
     logits = chain.forward([entry])[0]
     assert [rows.dtype for rows in chain.boundaries.values()] == [torch.bfloat16]
@@ -244,7 +244,7 @@ def test_a_stage_needs_only_the_files_of_its_range(deep: Path, tmp_path: Path) -
 
 
 def test_stages_of_files_in_pieces_are_exact(deep: Path) -> None:
-    entry = Entry(0, 0, ids(30, 1), num_logits=30)
+    entry = SequenceInput(0, 0, ids(30, 1), num_logits=30)
     whole = load_model(str(deep), role="target", threads=1, record=False).runner.forward([entry])[0]
     ours = Chain.load(deep, 8, [1, 6], record=False).forward([entry])[0]
     assert largest_difference(ours, whole) <= TOLERANCE
@@ -261,7 +261,7 @@ def test_with_the_ends_at_the_coordinator_no_stage_holds_a_tensor_of_the_vocabul
         assert all(VOCAB not in tensor.shape for tensor in held.values())
         assert not [name for name in held if any(end in name for end in ("embed", "wte", "wpe", "lm_head", "ln_f"))]
         with pytest.raises(InvalidRequest, match="takes hidden states, and got none"):
-            stage.runner.rows([Entry(0, 0, ids(4, 1))])
+            stage.runner.rows([SequenceInput(0, 0, ids(4, 1))])
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama"])
@@ -281,23 +281,23 @@ def test_a_tied_embedding_is_held_once_by_who_has_both_ends_and_read_by_either_e
 
 def test_a_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "gemma", FAMILIES["gemma"](), seed=1, with_tokenizer=False)
-    before = Chain.load(folder, 3, [1], record=False).forward([Entry(0, 0, ids(9, 1))])[0]
+    before = Chain.load(folder, 3, [1], record=False).forward([SequenceInput(0, 0, ids(9, 1))])[0]
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    after = Chain.load(folder, 3, [1], record=False).forward([Entry(0, 0, ids(9, 1))])[0]
+    after = Chain.load(folder, 3, [1], record=False).forward([SequenceInput(0, 0, ids(9, 1))])[0]
     assert torch.equal(before, after)
 
 
 def test_a_checkpoint_written_from_the_base_model_alone_is_read_without_its_prefix(tmp_path: Path) -> None:
     """As the hub's GPT-2 is: `h.0.attn...` and `wte.weight`, no `transformer.` before them."""
     folder = save_model(tmp_path / "gpt2", FAMILIES["gpt2"](), seed=1, with_tokenizer=False)
-    before = Chain.load(folder, 3, [1], record=False).forward([Entry(0, 0, ids(9, 1))])[0]
+    before = Chain.load(folder, 3, [1], record=False).forward([SequenceInput(0, 0, ids(9, 1))])[0]
     tensors = load_file(folder / "model.safetensors")
     short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     assert "wte.weight" in short
     save_file(short, folder / "model.safetensors", metadata={"format": "pt"})
-    after = Chain.load(folder, 3, [1], record=False).forward([Entry(0, 0, ids(9, 1))])[0]
+    after = Chain.load(folder, 3, [1], record=False).forward([SequenceInput(0, 0, ids(9, 1))])[0]
     assert torch.equal(before, after)
 
 

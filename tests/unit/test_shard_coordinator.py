@@ -8,9 +8,9 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound
 from specsplit.model.loader import load_model
-from specsplit.model.shard_coordinator import load_chain_model
-from tests.chains import Shards, opened
-from tests.model_zoo import FAMILIES, save_model
+from specsplit.stages.shard.ends import load_chain_model
+from tests.support.chains import Shards, opened
+from tests.support.model_zoo import FAMILIES, save_model
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, ModelUnsupported, SpecSplitError
-from specsplit.model.plan import Entry
-from specsplit.model.shard import ShardSpec, hidden_entry, load_shard, shard_hash
-from tests.model_zoo import FAMILIES, REFUSED, VOCAB, save_model
-from tests.stage_models import ids
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.stages.shard.loader import ShardSpec, hidden_entry, load_shard, shard_hash
+from tests.support.model_zoo import FAMILIES, REFUSED, VOCAB, save_model
+from tests.support.stage_models import ids
 
 MIDDLE = ShardSpec(1, 2)
 
@@ -186,4 +186,4 @@ def test_bad_hidden_states_are_refused_and_the_stage_lives(llama: Path) -> None:
     assert torch.equal(runner.rows([entry], hidden), truth)
     first = load_shard(str(llama), ShardSpec(0, 1, has_embedding=True), record=False).runner
     with pytest.raises(InvalidRequest, match="takes token ids, not hidden states"):
-        first.rows([Entry(0, 0, ids(4, 1))], hidden)
+        first.rows([SequenceInput(0, 0, ids(4, 1))], hidden)

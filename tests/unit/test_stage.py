@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket, InvalidSettings, StageBehind, StaleEpoch
-from specsplit.core.packet import COORDINATOR, Ask, Keep, Packet, PacketSession, PayloadType, StepKind
-from specsplit.core.slot_state import decode_state, encode_state
 from specsplit.core.types import SessionParams
-from specsplit.model.shard import LoadedShard, ShardSpec, load_shard
-from specsplit.model.shard_payload import from_payload, to_payload
-from specsplit.target.stage import StageEngine
-from tests.model_zoo import FAMILIES, save_model
+from specsplit.stages.chain.stage import StageEngine
+from specsplit.stages.packet import COORDINATOR, Ask, Keep, Packet, PacketSession, PayloadType, StepKind
+from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
+from specsplit.stages.shard.payload import from_payload, to_payload
+from specsplit.stages.slot_state import decode_state, encode_state
+from tests.support.model_zoo import FAMILIES, save_model
 
 H = 32
 CONTEXT = 64

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any, cast
 
 from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
-from specsplit.core.stage_identity import WantedChain
-from specsplit.rpc.stage_admission import why_lost
-from specsplit.rpc.stage_peer import StagePeer
+from specsplit.stages.identity import WantedChain
+from specsplit.stages.wire.admission import why_lost
+from specsplit.stages.wire.peer import StagePeer
 
 
 class _Identity:

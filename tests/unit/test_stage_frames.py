@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from specsplit.core import errors
 from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StageBehind, WorkerFailed
-from specsplit.core.packet import Packet, PacketSession, PayloadType, StepKind
-from specsplit.core.packet_codec import decode, encode
-from specsplit.rpc import stage_frames
 from specsplit.rpc.pb import stage_pb2
-from specsplit.rpc.stage_frames import PIECE_BYTES, FrameReader, error_frame, error_in, packet_frames
+from specsplit.stages.codec import decode, encode
+from specsplit.stages.packet import Packet, PacketSession, PayloadType, StepKind
+from specsplit.stages.wire import frames as stage_frames
+from specsplit.stages.wire.frames import PIECE_BYTES, FrameReader, error_frame, error_in, packet_frames
 
 
 def packet(num_rows: int, hidden_size: int = 32) -> Packet:

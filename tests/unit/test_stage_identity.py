@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import InvalidRequest, PeerMismatch
-from specsplit.core.stage_identity import StageIdentity, WantedChain
 from specsplit.core.types import PROTOCOL_VERSION
-from specsplit.rpc.stage_codec import decode_identity, encode_identity
+from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.wire.messages import decode_identity, encode_identity
 
 STAGE = StageIdentity(
     model="llama", num_layers=6, start=0, end=2, has_embedding=False, has_head=False, hidden_size=32, vocab_size=320,

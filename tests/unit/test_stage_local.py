@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specsplit.assembly import local_stages
 from specsplit.core.errors import WorkerFailed
-from tests.rpc_servers import wait_until
+from specsplit.stages import local as local_stages
+from tests.support.rpc_servers import wait_until
 
 READY = json.dumps({"address": "127.0.0.1:7777"})
 WAITS = "import sys, time; print(sys.argv[1], flush=True); time.sleep(60)"

@@ -9,12 +9,12 @@ import pytest
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import Identity
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine import step_times
+from specsplit.engine import measure as step_times
 from specsplit.model.loader import Role
-from specsplit.orchestrator.experience import Experience
 from specsplit.rpc import codec
+from specsplit.speculation.statistics import SpeculationStats
 from specsplit.target.engine import TargetEngine
-from tests.hash_model import hash_model
+from tests.support.hash_model import hash_model
 
 IDENTITY = Identity(role="target", model="m", vocab_size=8, vocab_hash="v", context=64, max_nodes=16)
 TIMES = ((1, 0.010), (5, 0.015), (17, 0.030))
@@ -67,7 +67,7 @@ def test_step_times_that_cannot_be_are_refused(times: list[tuple[int, float]]):
 
 
 def test_what_workers_measured_is_where_an_experience_begins():
-    experience = Experience()
+    experience = SpeculationStats()
     assert experience.decide([], _limits(), has_draft=False) is None
     experience.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
     assert experience.has_seen_plain
@@ -84,6 +84,6 @@ def test_what_workers_measured_is_where_an_experience_begins():
 
 
 def _limits():
-    from specsplit.core.cost_model import Limits
+    from specsplit.speculation.cost_model import Limits
 
     return Limits()

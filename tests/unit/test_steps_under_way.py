@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerUnreachable
-from specsplit.core.packet import Packet
-from specsplit.engine.worker import Worker, at_once
-from specsplit.model.plan import Entry
+from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
-from specsplit.target.chain import ChainFlight, ChainRunner
-from tests.rpc_servers import wait_until
-from tests.works import Diary, submitted
+from specsplit.stages.chain.runner import ChainRunner, PendingChainForward
+from specsplit.stages.packet import Packet
+from tests.support.rpc_servers import wait_until
+from tests.support.works import Diary, submitted
 
 
 class _Flight:
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[SequenceInput]) -> None:
         self.slots = [entry.slot for entry in entries]
         self.future: Future[list[Tensor]] = Future()
         self.goes_again = False
@@ -65,7 +65,7 @@ class FarRunner(Runner):
     def max_under_way(self) -> int:
         return self._max_under_way
 
-    def begin(self, entries: Sequence[Entry]) -> _Flight:
+    def begin(self, entries: Sequence[SequenceInput]) -> _Flight:
         if self.refuses:
             raise WorkerUnreachable("no stage is there")
         self.flights.append(_Flight(entries))
@@ -83,7 +83,7 @@ class FarRunner(Runner):
         assert self.slots == list(slots)
 
 
-class CountedWorker(Worker):
+class CountedScheduler(Scheduler):
     """Tells how often its device looked whether there is something to do."""
 
     num_looks = 0
@@ -99,9 +99,9 @@ class CountedWorker(Worker):
 
 
 @asynccontextmanager
-async def far_worker(max_under_way: int = 2) -> AsyncIterator[tuple[CountedWorker, FarRunner]]:
+async def far_worker(max_under_way: int = 2) -> AsyncIterator[tuple[CountedScheduler, FarRunner]]:
     runner = FarRunner(max_under_way)
-    worker = CountedWorker(runner, name="far", threads=1)
+    worker = CountedScheduler(runner, name="far", threads=1)
     try:
         yield worker, runner
     finally:
@@ -111,7 +111,7 @@ async def far_worker(max_under_way: int = 2) -> AsyncIterator[tuple[CountedWorke
         await worker.close()
 
 
-async def under_way(worker: CountedWorker, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
+async def under_way(worker: CountedScheduler, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
     """Return two sessions, a in slot 0 and b in slot 1, each with a step of its own under way."""
     first = running(worker, "a", 0)
     await runner.wait_for([0])
@@ -120,7 +120,7 @@ async def under_way(worker: CountedWorker, runner: FarRunner) -> tuple[asyncio.T
     return first, second
 
 
-def running(worker: CountedWorker, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
+def running(worker: CountedScheduler, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
     return asyncio.create_task(worker.run(name, Diary().work(name, num_forwards, slot=slot)))
 
 
@@ -278,8 +278,8 @@ async def test_packets_of_steps_that_wait_for_the_same_window_are_sent_one_step_
     loop = asyncio.get_running_loop()
     runner = ChainRunner(link, loop, num_slots=16, hidden_size=8, vocab_size=100, dtype=torch.float32, window=2)
 
-    def begin_all() -> list[ChainFlight]:
-        return [runner.begin([Entry(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]
+    def begin_all() -> list[PendingChainForward]:
+        return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]
 
     flights = await asyncio.to_thread(begin_all)
     await wait_until(lambda: all(flight.is_done for flight in flights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specsplit.orchestrator.stop import Cut, Stop
-from tests.language import EOS, TOKENS, FakeTokenizer
+from tests.support.language import EOS, TOKENS, FakeTokenizer
 
 TEXT_B_END_A = TOKENS.index(b"b END a")
 

@@ -10,13 +10,14 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Turn
-from specsplit.orchestrator.pipeline import Orchestrator
-from specsplit.orchestrator.records import Request, Result, Speculation
-from specsplit.target.pace import Pace
-from tests.fakes import FakeTokenizer, empty_guess, good_guess, perfect_guess, random_guess
-from tests.language import Guess
-from tests.timed_workers import Diary, TimedDraft, TimedTarget
-from tests.virtual_time import LoopClock, run_virtual
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, Result
+from specsplit.speculation.options import Speculation
+from specsplit.target.stream_scheduler import Pace
+from tests.support.fakes import FakeTokenizer, empty_guess, good_guess, perfect_guess, random_guess
+from tests.support.language import Guess
+from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
+from tests.support.virtual_time import LoopClock, run_virtual
 
 VERIFY_S, LEVEL_S = 0.020, 0.001
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=121, seed=7, ignore_eos=True)

@@ -16,13 +16,13 @@ import torch
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotBehind
 from specsplit.core.types import ROOT, Proposal, SamplingParams, Verdict
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
 from specsplit.sampling import processors
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import steered
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import steered
 
 MAX_SESSIONS = 3
 LONG_PROMPT = 1200
@@ -145,7 +145,7 @@ async def test_a_scattered_path_is_accepted_in_one_forward_and_its_rows_are_thos
             assert model.runner.num_forwards - before == verdict.timings.num_forwards == 1
             assert verdict.accepted == tuple(first + node for node in tree.path)
             assert talk.ids[len(prompt) :] == truth[: len(talk.ids) - len(prompt)]
-            model.runner.forward([Entry(1, 0, talk.ids[: verdict.length])])
+            model.runner.forward([SequenceInput(1, 0, talk.ids[: verdict.length])])
             for block in (*model.runner.cache.keys, *model.runner.cache.values):
                 assert torch.allclose(block[0, :, : verdict.length], block[1, :, : verdict.length], rtol=0, atol=1e-5)
 
@@ -158,7 +158,7 @@ async def test_a_long_prompt_is_prefilled_in_chunks_and_has_the_logits_of_one_pa
     assert [len(entry.token_ids) for step in runner.steps for entry in step] == [512, 512, 176]
     assert (verdict.timings.num_forwards, verdict.timings.num_tokens) == (3, LONG_PROMPT)
     in_chunks = runner.logits[-1][0]
-    at_once = load("llama").runner.forward([Entry(1, 0, prompt)])[0]
+    at_once = load("llama").runner.forward([SequenceInput(1, 0, prompt)])[0]
     assert (in_chunks - at_once).abs().max() < 1e-5
     for block in (*runner.cache.keys, *runner.cache.values):
         assert torch.allclose(block[0, :, :LONG_PROMPT], block[1, :, :LONG_PROMPT], rtol=0, atol=1e-5)

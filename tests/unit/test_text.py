@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specsplit.orchestrator.records import Piece
+from specsplit.orchestrator.request import Piece
 from specsplit.orchestrator.text import Detokenizer, StopStrings, detokenizer_of
-from tests.language import UNITS, VOCAB_SIZE, FakeTokenizer, WindowedTokenizer
+from tests.support.language import UNITS, VOCAB_SIZE, FakeTokenizer, WindowedTokenizer
 
 decode = FakeTokenizer().decode
 token_lists = st.lists(st.one_of(st.sampled_from(UNITS), st.integers(0, VOCAB_SIZE - 1)), max_size=80)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specsplit.core.types import Proposal
-from specsplit.orchestrator.calibration import Acceptance, agreed_cell, draft_cell, lookup_cell
-from specsplit.orchestrator.lookup import LookupTree
-from specsplit.orchestrator.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
+from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cell
+from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 VOCAB_SIZE = 100
 FLAT = (-1.0,) * 10

@@ -22,7 +22,7 @@ from specsplit.model.identity import files_hash, model_folder, read_tokenizer_fi
 from specsplit.model.loader import load_model
 from specsplit.model.tokenizer import held_tokenizer_hash, tokenizer_from_files
 from specsplit.target.engine import TargetEngine
-from tests.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, save_model
 
 TEXT = "Hello, wörld 🙂\n<|endoftext|> x"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -32,7 +32,7 @@ from benchmarks.train_pair.train import Batches, TargetTask
 from benchmarks.train_pair.workspace import Interrupted, Workspace
 from specsplit.core.errors import InvalidSettings
 from specsplit.model.loader import load_model
-from tests.toy_sources import module
+from tests.support.toy_sources import module
 
 VOCAB = 320
 TARGET = Shape(num_layers=2, hidden=32, mlp=64, num_heads=2, num_kv_heads=1)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.train_pair import corpus, filters, sources
 from benchmarks.train_pair.sources import Package
 from specsplit.core.errors import InvalidSettings
-from tests.toy_sources import built, module, source
+from tests.support.toy_sources import built, module, source
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from specsplit.target.stream import TargetStream
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.stream_contract import LAST, commit, nodes, opened
 from tests.contract.verifier_contract import without_tree
-from tests.fakes import FakeTarget, Faults
-from tests.hash_model import hash_model
-from tests.rpc_servers import LOOPBACK, verifier_at
-from tests.virtual_time import run_virtual
+from tests.support.fakes import FakeTarget, Faults
+from tests.support.hash_model import hash_model
+from tests.support.rpc_servers import LOOPBACK, verifier_at
+from tests.support.virtual_time import run_virtual
 
 ONE = StreamLimits(8, 8, 1)
 

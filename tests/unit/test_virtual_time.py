@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.virtual_time import LoopClock, VirtualTimeError, run_virtual
+from tests.support.virtual_time import LoopClock, VirtualTimeError, run_virtual
 
 
 def test_an_hour_passes_at_once_and_timers_keep_their_order() -> None:

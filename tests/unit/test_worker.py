@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
-from specsplit.engine.admission import Round
-from specsplit.engine.worker import Worker, at_once
+from specsplit.engine.queue import Round
+from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.model.plan import Entry
-from tests.model_zoo import FAMILIES, save_model
-from tests.runners import SteeredRunner, steered
-from tests.works import Diary, submitted, worker_over_a_steered_runner
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.runners import SteeredRunner, steered
+from tests.support.works import Diary, submitted, worker_over_a_steered_runner
 
 MAX_SESSIONS = 4
 _models: list[LoadedModel] = []
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> None:
     _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
 
 
-def steered_worker() -> AbstractAsyncContextManager[tuple[Worker, SteeredRunner]]:
+def steered_worker() -> AbstractAsyncContextManager[tuple[Scheduler, SteeredRunner]]:
     return worker_over_a_steered_runner(_models[0])
 
 
@@ -65,8 +65,8 @@ async def test_sessions_that_wait_meet_in_one_step_and_leave_it_one_by_one() -> 
 
 
 async def test_each_entry_of_a_common_step_gets_its_own_logits() -> None:
-    def prefill(slot: int, token_ids: list[int]) -> Generator[Entry, Tensor, Tensor]:
-        return (yield Entry(slot, 0, token_ids, num_logits=len(token_ids)))
+    def prefill(slot: int, token_ids: list[int]) -> Generator[SequenceInput, Tensor, Tensor]:
+        return (yield SequenceInput(slot, 0, token_ids, num_logits=len(token_ids)))
 
     prompts = [[5, 9, 2], [7], [11, 3, 8, 1]]
     async with steered_worker() as (worker, runner):
@@ -213,7 +213,7 @@ async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
 def test_a_worker_serves_one_event_loop_after_another() -> None:
     """As a Python caller may: each asyncio.run has its own loop, the worker and its thread stay."""
     loaded, _ = steered(_models[0])
-    worker = Worker(loaded.runner, name="tested")
+    worker = Scheduler(loaded.runner, name="tested")
     for name in "ab":
         assert asyncio.run(worker.run("a", Diary().work(name)))[0] == name
     asyncio.run(worker.close())

@@ -1,0 +1,44 @@
+"""Measures forwards by their rows when a worker begins, so that nobody has to guess what a larger tree costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+
+from torch import Tensor
+
+from specsplit.engine.sessions import SessionTable
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.loader import LoadedModel
+
+_ROWS = (1, 5, 17, 33, 2, 9, 3)
+"""The most telling first: a slow model measures no more than it has time for."""
+_REPEATS = 4
+"""One after another over all sizes: what disturbs the machine for a moment, as another model's start does, disturbs one
+of them."""
+BUDGET_S = 0.3
+
+StepTimes = tuple[tuple[int, float], ...]
+
+
+def measure(
+    model: LoadedModel, sessions: SessionTable, budget_s: float = BUDGET_S
+) -> Generator[SequenceInput, Tensor, StepTimes]:
+    """Return the seconds of a forward by its rows, ascending, for as many sizes as `budget_s` allows, at least one.
+
+    Raises:
+        NoFreeSlot: every slot is in use.
+    """
+    limit = min(model.context, model.node_limit + 1)
+    sizes = [rows for rows in _ROWS if rows <= limit]
+    times: dict[int, float] = {}
+    end_s = time.perf_counter() + budget_s
+    with sessions.borrowed_slot() as slot:
+        for number, rows in enumerate((sizes[0], *sizes * _REPEATS)):  # the first forward of all is never the best
+            if number > 1 and time.perf_counter() > end_s:
+                break
+            start_s = time.perf_counter()
+            yield SequenceInput(slot.index, 0, [0] * rows, num_logits=rows)
+            times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
+    return tuple(sorted(times.items()))

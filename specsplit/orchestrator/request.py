@@ -1,0 +1,332 @@
+"""What a caller hands to the orchestrator and what it gets back: plain frozen records.
+
+Knows neither workers nor rounds; first and last station on the route of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specsplit.core.defaults import (
+    DRAFT_PATIENCE_S,
+    RETRY_S,
+)
+from specsplit.core.defaults import Mode as ChosenMode
+from specsplit.core.errors import ContextExceeded, InvalidRequest
+from specsplit.core.types import FinishReason, SamplingParams
+from specsplit.orchestrator.wire import JsonValue, Wire
+from specsplit.speculation.cost_model import Decision, Mode
+
+Piece = tuple[str, bool]
+"""Some text, and whether the draft had proposed it."""
+WorkerRole = Literal["draft", "target"]
+Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch"]
+"""Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
+that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version).
+"""
+ReplayReason = Literal["slot_lost", "slot_behind", "epoch_raised"]
+"""The worker held nothing of the session; held less than believed; or what it had executed was not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation: a prompt, how its tokens are picked, and where it ends.
+
+    `seed` None lets the orchestrator draw one; `eos_ids` None takes the tokenizer's; `timeout_s` None takes the
+    orchestrator's.
+    With `ignore_eos` an end-of-sequence token is a token like any other.
+
+    Raises:
+        InvalidRequest: a value is out of range whatever the model.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int = 128
+    sampling: SamplingParams = field(default=SamplingParams())
+    seed: int | None = None
+    choice: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    eos_ids: tuple[int, ...] | None = None
+    timeout_s: float | None = None
+    """Seconds from the start of the request until it is given up."""
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout_s)
+        if not self.prompt_ids:
+            raise InvalidRequest("The prompt is empty; give it at least one token.", param="prompt")
+        if self.max_new_tokens < 1:
+            raise InvalidRequest(
+                f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", param="max_new_tokens"
+            )
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise InvalidRequest(f"seed must be between 0 and 2^64 - 1, not {self.seed}.", param="seed")
+        if self.choice < 0:
+            raise InvalidRequest(f"choice must be 0 or more, not {self.choice}.", param="choice")
+        if "" in self.stop:
+            raise InvalidRequest("A stop string is empty; leave it out or give it some text.", param="stop")
+
+    def check_fits(self, context: int, vocab_size: int) -> None:
+        """Check the request against the target that is to serve it.
+
+        Raises:
+            ContextExceeded: the prompt leaves no room for a single token.
+            InvalidRequest: a token id lies outside the vocabulary.
+        """
+        if len(self.prompt_ids) >= context:
+            raise ContextExceeded(
+                f"The prompt has {len(self.prompt_ids)} tokens and leaves no room in a context of {context}; "
+                "shorten it or start with a larger `--context N`.",
+                param="prompt",
+            )
+        if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
+            raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
+        if any(token_id >= vocab_size for token_id, _ in self.sampling.logit_bias):
+            raise InvalidRequest(
+                f"logit_bias names a token id outside the vocabulary of {vocab_size}.", param="logit_bias"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long workers are waited for, in seconds.
+
+    `timeout_s` bounds a whole request (None: no bound). Without a bound, `retry_s` is how long a target that cannot be
+    reached is asked again. It bounds each attempt, too, if a worker `can_be_silent`: those on this event loop answer or
+    fail before anybody could wait. A proposal is waited for as long as it could save, and at least `draft_s`; what
+    comes later is not offered any more.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+
+    timeout_s: float | None = None
+    retry_s: float = RETRY_S
+    draft_s: float = DRAFT_PATIENCE_S
+    can_be_silent: bool = True
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout_s)
+        if not 0 <= self.retry_s < math.inf:
+            raise InvalidRequest(f"retry_s must be 0 or more seconds, not {self.retry_s}.", param="retry_s")
+        if not self.draft_s > 0:
+            raise InvalidRequest(f"draft_s must be more than 0 seconds, not {self.draft_s}.", param="draft_s")
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout_s must be more than 0 seconds, not {timeout_s}.", param="timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class DegradedPhase:
+    """Consecutive rounds in which one worker did not do its part, for one reason; round 0 is the prompt's.
+
+    Without the draft a round decodes plainly; without the target it takes longer. The text is the same.
+    """
+
+    worker: WorkerRole
+    reason: Reason
+    first_round: int
+    last_round: int
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {
+            "worker": self.worker,
+            "reason": self.reason,
+            "first_round": self.first_round,
+            "last_round": self.last_round,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A worker did not hold what it was believed to hold; `num_tokens` of them were sent again."""
+
+    worker: WorkerRole
+    round: int
+    reason: ReplayReason
+    num_tokens: int
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFacts:
+    """How one round was run, and why."""
+
+    number: int
+    """0 for the prompt's."""
+    mode: Mode
+    num_nodes: int
+    """Verified."""
+    num_accepted: int
+    verify_s: float
+    choice: Decision | None
+    """What `auto` went by: its plan, and the best plan of every mode with the tokens per second predicted for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round added to the answer.
+
+    `accepted[i]` tells whether `token_ids[i]` was drafted and accepted, or is the target's own pick. Text lags behind
+    tokens where a character or a possible stop string is not complete yet. Only the last chunk has a `finish_reason`
+    and the `result`; both sessions are closed by then.
+    `degraded` names the worker that did not do its part in this round, and why ("draft unreachable").
+    """
+
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    pieces: tuple[Piece, ...]
+    finish_reason: FinishReason | None = None
+    result: Result | None = None
+    degraded: str | None = None
+    facts: RoundFacts | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Where the request's time went.
+
+    `ttft_s` runs from the request to the first token, `decode_s` from the first to the last one. The device times are
+    the workers' forwards within `decode_s`.
+    """
+
+    ttft_s: float
+    decode_s: float
+    tokens_per_s: float
+    """Tokens after the first, per second of `decode_s`; 0 where there are none."""
+    draft_device_s: float = 0.0
+    target_device_s: float = 0.0
+    draft_waited_s: float = 0.0
+    """Of the draft's, at least so much was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoding:
+    """How well the draft did, over the rounds with at least one scored node, before any stop cuts the tokens.
+
+    A round's path is the longest drafted one that begins with the accepted nodes: all nodes of a chain, one branch of
+    a tree. `acceptance_histogram[k]` counts rounds that accepted k nodes. `tested_by_depth[d]` counts the rounds whose
+    accepted path offered the target at least one node at depth d + 1, `accepted_by_depth[d]` those where one matched.
+    """
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    """Tree nodes that the target scored."""
+    num_path_tokens: int = 0
+    """Nodes on the rounds' paths."""
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    tested_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    num_ahead_rounds: int = 0
+    """Rounds during which the draft went on growing the tree."""
+    num_kept_rounds: int = 0
+    """Those of them whose outcome was in the tree when the verdict came."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rounds drafted ahead whose outcome was in the tree when the verdict came."""
+        return _ratio(self.num_kept_rounds, self.num_ahead_rounds)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per round, bonus token included; 1 without speculation."""
+        return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted nodes per node drafted along the path."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_path_tokens)
+
+    @property
+    def node_acceptance_rate(self) -> float:
+        """Accepted nodes per tree node."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """Return the published fields, in JSON types."""
+        return {
+            "num_spec_steps": self.num_spec_steps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "node_acceptance_rate": self.node_acceptance_rate,
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "tested_by_depth": list(self.tested_by_depth),
+            "accepted_by_depth": list(self.accepted_by_depth),
+            "num_ahead_rounds": self.num_ahead_rounds,
+            "num_kept_rounds": self.num_kept_rounds,
+            "hit_rate": self.hit_rate,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished generation.
+
+    `token_ids` ends with the end-of-sequence token or with the token that completed a stop string; `text` ends before.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    mode: ChosenMode
+    timings: RequestTimings
+    speculative_decoding: SpeculativeDecoding
+    num_rounds: int
+    """Rounds after the prompt's."""
+    target_forwards: int
+    draft_forwards: int
+    degraded: tuple[DegradedPhase, ...] = ()
+    resyncs: tuple[Replay, ...] = ()
+    rounds_by_mode: Mapping[Mode, int] = field(default_factory=dict[Mode, int])
+    """After the prompt's."""
+    wire: Wire | None = None
+    """None where nothing travelled: every worker is in this process."""
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """Return the fields that the command line and the API publish, in JSON types."""
+        timings = self.timings
+        wire: dict[str, JsonValue] = {} if self.wire is None else {"wire": self.wire.to_dict()}
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "mode": self.mode,
+            "timings": {
+                "ttft_s": timings.ttft_s,
+                "decode_s": timings.decode_s,
+                "tokens_per_s": timings.tokens_per_s,
+                "draft_device_s": timings.draft_device_s,
+                "draft_waited_s": timings.draft_waited_s,
+                "target_device_s": timings.target_device_s,
+            },
+            "speculative_decoding": self.speculative_decoding.to_dict(),
+            "num_rounds": self.num_rounds,
+            "rounds_by_mode": {str(mode): count for mode, count in self.rounds_by_mode.items()},
+            "target_forwards": self.target_forwards,
+            "draft_forwards": self.draft_forwards,
+            "degraded": [phase.to_dict() for phase in self.degraded],
+            "resyncs": [resync.to_dict() for resync in self.resyncs],
+            **wire,
+        }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,48 @@
+"""What a user allows speculation to do: the mode, and the bounds of its trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES
+from specsplit.core.defaults import Mode as ChosenMode
+from specsplit.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How rounds are run; `auto` chooses mode and shape again and again, by what it measures.
+
+    In `pingpong` draft and target take turns, in `overlap` the draft goes on growing the tree while the target
+    verifies; in `stream` the target goes on by itself, and is sent nodes as they are grown. In all of these trees hold
+    lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
+
+    `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
+
+    Raises:
+        InvalidRequest: there is no such mode, or a bound is below 1.
+    """
+
+    mode: ChosenMode = "auto"
+    nodes: int = DEFAULT_NODES
+    depth: int = DEFAULT_DEPTH
+    branching: int = DEFAULT_BRANCHING
+    lookup: bool = True
+    max_nodes: int = DEFAULT_MAX_NODES
+    """In `auto`, which chooses nodes and depth itself."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(ChosenMode):
+            raise InvalidRequest(
+                f"mode must be one of {', '.join(get_args(ChosenMode))}, not {self.mode}.", param="mode"
+            )
+        if self.mode == "lookup" and not self.lookup:
+            raise InvalidRequest("Mode lookup cannot be without lookup.", param="lookup")
+        for name in ("nodes", "depth", "branching", "max_nodes"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+
+    def has_trees(self, *, has_draft: bool) -> bool:
+        """Return whether there is anything to make trees of; `has_draft` says whether this mode has one to ask."""
+        return has_draft or (self.lookup and self.mode != "plain")

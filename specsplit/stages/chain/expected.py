@@ -1,0 +1,39 @@
+"""What the coordinator of a model wants of its stages, told from its own files. Knows no connection."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from specsplit.model.loader import DTYPES
+from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.planner import Ends
+from specsplit.stages.shard.ends import ChainModel
+from specsplit.stages.shard.loader import ShardSpec, shard_hash
+
+
+def wanted_chain(model: ChainModel, ends: Ends, source: str | None = None) -> WantedChain:
+    """Return what stages of `model` must be; with its `source` their weights are compared with the files there.
+
+    Without it (a coordinator that has no weights) stages are only held against each other's model and layers.
+    """
+
+    @cache
+    def weights_hash(identity: StageIdentity) -> str:
+        assert source is not None
+        spec = ShardSpec(identity.start, identity.end, identity.has_embedding, identity.has_head)
+        return shard_hash(source, spec)
+
+    return WantedChain(
+        model=model.name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        dtype=next(name for name, dtype in DTYPES.items() if dtype == model.dtype),
+        context=model.context,
+        node_limit=model.node_limit,
+        num_slots=model.max_sessions,
+        ends=ends,
+        config_hash=model.config_hash,
+        tokenizer_hash=model.tokenizer_files.hash if model.tokenizer_files else "",
+        weights_hash=weights_hash if source is not None else None,
+    )

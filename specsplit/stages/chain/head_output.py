@@ -1,0 +1,59 @@
+"""What the stage with the head makes of its logits with ends = stages, so that logits never travel.
+
+The same arithmetic as a target's in one process; it knows no slots and no links.
+Legend: R wanted rows (the last committed token, then the tree's nodes), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specsplit.core.errors import InvalidPacket
+from specsplit.core.tree import depths, path_to
+from specsplit.engine.session import Sampler
+from specsplit.sampling.pick import pick
+from specsplit.sampling.processors import bias_row
+from specsplit.stages.packet import Ask, PacketSession
+
+NOT_A_NUMBER = -1
+"""The pick of a row whose logits are not numbers."""
+
+
+def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession) -> tuple[int, ...]:
+    """Return the pick of each row of `logits` [R, V]; `before` are the token ids in front of the session's rows.
+
+    Raises:
+        InvalidPacket: a node of the tree hangs above the tree's root.
+    """
+    num_rows, num_wanted = session.num_tokens, session.num_logits
+    if num_wanted == 0:
+        return ()
+    root = num_rows - num_wanted
+    parents = session.parents or range(-1, num_rows - 1)
+    tree = [parent - root - 1 for parent in parents[root + 1 :]]
+    if min(tree, default=-1) < -1:
+        raise InvalidPacket("A node of a packet's tree hangs above the tree's root.")
+    nodes = session.token_ids[root + 1 :]
+    paths: list[list[int]] | None = None
+    if sampler.needs_paths:
+        paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
+    committed = [*before, *session.token_ids[: root + 1]]
+    scores = sampler.scores(logits, committed, [0, *depths(tree)], paths)
+    picks = pick(scores)  # of a row with a NaN, the NaN
+    picked: list[float] = scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).flatten().tolist()
+    return tuple(
+        NOT_A_NUMBER if math.isnan(score) else token for token, score in zip(picks.tolist(), picked, strict=True)
+    )
+
+
+def log_probs_of(ask: Ask, logits: Tensor) -> tuple[float, ...]:
+    """Return log_softmax(logits + bias) of the asked tokens, one for each of the last rows of `logits` [R, V]."""
+    logits = logits[len(logits) - len(ask.scored) :].float()
+    bias = bias_row(ask.params.sampling, logits.shape[-1], logits.device)
+    shifted = logits if bias is None else logits + bias
+    wanted = torch.tensor(ask.scored, device=logits.device).unsqueeze(-1)
+    return tuple(torch.log_softmax(shifted, -1).gather(-1, wanted).squeeze(-1).tolist())

@@ -1,0 +1,295 @@
+"""One stage of a chain: hidden states in, its layers, hidden states (or picks) out. Implements the Stage port.
+
+It owns its KV slots' contents and nothing else: which session a slot serves, what follows and what to do about a lost
+row is the coordinator's to know. With ends = coordinator it never sees a token id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
+from specsplit.engine.executor import Executor
+from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.stages.chain.head_output import log_probs_of, picks_of
+from specsplit.stages.chain.stage_slot import StageSlot
+from specsplit.stages.identity import StageIdentity
+from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
+from specsplit.stages.shard.loader import LoadedShard
+from specsplit.stages.shard.payload import from_payload, payload_type, to_payload, torch_dtype
+from specsplit.stages.slot_state import SlotState
+
+_HEADER_BYTES, _NOTE_BYTES = 256, 12
+"""Of an exported slot: its header with alignment, and per row its prefix hash and token id."""
+
+
+@dataclass(slots=True)
+class StageStatistics:
+    """Counted since the start."""
+
+    num_packets: int = 0
+    """Computed ones."""
+    num_tokens: int = 0
+    num_behind: int = 0
+    """Packets sent back since slots held too few rows."""
+
+
+class StageEngine:
+    """Stage `index` of a chain of `num_stages`, over one shard; takes packets in the order in which they come."""
+
+    def __init__(
+        self, shard: LoadedShard, *, index: int = 0, num_stages: int = 1, device: Executor | None = None
+    ) -> None:
+        if shard.spec.is_empty:
+            raise InvalidSettings("A stage of a chain needs at least one layer.")
+        self.shard, self.index, self.num_stages = shard, index, num_stages
+        self.statistics = StageStatistics()
+        self._slots = [StageSlot(slot) for slot in range(shard.max_sessions)]
+        self._dtype = payload_type(shard.runner.dtype)
+        self._worker = Scheduler(shard.runner, name="stage", threads=shard.threads, device=device)
+
+    @property
+    def identity(self) -> StageIdentity:
+        """Return who this stage is to a coordinator."""
+        shard, cache = self.shard, self.shard.runner.cache
+        return StageIdentity(
+            model=shard.name,
+            num_layers=shard.num_layers,
+            start=shard.spec.start,
+            end=shard.spec.end,
+            has_embedding=shard.spec.has_embedding,
+            has_head=shard.spec.has_head,
+            hidden_size=shard.hidden_size,
+            vocab_size=shard.vocab_size,
+            dtype=shard.dtype,
+            context=shard.context,
+            node_limit=shard.node_limit,
+            num_slots=shard.max_sessions,
+            slot_bytes=_HEADER_BYTES + cache.capacity * (shard.kv_bytes_per_token + _NOTE_BYTES),
+            config_hash=shard.config_hash,
+            weights_hash=shard.weights_hash,
+        )
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device computes."""
+        return self._worker.is_well
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may ever be well again."""
+        return self._worker.is_alive
+
+    async def place(self, index: int, num_stages: int) -> None:
+        """Stand at `index` in a chain of `num_stages` from the next packet on."""
+
+        def stand() -> None:
+            self.index, self.num_stages = index, num_stages
+
+        await to_its_end(self._run(stand))
+
+    async def forward(self, packet: Packet) -> Packet:
+        """Keep what the packet says of the last step, write its rows and return the packet for the next stage."""
+        return await self._run(lambda: self._forward(packet))
+
+    async def end(self, slot: int, epoch: int | None = None) -> None:
+        """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""
+        self._check_slot(slot)
+
+        def forget() -> None:
+            if epoch is None:
+                self._slots[slot] = StageSlot(slot)
+            elif self._slots[slot].epoch <= epoch:
+                self._slots[slot] = StageSlot(slot, epoch + 1)
+
+        await to_its_end(self._run(forget))
+
+    async def reset(self) -> None:
+        """Forget what all slots hold, for a coordinator that begins."""
+
+        def forget() -> None:
+            self._slots = [StageSlot(slot.index) for slot in self._slots]
+
+        await to_its_end(self._run(forget))
+
+    async def export_kv(self, slot: int) -> SlotState:
+        """Return what a slot holds, the rows of its last step included, and nothing behind them."""
+        self._check_slot(slot)
+        return await self._run(lambda: self._export(self._slots[slot]))
+
+    async def import_kv(self, state: SlotState) -> None:
+        """Take over what the same layers held in a slot elsewhere."""
+        self._check_slot(state.slot)
+        await self._run(lambda: self._import(state))
+
+    async def aclose(self) -> None:
+        """Take no more packets."""
+        await self._worker.close()
+
+    async def _run(self, action: Any) -> Any:
+        result, _ = await self._worker.run(None, at_once(action))
+        return result
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < len(self._slots):
+            raise InvalidPacket(f"There is no slot {slot}; this stage has {len(self._slots)}.")
+
+    # What follows runs on the device.
+
+    @torch.inference_mode()
+    def _forward(self, packet: Packet) -> Packet:
+        hidden = self._checked(packet)
+        for session in packet.sessions:
+            self._slots[session.slot].check(session)
+        have: dict[int, int] = {}
+        for session in packet.sessions:
+            held = self._slots[session.slot].admit(session, self.shard.runner.cache)
+            if held is not None:
+                have[session.slot] = held
+        if have:
+            self.statistics.num_behind += 1
+            raise StageBehind(have)
+        try:
+            rows = self.shard.runner.rows([self._entry(session) for session in packet.sessions], hidden)
+        except InvalidRequest as error:  # hidden states that are not finite
+            raise InvalidPacket(f"Stage {packet.stage_from} sent what cannot be computed: {error}") from error
+        for session in packet.sessions:
+            self._slots[session.slot].write(session, packet.request_id)
+        self.statistics.num_packets += 1
+        self.statistics.num_tokens += packet.num_tokens
+        return self._following(packet, rows)
+
+    def _checked(self, packet: Packet) -> Tensor | None:
+        """Return the packet's hidden states, None where token ids enter.
+
+        Raises:
+            InvalidPacket: it is for another stage or model, or reaches beyond a slot.
+        """
+        spec, hidden_size = self.shard.spec, self.shard.hidden_size
+        if (packet.stage_from, packet.stage_to) != (self.index - 1, self.index):
+            raise InvalidPacket(
+                f"A packet from stage {packet.stage_from} to {packet.stage_to} arrived at stage {self.index}."
+            )
+        if (packet.hidden_size, packet.dtype) != (hidden_size, self._dtype):
+            raise InvalidPacket(
+                f"A packet of {packet.dtype.name} hidden states of size {packet.hidden_size} does not fit a stage of "
+                f"{self._dtype.name} and size {hidden_size}."
+            )
+        if packet.has_hidden == spec.has_embedding:
+            raise InvalidPacket(f"A stage of {spec} takes {'token ids' if spec.has_embedding else 'hidden states'}.")
+        for session in packet.sessions:
+            self._check_session(session)
+        if spec.has_embedding:
+            return None
+        return from_payload(packet.payload, self.shard.runner.dtype, packet.num_rows, hidden_size)
+
+    def _check_session(self, session: PacketSession) -> None:
+        self._check_slot(session.slot)
+        spec, cache = self.shard.spec, self.shard.runner.cache
+        if session.start + session.depth > self.shard.context or session.start + session.num_tokens > cache.capacity:
+            raise InvalidPacket(f"A packet reaches beyond the context of {self.shard.context} tokens.")
+        if spec.has_embedding or spec.has_head:
+            vocab_size = self.shard.vocab_size
+            if len(session.token_ids) != session.num_tokens or max(session.token_ids) >= vocab_size:
+                raise InvalidPacket(f"A stage of {spec} needs token ids below {vocab_size}.")
+            if session.ask and any(token >= vocab_size for token in session.ask.scored):
+                raise InvalidPacket(f"A token to score is outside the vocabulary of {vocab_size}.")
+
+    def _entry(self, session: PacketSession) -> SequenceInput:
+        token_ids = session.token_ids if self.shard.spec.has_embedding else [0] * session.num_tokens
+        return SequenceInput(session.slot, session.start, token_ids, session.parents, session.num_logits)
+
+    def _following(self, packet: Packet, rows: Tensor) -> Packet:
+        """Return the packet for the next stage: hidden states of all rows; from the last one, what is wanted."""
+        is_last = self.index == self.num_stages - 1
+        if not is_last:
+            return replace(
+                packet, stage_from=self.index, stage_to=self.index + 1, dtype=self._dtype, payload=to_payload(rows)
+            )
+        has_head = self.shard.spec.has_head
+        sessions = self._answers(packet, rows) if has_head else [_answer(session) for session in packet.sessions]
+        return replace(
+            packet,
+            stage_from=self.index,
+            stage_to=COORDINATOR,
+            dtype=self._dtype,
+            sessions=tuple(sessions),
+            payload=b"" if has_head else to_payload(rows[_wanted(packet)]),
+        )
+
+    def _answers(self, packet: Packet, logits: Tensor) -> list[PacketSession]:
+        answers: list[PacketSession] = []
+        shares = logits.split([session.num_logits for session in packet.sessions])
+        for session, share in zip(packet.sessions, shares, strict=True):
+            answer, slot = _answer(session), self._slots[session.slot]
+            if session.ask is None:
+                answers.append(answer)
+            elif session.ask.scored:
+                answers.append(replace(answer, log_probs=log_probs_of(session.ask, share)))
+            else:
+                sampler = slot.sampler(session.ask.params, self.shard.vocab_size, self.shard.runner.device)
+                picks = picks_of(sampler, share, slot.ids[: session.start], session)
+                answers.append(replace(answer, picks=picks))
+        return answers
+
+    def _export(self, slot: StageSlot) -> SlotState:
+        rows, cache, spec = slot.num_rows, self.shard.runner.cache, self.shard.spec
+        layers = [
+            block[slot.index, :, :rows].reshape(-1)
+            for pair in zip(cache.keys, cache.values, strict=True)
+            for block in pair
+        ]
+        return SlotState(
+            slot=slot.index,
+            epoch=max(slot.epoch, 0),
+            length=slot.length,
+            first_layer=spec.start,
+            end_layer=spec.end,
+            dtype=self._dtype,
+            hashes=tuple(slot.hashes[:rows]),
+            token_ids=tuple(slot.ids[:rows]),
+            pending=slot.pending,
+            payload=to_payload(torch.cat(layers)),
+        )
+
+    @torch.inference_mode()
+    def _import(self, state: SlotState) -> None:
+        cache, spec, rows = self.shard.runner.cache, self.shard.spec, state.num_rows
+        blocks = [block for pair in zip(cache.keys, cache.values, strict=True) for block in pair]
+        sizes = [block.shape[1] * rows * block.shape[3] for block in blocks]
+        fits = (state.first_layer, state.end_layer, state.dtype) == (spec.start, spec.end, self._dtype)
+        num_bytes = memoryview(state.payload).nbytes
+        if not fits or rows > cache.capacity or num_bytes != sum(sizes) * self._dtype.itemsize:
+            raise InvalidPacket(
+                f"A slot of {state.dtype.name} layers {state.first_layer}:{state.end_layer} with {rows} rows in "
+                f"{num_bytes} bytes does not fit a stage of {self._dtype.name} {spec}."
+            )
+        if rows:
+            dtype = torch_dtype(state.dtype)
+            assert dtype is not None
+            values = from_payload(state.payload, dtype, sum(sizes))
+            if not values.isfinite().all():
+                raise InvalidPacket("The rows of an exported slot are not finite.")
+            for block, part in zip(blocks, values.split(sizes), strict=True):
+                block[state.slot, :, :rows] = part.view(block.shape[1], rows, block.shape[3])
+        self._slots[state.slot].take_over(state)
+
+
+def _answer(session: PacketSession) -> PacketSession:
+    return PacketSession(session.slot, session.epoch, session.start, num_logits=session.num_logits)
+
+
+def _wanted(packet: Packet) -> Tensor:
+    """Return the indices of the wanted rows among all: the last of each session."""
+    indices: list[int] = []
+    end = 0
+    for session in packet.sessions:
+        end += session.num_tokens
+        indices.extend(range(end - session.num_logits, end))
+    return torch.tensor(indices, dtype=torch.long)

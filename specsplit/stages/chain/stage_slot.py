@@ -1,0 +1,95 @@
+"""What a stage remembers of one slot: how many rows count, and which packet wrote the last ones.
+
+Legend: rows [0, length) are committed; the rows of the last packet follow until a keep-list says which of them stay.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specsplit.core.errors import InvalidPacket, StaleEpoch
+from specsplit.core.types import SessionParams
+from specsplit.engine.session import Sampler
+from specsplit.model.kv_cache import KVCache
+from specsplit.stages.packet import Keep, PacketSession
+from specsplit.stages.slot_state import Pending, SlotState
+
+
+class StageSlot:
+    """One slot's rows; the coordinator says what they mean, the prefix hashes that they are the ones it means."""
+
+    def __init__(self, index: int, epoch: int = -1) -> None:
+        self.index, self.epoch = index, epoch
+        self.length = 0
+        self.hashes: list[int] = []
+        """One per row, those of the last packet included."""
+        self.ids: list[int] = []
+        """Alike, where token ids travel with packets."""
+        self.pending: Pending | None = None
+        self._sampler: Sampler | None = None
+
+    def sampler(self, params: SessionParams, vocab_size: int, device: torch.device) -> Sampler:
+        """Return the sampler of `params`, made once as long as they stay the same."""
+        if self._sampler is None or self._sampler.params != params:
+            self._sampler = Sampler(params, vocab_size, device)
+        return self._sampler
+
+    def check(self, session: PacketSession) -> None:
+        """Check what can be checked before anything changes.
+
+        Raises:
+            StaleEpoch: a later epoch was seen.
+            InvalidPacket: the keep-list names rows that its packet did not have.
+        """
+        if session.epoch < self.epoch:
+            raise StaleEpoch(f"epoch {session.epoch} of slot {self.index} is over; epoch {self.epoch} has begun")
+        keep = session.keep
+        pending = self.pending if session.epoch == self.epoch else None
+        if keep is None or pending is None or keep.request_id != pending.request_id:
+            return
+        if keep.rows and keep.rows[-1] >= pending.count:
+            raise InvalidPacket(f"A keep-list names row {keep.rows[-1]} of a packet of {pending.count} rows.")
+
+    def admit(self, session: PacketSession, cache: KVCache) -> int | None:
+        """Keep what the session says of the last step, then roll back to where it starts.
+
+        Returns how many rows the slot has of those that the session builds on; None if all, so that it can be run.
+        """
+        if session.epoch > self.epoch:
+            self.epoch, self.pending = session.epoch, None
+        if session.keep is not None:
+            self._keep(session.keep, cache)
+        if session.start > self.length:
+            return self.length
+        if session.start and self.hashes[session.start - 1] != session.base_hash:
+            self.length, self.pending = 0, None
+            return 0
+        self.length, self.pending = session.start, None
+        return None
+
+    def write(self, session: PacketSession, request_id: int) -> None:
+        """Note the rows that were computed for the session."""
+        self.hashes[session.start :] = session.hashes
+        self.ids[session.start :] = session.token_ids
+        self.pending = Pending(request_id, session.start, session.num_tokens)
+
+    def _keep(self, keep: Keep, cache: KVCache) -> None:
+        pending = self.pending
+        if pending is None or pending.request_id != keep.request_id:
+            return
+        rows = [pending.start + row for row in keep.rows]
+        cache.move_rows(self.index, rows, pending.start)
+        self.hashes[pending.start :] = [self.hashes[row] for row in rows]
+        if self.ids:
+            self.ids[pending.start :] = [self.ids[row] for row in rows]
+        self.length, self.pending = pending.start + len(rows), None
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows in use, those of the last packet included."""
+        return self.length if self.pending is None else self.pending.start + self.pending.count
+
+    def take_over(self, state: SlotState) -> None:
+        """Become what another process held."""
+        self.epoch, self.length, self.pending = state.epoch, state.length, state.pending
+        self.hashes, self.ids = list(state.hashes), list(state.token_ids)

@@ -1,0 +1,130 @@
+"""A target over a chain of stages with ends = stages: picks are made behind the last layer, logits never travel.
+
+With ends = coordinator the logits are this process's own, and a plain TargetEngine over a ChainRunner is all it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from specsplit.core.errors import ModelDamaged
+from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
+from specsplit.engine.executor import Executor
+from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession
+from specsplit.engine.sessions import TTL_S
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.runner import Runner
+from specsplit.stages.chain.head_output import NOT_A_NUMBER
+from specsplit.stages.chain.runner import CHUNK_TOKENS, MAX_ATTEMPTS, WINDOW, ChainRunner, Ends
+from specsplit.stages.chain.step_slice import ChainInput
+from specsplit.stages.packet import Ask
+from specsplit.stages.ports import EndsSlots, StageLink
+from specsplit.stages.shard.ends import ChainModel
+from specsplit.target.engine import TargetEngine
+from specsplit.target.score import check_score
+
+
+class ChainTarget(TargetEngine):
+    """The target engine, but for who applies the sampler: the stage with the head, by what every entry asks."""
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> Scores:
+        """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
+        biases = check_score(self._model, prompt, scored, logit_bias)
+        log_probs, timings = await self._worker.run(None, self._scored(prompt, scored, biases))
+        return Scores(log_probs, timings)
+
+    def _scored(
+        self, prompt: Sequence[int], scored: Sequence[int], biases: SamplingParams
+    ) -> Generator[SequenceInput, Tensor, tuple[float, ...]]:
+        token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
+        values: list[float] = []
+        with self._sessions.borrowed_slot() as slot:
+            for start in range(0, len(token_ids), MAX_STEP_TOKENS):
+                chunk = token_ids[start : start + MAX_STEP_TOKENS]
+                num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
+                wanted = tuple(scored[len(values) : len(values) + num_scored])
+                ask = Ask(SessionParams(biases), wanted) if wanted else None
+                values += (yield ChainInput(slot.index, start, chunk, num_logits=num_scored, ask=ask)).tolist()
+        if not all(map(math.isfinite, values)):
+            raise self._damaged()
+        return tuple(values)
+
+    @staticmethod
+    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> SequenceInput:
+        entry, sampler = TargetEngine._entry(session, tail, proposal, tree), session.sampler
+        assert sampler is not None
+        return ChainInput(
+            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, Ask(sampler.params)
+        )
+
+    def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
+        """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
+        picks: list[int] = logits.tolist()
+        if NOT_A_NUMBER in picks:
+            raise self._damaged()
+        return picks
+
+    def _damaged(self) -> ModelDamaged:
+        return ModelDamaged(
+            f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+            f"{self._model.dtype}: try --dtype fp32."
+        )
+
+
+def chain_target(
+    model: ChainModel,
+    link: StageLink,
+    loop: asyncio.AbstractEventLoop,
+    ends: Ends | None = None,
+    *,
+    device: Executor | None = None,
+    ttl_s: float = TTL_S,
+    chunk_tokens: int = CHUNK_TOKENS,
+    window: int = WINDOW,
+    max_attempts: int = MAX_ATTEMPTS,
+    max_under_way: int | None = None,
+) -> tuple[TargetEngine, ChainRunner]:
+    """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
+
+    `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
+    computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
+    sessions are freed when they were not used for `ttl_s`, and the stages forget what freed slots held. `max_under_way`
+    steps of different sessions are on their way at once, by default one a stage.
+    """
+    runner = ChainRunner(
+        link,
+        loop,
+        num_slots=model.max_sessions,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
+        ends=ends,
+        chunk_tokens=chunk_tokens,
+        window=window,
+        max_attempts=max_attempts,
+        max_under_way=max_under_way,
+    )
+    # A ChainRunner has of a Runner what engines use: forward, begin, max_under_way, cache.move_rows, device, dtype,
+    # vocab_size, statistics.
+    loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
+    return kind(loaded, device, ttl_s=ttl_s, on_release=_ending(runner, link, loop)), runner
+
+
+def _ending(runner: ChainRunner, link: StageLink, loop: asyncio.AbstractEventLoop) -> Callable[[int], None]:
+    """Return what forgets a slot that has become free, in the stages too as soon as they hear of it."""
+
+    def end(slot: int) -> None:
+        epoch = runner.cache.slots[slot].end()
+        if epoch is not None and isinstance(link, EndsSlots):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the coordinator gone for its stages
+                loop.call_soon_threadsafe(link.end, slot, epoch)
+
+    return end

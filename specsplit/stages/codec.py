@@ -1,0 +1,259 @@
+"""Stage packets as bytes and back (protocol.md 2): a header, the sessions, padding, then the payload as it lies.
+
+A crc32 over header and payload tells damage on the way (CorruptPacket: nothing in it can be trusted, only the link is
+known) from a peer that writes nonsense (InvalidPacket). Nothing is allocated for what a packet merely claims.
+
+header   magic, version, request_id, session, epoch, step_kind, batch, seq, hidden_size, dtype, layout, token_index,
+         stage_from, stage_to, body_bytes, payload_bytes, crc32; session, epoch, token_index are the first session's
+session  slot, epoch, start, base_hash, counts and flags; then the prefix hashes and whatever the flags name
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from enum import IntFlag
+from typing import Any, TypeVar
+
+from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.stages.packet import Ask, Buffer, Keep, Layout, Packet, PacketSession, PayloadType, StepKind
+
+_MAGIC, _VERSION = b"SSPK", 1
+_HEADER = struct.Struct("<4sHQIQBIIIBBIhhIQ")
+_CRC = struct.Struct("<I")
+_SESSION = struct.Struct("<IQIQIIB")
+_KEEP = struct.Struct("<QI")
+_PARAMS = struct.Struct("<ddIddddQQII")
+_COUNT = struct.Struct("<I")
+_ALIGNMENT = 64
+"""The payload begins at a multiple of it, so that tensors can lie right on a received message."""
+
+T = TypeVar("T")
+
+
+class _Has(IntFlag):
+    PARENTS = 1
+    KEEP = 2
+    TOKEN_IDS = 4
+    ASK = 8
+    PICKS = 16
+    LOG_PROBS = 32
+
+
+def encode(packet: Packet) -> list[Buffer]:
+    """Return the packet's bytes as buffers; the last one is its payload, not copied."""
+    body = b"".join(_session(session) for session in packet.sessions)
+    first = packet.sessions[0]
+    payload = memoryview(packet.payload).cast("B")
+    header = _HEADER.pack(
+        _MAGIC,
+        _VERSION,
+        packet.request_id,
+        first.slot,
+        first.epoch,
+        packet.step_kind,
+        packet.batch,
+        packet.seq,
+        packet.hidden_size,
+        packet.dtype,
+        packet.layout,
+        first.start,
+        packet.stage_from,
+        packet.stage_to,
+        len(body),
+        payload.nbytes,
+    )
+    body += bytes(_padding(len(header) + _CRC.size + len(body)))
+    crc = zlib.crc32(payload, zlib.crc32(body, zlib.crc32(header)))
+    return [header + _CRC.pack(crc) + body, payload]
+
+
+def decode(data: Buffer, link: str = "a link") -> Packet:
+    """Return the packet in `data`, its payload a view of it; `link` names where the bytes came from.
+
+    Raises:
+        CorruptPacket: the bytes are not those that were sent.
+        InvalidPacket: they are, and say what cannot be.
+    """
+    view = memoryview(data).cast("B")
+    head = _HEADER.size + _CRC.size
+    if view.nbytes < head or bytes(view[:4]) != _MAGIC:
+        raise CorruptPacket(link)
+    (crc,) = _CRC.unpack_from(view, _HEADER.size)
+    if crc != zlib.crc32(view[head:], zlib.crc32(view[: _HEADER.size])):
+        raise CorruptPacket(link)
+    try:
+        return _packet(view, head)
+    except (struct.error, ValueError, OverflowError) as error:
+        raise InvalidPacket(f"A stage packet cannot be read ({error}).") from error
+    except InvalidRequest as error:
+        raise InvalidPacket(f"A stage packet carries sampling parameters out of range: {error}") from error
+
+
+def _packet(view: memoryview, head: int) -> Packet:
+    (
+        _,
+        version,
+        request_id,
+        slot,
+        epoch,
+        step_kind,
+        batch,
+        seq,
+        hidden_size,
+        dtype,
+        layout,
+        token_index,
+        stage_from,
+        stage_to,
+        body_bytes,
+        payload_bytes,
+    ) = _HEADER.unpack_from(view)
+    if version != _VERSION:
+        raise InvalidPacket(f"A stage packet has version {version}; this process speaks {_VERSION}.")
+    start = head + body_bytes + _padding(head + body_bytes)
+    if start + payload_bytes != view.nbytes:
+        raise InvalidPacket(f"A stage packet of {view.nbytes} bytes says that it has {start + payload_bytes}.")
+    reader = _Reader(view[head : head + body_bytes])
+    sessions: list[PacketSession] = []
+    while not reader.is_at_end:
+        sessions.append(reader.session())
+    packet = Packet(
+        request_id=request_id,
+        step_kind=StepKind(step_kind),
+        hidden_size=hidden_size,
+        dtype=PayloadType(dtype),
+        stage_from=stage_from,
+        stage_to=stage_to,
+        sessions=tuple(sessions),
+        payload=view[start:],
+        layout=Layout(layout),
+    )
+    first = packet.sessions[0]
+    if (slot, epoch, token_index, batch, seq) != (first.slot, first.epoch, first.start, packet.batch, packet.seq):
+        raise InvalidPacket("The header of a stage packet contradicts what follows it.")
+    return packet
+
+
+def _padding(num_bytes: int) -> int:
+    return -num_bytes % _ALIGNMENT
+
+
+def _session(session: PacketSession) -> bytes:
+    parts: list[tuple[_Has, Callable[[], bytes]]] = []
+    if (parents := session.parents) is not None:
+        parts.append((_Has.PARENTS, lambda: _array("H", [parent + 1 for parent in parents])))
+    if (keep := session.keep) is not None:
+        parts.append((_Has.KEEP, lambda: _KEEP.pack(keep.request_id, len(keep.rows)) + _array("H", keep.rows)))
+    if session.token_ids:
+        parts.append((_Has.TOKEN_IDS, lambda: _array("I", session.token_ids)))
+    if (ask := session.ask) is not None:
+        parts.append((_Has.ASK, lambda: _params(ask.params) + _counted("I", ask.scored)))
+    if session.picks:
+        parts.append((_Has.PICKS, lambda: _array("i", session.picks)))
+    if session.log_probs:
+        parts.append((_Has.LOG_PROBS, lambda: _counted("d", session.log_probs)))
+    fixed = _SESSION.pack(
+        session.slot,
+        session.epoch,
+        session.start,
+        session.base_hash,
+        session.num_tokens,
+        session.num_logits,
+        sum(flag for flag, _ in parts),
+    )
+    return b"".join([fixed, _array("Q", session.hashes), *(write() for _, write in parts)])
+
+
+def _array(code: str, values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def _counted(code: str, values: Sequence[float]) -> bytes:
+    return _COUNT.pack(len(values)) + _array(code, values)
+
+
+def _params(params: SessionParams) -> bytes:
+    """Return what picks depend on; a session's eos ids and limit of tokens stay with the coordinator."""
+    sampling = params.sampling
+    biases = sampling.logit_bias
+    fixed = _PARAMS.pack(
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+        params.seed,
+        params.choice,
+        params.prompt_length,
+        len(biases),
+    )
+    return fixed + _array("I", [token for token, _ in biases]) + _array("d", [bias for _, bias in biases])
+
+
+class _Reader:
+    """Takes values from the front of the sessions' bytes; struct.error where they end too early."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at == self._view.nbytes
+
+    def session(self) -> PacketSession:
+        slot, epoch, start, base_hash, num_tokens, num_logits, flags = self._struct(_SESSION)
+        has = _Has(flags)
+
+        def optional(flag: _Has, read: Callable[[], T], default: T) -> T:
+            return read() if has & flag else default
+
+        return PacketSession(
+            slot,
+            epoch,
+            start,
+            base_hash,
+            hashes=self._array("Q", num_tokens),
+            parents=optional(_Has.PARENTS, lambda: tuple(p - 1 for p in self._array("H", num_tokens)), None),
+            keep=optional(_Has.KEEP, self._keep, None),
+            token_ids=optional(_Has.TOKEN_IDS, lambda: self._array("I", num_tokens), ()),
+            num_logits=num_logits,
+            ask=optional(_Has.ASK, self._ask, None),
+            picks=optional(_Has.PICKS, lambda: self._array("i", num_logits), ()),
+            log_probs=optional(_Has.LOG_PROBS, lambda: self._counted("d"), ()),
+        )
+
+    def _keep(self) -> Keep:
+        request_id, count = self._struct(_KEEP)
+        return Keep(request_id, self._array("H", count))
+
+    def _ask(self) -> Ask:
+        *sampling, seed, choice, prompt_length, num_biases = self._struct(_PARAMS)
+        token_ids, values = self._array("I", num_biases), self._array("d", num_biases)
+        params = SessionParams(
+            sampling=SamplingParams(*sampling, logit_bias=tuple(zip(token_ids, values, strict=True))),
+            seed=seed,
+            choice=choice,
+            prompt_length=prompt_length,
+        )
+        return Ask(params, self._counted("I"))
+
+    def _counted(self, code: str) -> tuple[Any, ...]:
+        (count,) = self._struct(_COUNT)
+        return self._array(code, count)
+
+    def _array(self, code: str, count: int) -> tuple[Any, ...]:
+        size = struct.calcsize("<" + code) * count
+        if size > self._view.nbytes - self._at:
+            raise InvalidPacket(f"A stage packet ends within {count} values that it announces.")
+        self._at += size
+        return struct.unpack(f"<{count}{code}", self._view[self._at - size : self._at])
+
+    def _struct(self, of: struct.Struct) -> tuple[Any, ...]:
+        values = of.unpack_from(self._view, self._at)
+        self._at += of.size
+        return values

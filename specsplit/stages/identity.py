@@ -1,0 +1,173 @@
+"""Who a stage is, and what a coordinator wants of a chain of them; refuses what does not fit, in one sentence each.
+
+Knows no model, no tensor and no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from specsplit.core.errors import PeerMismatch
+from specsplit.core.types import PROTOCOL_VERSION
+from specsplit.stages.planner import Ends
+
+
+@dataclass(frozen=True, slots=True)
+class StageIdentity:
+    """What one stage holds: layers `start` to `end` - 1 of a model of `num_layers`, perhaps its ends, and slots."""
+
+    model: str
+    num_layers: int
+    start: int
+    end: int
+    has_embedding: bool
+    has_head: bool
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    context: int
+    """Tokens that one session may hold."""
+    node_limit: int
+    """Rows of a tree behind them."""
+    num_slots: int
+    slot_bytes: int
+    """Of the largest exported slot."""
+    config_hash: str
+    """Of the model's config.json."""
+    weights_hash: str
+    """Of the tensors that the stage has read, in however many files they are."""
+    tokenizer_hash: str = ""
+    protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def layers(self) -> str:
+        """Return the layer range as users write it."""
+        return f"{self.start}:{self.end}"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChain:
+    """What the coordinator of a model needs of its stages."""
+
+    model: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    context: int
+    node_limit: int
+    num_slots: int
+    ends: Ends
+    config_hash: str
+    tokenizer_hash: str = ""
+    weights_hash: Callable[[StageIdentity], str] | None = None
+    """Of the same tensors in the coordinator's own files; None where it has none, and stages are believed."""
+
+    def check_chain(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
+        """Check that stages, each with its address, make up the model in this order.
+
+        Raises:
+            PeerMismatch: one does not fit the model, or together they do not cover its layers.
+        """
+        for address, identity in stages:
+            self.check_stage(address, identity)
+        self._check_cover(stages)
+
+    def check_stage(self, address: str, identity: StageIdentity) -> None:
+        """Check one stage by itself, wherever it stands.
+
+        Raises:
+            PeerMismatch: it is of another model, or holds less than is needed.
+        """
+        peer = f"The stage at {address}"
+        if identity.protocol_version != PROTOCOL_VERSION:
+            raise PeerMismatch(
+                f"{peer} speaks protocol version {identity.protocol_version}, not {PROTOCOL_VERSION} as here; install "
+                "the same release on both sides."
+            )
+        shape = (identity.num_layers, identity.hidden_size, identity.vocab_size)
+        same = identity.config_hash == self.config_hash and shape == (
+            self.num_layers,
+            self.hidden_size,
+            self.vocab_size,
+        )
+        if not same:
+            raise PeerMismatch(
+                f"{peer} has another model ({identity.model}, config {identity.config_hash}) than the coordinator "
+                f"({self.model}, config {self.config_hash})."
+            )
+        if identity.dtype != self.dtype:
+            raise PeerMismatch(f"{peer} computes in {identity.dtype}, not in {self.dtype}; give both the same --dtype.")
+        self._check_room(peer, identity)
+        self._check_ends(peer, identity)
+        self._check_hashes(peer, identity)
+
+    def _check_room(self, peer: str, identity: StageIdentity) -> None:
+        for name, has, wants in (
+            ("a context of {} tokens", identity.context, self.context),
+            ("room for trees of {} nodes", identity.node_limit, self.node_limit),
+            ("{} slots", identity.num_slots, self.num_slots),
+        ):
+            if has < wants:
+                raise PeerMismatch(f"{peer} has {name.format(has)}, but the coordinator needs {wants}.")
+
+    def _check_ends(self, peer: str, identity: StageIdentity) -> None:
+        on_stages = self.ends == "stages"
+        embeds, picks = on_stages and identity.start == 0, on_stages and identity.end == self.num_layers
+        for end, has, wants in (("embedding", identity.has_embedding, embeds), ("head", identity.has_head, picks)):
+            if has and not wants:
+                raise PeerMismatch(
+                    f"{peer} holds the {end}, which with ends = {self.ends} a stage of layers {identity.layers} must "
+                    f"not; start it with the ends where the coordinator wants them."
+                )
+            if wants and not has:
+                raise PeerMismatch(
+                    f"{peer} has layers {identity.layers} without the {end}, which belongs there with ends = stages."
+                )
+
+    def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
+        wanted = self.weights_hash(identity) if self.weights_hash is not None else identity.weights_hash
+        if identity.weights_hash != wanted:
+            raise PeerMismatch(
+                f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
+                f"coordinator ({wanted}); give both the same files."
+            )
+        if identity.tokenizer_hash and self.tokenizer_hash and identity.tokenizer_hash != self.tokenizer_hash:
+            raise PeerMismatch(
+                f"{peer} has another tokenizer ({identity.tokenizer_hash}) than the coordinator "
+                f"({self.tokenizer_hash}); give both the same files."
+            )
+
+    def _check_cover(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
+        if not stages:
+            raise PeerMismatch("A chain needs at least one stage; name its address.")
+        order = "name the stages in the order of their layers"
+        address, first = stages[0]
+        if first.start != 0:
+            raise PeerMismatch(
+                f"The first stage, at {address}, has layers {first.layers} and does not begin with layer 0; {order}."
+            )
+        for (before, one), (behind, other) in pairwise(stages):
+            if other.start < one.start:
+                raise PeerMismatch(
+                    f"The stage at {behind} (layers {other.layers}) stands behind that at {before} (layers "
+                    f"{one.layers}); {order}."
+                )
+            if other.start < one.end:
+                raise PeerMismatch(
+                    f"The stages at {before} (layers {one.layers}) and {behind} (layers {other.layers}) overlap; every "
+                    "layer needs exactly one stage."
+                )
+            if other.start > one.end:
+                raise PeerMismatch(
+                    f"Layers {one.end}:{other.start} are missing between the stages at {before} (layers {one.layers}) "
+                    f"and {behind} (layers {other.layers})."
+                )
+        address, last = stages[-1]
+        if last.end != self.num_layers:
+            raise PeerMismatch(
+                f"Layers {last.end}:{self.num_layers} are missing behind the last stage, at {address} (layers "
+                f"{last.layers})."
+            )

@@ -1,0 +1,395 @@
+"""Which layers go to which stage, and what every stage then holds and sends: even, by hand, or by memory.
+
+Pure arithmetic over a ModelShape; knows no file, no machine and no link. Ranges are half-open: A:B is A to B - 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from specsplit.core.defaults import DEFAULT_NODES
+from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
+from specsplit.stages.families import BYTES, PlanDtype, Weights
+from specsplit.stages.shape import ModelShape
+
+Ends = Literal["stages", "coordinator"]
+"""Where embedding, final norm and head live: on the first and last stage, or on the coordinator (protocol.md 2)."""
+DEFAULT_CONTEXT = 4096
+"""Upper limit of the default context, as for a worker that serves."""
+NODE_LIMIT = 128
+"""Tree rows behind the context of every KV slot, as a target allocates them."""
+_GIB = 2**30
+_UNITS = "KMGT"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
+_RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the chain should serve: sessions of so many tokens, and rounds of so many tree nodes.
+
+    Raises:
+        InvalidRequest: a number is out of range.
+    """
+
+    context: int = DEFAULT_CONTEXT
+    sessions: int = 1
+    nodes: int = DEFAULT_NODES
+    """Tree nodes verified in a round; the root is one token more."""
+    dtype: PlanDtype = "bf16"
+    ends: Ends = "stages"
+    node_limit: int = NODE_LIMIT
+
+    def __post_init__(self) -> None:
+        for name, least in (("context", 2), ("sessions", 1), ("nodes", 0), ("node_limit", 0)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} must be at least {least}, not {getattr(self, name)}.", param=name)
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of one KV slot: the context, then a tree's nodes."""
+        return self.context + max(self.nodes, self.node_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: layers `start` to `end` - 1, what they take, and the ends that it holds."""
+
+    start: int
+    end: int
+    weight_bytes: int
+    kv_bytes: int
+    link_bytes: int
+    """Hidden states sent on per round of one session, without headers; 0 where only picks leave."""
+    has_embedding: bool
+    has_head: bool
+    budget_bytes: int | None = None
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.end)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """The stages in order, and what the coordinator holds beside them."""
+
+    shape: ModelShape
+    workload: Workload
+    stages: tuple[StagePlan, ...]
+    coordinator_weight_bytes: int
+    """Embedding, final norm and head with ends = coordinator, else 0."""
+    coordinator_link_bytes: int
+    """Hidden states that it sends per round of one session; 0 where it sends token ids."""
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        return tuple(stage.layers for stage in self.stages)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.coordinator_weight_bytes + sum(stage.total_bytes for stage in self.stages)
+
+
+def even_ranges(num_layers: int, stages: int) -> tuple[range, ...]:
+    """Return as many ranges as `stages`; the first `num_layers` mod `stages` have one layer more.
+
+    Raises:
+        InvalidSettings: no stage, or more stages than layers.
+    """
+    _require_stages(num_layers, stages)
+    short, longer = divmod(num_layers, stages)
+    bounds = [stage * short + min(stage, longer) for stage in range(stages + 1)]
+    return tuple(range(start, end) for start, end in itertools.pairwise(bounds))
+
+
+def parse_ranges(text: str) -> tuple[range, ...]:
+    """Read "0:20,20:47": one half-open range of layers per stage.
+
+    Raises:
+        InvalidSettings: something else stands there, or a range holds no layer.
+    """
+    return tuple(_parse_range(part) for part in text.split(","))
+
+
+def _parse_range(part: str) -> range:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise InvalidSettings(f"Layers are written A:B,B:C, such as 0:20,20:47, and {part.strip()!r} is no such range.")
+    layers = range(int(match[1]), int(match[2]))
+    if not layers:
+        raise InvalidSettings(
+            f"The range {_written(layers)} holds no layer: A:B begins with layer A and ends before layer B."
+        )
+    return layers
+
+
+def check_ranges(ranges: Sequence[range], num_layers: int) -> None:
+    """Check that `ranges` hold every layer once, in order.
+
+    Raises:
+        InvalidSettings: naming the gap, the overlap, the wrong order or what lies beyond the last layer.
+    """
+    _check_each(ranges, num_layers)
+    reached = 0
+    for stage, layers in enumerate(ranges):
+        if layers.start < reached:
+            before = ranges[stage - 1]
+            raise InvalidSettings(
+                f"Stages {stage - 1} ({_written(before)}) and {stage} ({_written(layers)}) overlap: "
+                f"{_named(range(layers.start, min(reached, layers.stop)))} would be in both."
+            )
+        if layers.start > reached:
+            raise InvalidSettings(f"There is a gap: {_named(range(reached, layers.start))} would be in no stage.")
+        reached = layers.stop
+    if reached < num_layers:
+        raise InvalidSettings(f"The last stages are missing: {_named(range(reached, num_layers))} would be in none.")
+
+
+def _check_each(ranges: Sequence[range], num_layers: int) -> None:
+    """Check that no range is empty, goes beyond the last layer or begins before the one in front of it."""
+    before = range(0)
+    for stage, layers in enumerate(ranges):
+        if not layers:
+            raise InvalidSettings(f"Stage {stage} ({_written(layers)}) holds no layer.")
+        if layers.stop > num_layers:
+            raise InvalidSettings(
+                f"Stage {stage} ({_written(layers)}) goes beyond the last layer: the model has {num_layers}, "
+                f"so the last range ends with {num_layers}."
+            )
+        if layers.start < before.start:
+            raise InvalidSettings(
+                f"Stage {stage} ({_written(layers)}) lies before stage {stage - 1} ({_written(before)}): "
+                "list the stages from the first layer to the last."
+            )
+        before = layers
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in "24GiB" (binary) or "24GB" (decimal).
+
+    Raises:
+        InvalidSettings: it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise InvalidSettings(f"A size of memory is written like 24GiB, 24GB or 512MiB, not {text.strip()!r}.")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (_UNITS.index(match[2].upper()) + 1))
+
+
+def plan_even(shape: ModelShape, stages: int, workload: Workload | None = None) -> ChainPlan:
+    """Plan stages of as many layers each, the first ones with one more where that does not come out even.
+
+    Raises:
+        InvalidSettings: no stage, or more stages than layers.
+    """
+    return plan_ranges(shape, even_ranges(shape.num_layers, stages), workload)
+
+
+def plan_ranges(shape: ModelShape, ranges: Sequence[range], workload: Workload | None = None) -> ChainPlan:
+    """Plan the stages that `ranges` name.
+
+    Raises:
+        InvalidSettings: they do not hold every layer once, in order.
+    """
+    check_ranges(ranges, shape.num_layers)
+    return _Costs(shape, workload or Workload()).plan(ranges)
+
+
+def plan_memory(shape: ModelShape, budgets: Sequence[int], workload: Workload | None = None) -> ChainPlan:
+    """Plan one stage per budget, in their order, each with at least one layer and at most so many bytes.
+
+    A round is as slow as its slowest stage, so of all plans that fit it takes one whose largest stage has the fewest
+    layers, and among those the most even one (the even split, where that fits). A budget is spent on weights and KV
+    slots alone: room for activations has to be taken off before.
+
+    Raises:
+        InvalidSettings: no budget, or more budgets than layers.
+        OutOfMemory: nothing fits; it names the context, the sessions or the extra memory that would.
+    """
+    workload = workload or Workload()
+    _require_stages(shape.num_layers, len(budgets))
+    costs = _Costs(shape, workload)
+    if not costs.fit(budgets, shape.num_layers):
+        raise _does_not_fit(shape, budgets, workload)
+    caps = range(1, shape.num_layers + 1)
+    limit = caps[bisect_left(caps, True, key=lambda cap: costs.fit(budgets, cap))]
+    plan = costs.plan(_most_even(costs, budgets, limit))
+    pairs = zip(plan.stages, budgets, strict=True)
+    return replace(plan, stages=tuple(replace(stage, budget_bytes=budget) for stage, budget in pairs))
+
+
+class _Costs:
+    """Bytes of any range of layers under one workload."""
+
+    def __init__(self, shape: ModelShape, workload: Workload) -> None:
+        self._shape, self._workload = shape, workload
+        sizes = (layer.num_bytes(workload.dtype) for layer in shape.layers)
+        self._layers_before = [0, *itertools.accumulate(sizes)]
+        self._kv_per_layer = shape.kv_bytes(workload.dtype) * workload.slot_rows * workload.sessions
+        self._hidden = shape.hidden_size * BYTES[workload.dtype] * (workload.nodes + 1)
+        self._ends_on_stages = workload.ends == "stages"
+
+    @property
+    def num_layers(self) -> int:
+        return self._shape.num_layers
+
+    def fit(self, budgets: Sequence[int], cap: int) -> bool:
+        """Return whether every budget holds its stage, with at most `cap` layers in each.
+
+        As many layers as possible in every stage, save one for each stage behind it: nothing reaches further.
+        """
+        start, end = 0, self._shape.num_layers
+        for later, budget in zip(reversed(range(len(budgets))), budgets, strict=True):
+            reached = self.furthest(start, budget, min(start + cap, end - later))
+            if reached == start:
+                return False
+            start = reached
+        return start == end
+
+    def furthest(self, start: int, budget: int, limit: int) -> int:
+        """Return the end, at most `limit`, of the longest range from `start` that `budget` holds; `start` if none."""
+        return start + bisect_right(range(start + 1, limit + 1), budget, key=lambda end: self.total(start, end))
+
+    def total(self, start: int, end: int) -> int:
+        return self.weights(start, end) + (end - start) * self._kv_per_layer
+
+    def weights(self, start: int, end: int) -> int:
+        """Return the weights of a range, with the ends that come with it."""
+        ends = self._ends(start == 0, end == self._shape.num_layers) if self._ends_on_stages else 0
+        return self._layers_before[end] - self._layers_before[start] + ends
+
+    def _ends(self, has_embedding: bool, has_head: bool) -> int:
+        shape, weights = self._shape, Weights()
+        if has_embedding:
+            weights += shape.embedding
+        if has_head:
+            weights += shape.final_norm
+            if not (has_embedding and shape.is_tied):
+                weights += shape.head
+        return weights.num_bytes(self._workload.dtype)
+
+    def plan(self, ranges: Sequence[range]) -> ChainPlan:
+        stages = tuple(self._stage(layers.start, layers.stop) for layers in ranges)
+        weights, link = (0, 0) if self._ends_on_stages else (self._ends(True, True), self._hidden)
+        return ChainPlan(self._shape, self._workload, stages, weights, link)
+
+    def _stage(self, start: int, end: int) -> StagePlan:
+        is_last = end == self._shape.num_layers
+        return StagePlan(
+            start=start,
+            end=end,
+            weight_bytes=self.weights(start, end),
+            kv_bytes=(end - start) * self._kv_per_layer,
+            link_bytes=0 if is_last and self._ends_on_stages else self._hidden,
+            has_embedding=start == 0 and self._ends_on_stages,
+            has_head=is_last and self._ends_on_stages,
+        )
+
+
+def _most_even(costs: _Costs, budgets: Sequence[int], limit: int) -> tuple[range, ...]:
+    """Return the ranges of at most `limit` layers that fit and whose squared lengths have the smallest sum.
+
+    best[end] = (that sum, start of the last range) over the stages so far; where sums are equal the earlier stage gets
+    the layer.
+    """
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}
+    steps: list[dict[int, tuple[int, int]]] = []
+    for budget in budgets:
+        reached: dict[int, tuple[int, int]] = {}
+        for start, (so_far, _) in best.items():
+            for end in range(start + 1, min(start + limit, costs.num_layers) + 1):
+                if costs.total(start, end) > budget:
+                    break
+                candidate = (so_far + (end - start) ** 2, -start)
+                reached[end] = min(reached.get(end, candidate), candidate)
+        steps.append(reached)
+        best = reached
+    ranges: list[range] = []
+    end = costs.num_layers
+    for step in reversed(steps):
+        start = -step[end][1]
+        ranges.append(range(start, end))
+        end = start
+    return tuple(reversed(ranges))
+
+
+def _does_not_fit(shape: ModelShape, budgets: Sequence[int], workload: Workload) -> OutOfMemory:
+    """Return the error that says which smaller context, fewer sessions or larger budgets would fit."""
+
+    def fits(changed: Workload) -> bool:
+        return _Costs(shape, changed).fit(budgets, shape.num_layers)
+
+    remedies: list[str] = []
+    context = _largest(2, workload.context, lambda value: fits(replace(workload, context=value)))
+    if context is not None:
+        remedies.append(f"--context {context // 64 * 64 or context}")
+    sessions = _largest(1, workload.sessions, lambda value: fits(replace(workload, sessions=value)))
+    if sessions is not None:
+        remedies.append(f"--sessions {sessions}")
+    remedies.append(_missing(_Costs(shape, workload), budgets))
+    needed = _Costs(shape, workload).plan(even_ranges(shape.num_layers, len(budgets)))
+    sizes = ", ".join(in_gib(budget) for budget in budgets)
+    count = "1 session" if workload.sessions == 1 else f"{workload.sessions} sessions"
+    return OutOfMemory(
+        f"{shape.num_layers} layers in {workload.dtype} with a context of {workload.context} tokens for {count} do not "
+        f"fit {sizes} GiB; they take {in_gib(sum(stage.total_bytes for stage in needed.stages))} GiB in all. "
+        f"What would fit: {', or '.join(remedies)}."
+    )
+
+
+def _largest(least: int, asked: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest value from `least` to `asked` - 1 that fits, if any; what fits must fit for less, too."""
+    if least >= asked or not fits(least):
+        return None
+    known, refused = least, asked
+    while refused - known > 1:
+        middle = (known + refused) // 2
+        known, refused = (middle, refused) if fits(middle) else (known, middle)
+    return known
+
+
+def _missing(costs: _Costs, budgets: Sequence[int]) -> str:
+    """Return by how much to raise budgets: each to hold at least one layer, and the last to hold what is left."""
+    start, raised = 0, list[str]()
+    for stage, budget in enumerate(budgets):
+        later = len(budgets) - 1 - stage
+        end = costs.num_layers if not later else max(costs.furthest(start, budget, costs.num_layers - later), start + 1)
+        if (short := costs.total(start, end) - budget) > 0:
+            raised.append(f"{in_gib(short, up=True)} GiB more on stage {stage}")
+        start = end
+    return " and ".join(raised)
+
+
+def _require_stages(num_layers: int, stages: int) -> None:
+    if stages < 1:
+        raise InvalidSettings(f"There must be at least 1 stage, not {stages}.")
+    if stages > num_layers:
+        raise InvalidSettings(f"{stages} stages are too many for {num_layers} layers: every stage holds at least one.")
+
+
+def in_gib(num_bytes: int, *, up: bool = False) -> str:
+    """Return the number of GiB as text: one decimal from 1 GiB on, else three; `up` never rounds down."""
+    decimals = 1 if num_bytes >= _GIB else 3
+    scaled = num_bytes * 10**decimals / _GIB
+    return f"{(ceil(scaled) if up else scaled) / 10**decimals:.{decimals}f}"
+
+
+def _written(layers: range) -> str:
+    return f"{layers.start}:{layers.stop}"
+
+
+def _named(layers: range) -> str:
+    if len(layers) == 1:
+        return f"layer {layers.start}"
+    return f"layers {layers.start} to {layers.stop - 1}"

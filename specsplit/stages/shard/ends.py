@@ -1,0 +1,117 @@
+"""What a coordinator knows of a model whose layers are elsewhere: config, tokenizer and hashes, no weights."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.core.types import TokenizerFiles
+from specsplit.model.files import load_config, load_tokenizer, resolve
+from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
+from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DTYPES, LoadedModel, as_context
+from specsplit.model.probe import refuse_by_config
+from specsplit.model.runner import Runner
+from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.stages.shard.outline import find_outline
+
+
+@dataclass(frozen=True, slots=True)
+class ChainModel:
+    """A model as its coordinator sees it; the runner, and with it everything that computes, comes later."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    """Of the hidden states on every link, so of every stage."""
+    context: int
+    max_sessions: int
+    node_limit: int
+    tokenizer: TransformersTokenizer | None
+    eos_ids: tuple[int, ...]
+    tokenizer_files: TokenizerFiles | None
+    weights_hash: str
+    config_hash: str
+    """Of config.json, as a LoadedShard has it."""
+
+    def loaded(self, runner: Runner) -> LoadedModel:
+        """Return the model as an engine takes it."""
+        return LoadedModel(
+            name=self.name,
+            role="target",
+            runner=runner,
+            max_sessions=self.max_sessions,
+            tokenizer=self.tokenizer,
+            context=self.context,
+            node_limit=self.node_limit,
+            eos_ids=self.eos_ids,
+            threads=None,
+            tokenizer_files=self.tokenizer_files,
+            weights_hash=self.weights_hash,
+        )
+
+
+def load_chain_model(
+    source: str,
+    *,
+    dtype: str = "fp32",
+    context: int | None = None,
+    max_sessions: int = 1,
+    node_limit: int = DEFAULT_NODE_LIMIT,
+) -> ChainModel:
+    """Read a model's config and tokenizer, and hash its weight files; arguments are those of `loader.load_model`.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported, InvalidRequest.
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}.", param="dtype")
+    if max_sessions < 1:
+        raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
+    path, name = resolve(source, "target")
+    config = load_config(path, name)
+    refuse_by_config(config)
+    outline = find_outline(path, name, config)
+    tokenizer, eos_ids = load_tokenizer(path, name, config)
+    folder = model_folder(path)
+    return ChainModel(
+        name=name,
+        num_layers=outline.num_layers,
+        hidden_size=outline.hidden_size,
+        vocab_size=config.get_text_config().vocab_size,
+        dtype=DTYPES[dtype],
+        context=as_context(config, context, DEFAULT_CONTEXT, name),
+        max_sessions=max_sessions,
+        node_limit=node_limit,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        tokenizer_files=_tokenizer_files(folder, name, tokenizer),
+        weights_hash=_hash(folder, name),
+        config_hash=_config_hash(folder, name),
+    )
+
+
+def _tokenizer_files(folder: Path | None, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
+    if tokenizer is None or folder is None:
+        return None
+    files = read_tokenizer_files(folder, name)
+    return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
+
+
+def _hash(folder: Path | None, name: str) -> str:
+    try:
+        return weights_hash(folder) if folder is not None else ""
+    except OSError as error:
+        raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
+
+
+def _config_hash(folder: Path | None, name: str) -> str:
+    try:
+        return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16] if folder is not None else ""
+    except OSError as error:
+        raise ModelDamaged(f"The config of {name} cannot be read again ({error.strerror}).") from error

@@ -1,0 +1,382 @@
+"""One stage's part of a model, loaded and ready: some layers, perhaps an end, KV slots for these layers only.
+
+The part is transformers' whole model with the rest taken out (`shard_outline`), so a stage computes what the whole
+model would. Knows nothing of links, chains and other stages.
+
+Legend: T tokens of the step, H hidden size, V vocabulary, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.model.attention.function import NAME, SlotAttention
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.files import load_config, resolve, translated
+from specsplit.model.kv_cache import KVCache
+from specsplit.model.loader import (
+    DEFAULT_CONTEXT,
+    DEFAULT_NODE_LIMIT,
+    DTYPES,
+    allocate,
+    as_context,
+    as_device,
+    as_dtype,
+    one_thread,
+)
+from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
+from specsplit.model.rope import fix_longrope
+from specsplit.model.runner import Runner
+from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
+from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
+
+__all__ = ["LoadedShard", "ShardRunner", "ShardSpec", "hidden_entry", "load_ends", "load_shard", "shard_hash"]
+
+_NUM_CHECKED = 24
+
+
+def hidden_entry(
+    slot: int, base_length: int, num_tokens: int, parents: Sequence[int] | None = None, num_logits: int = 0
+) -> SequenceInput:
+    """Return the entry of rows whose hidden states are given: positions and parents as ever, and no token ids."""
+    return SequenceInput(slot, base_length, [0] * num_tokens, parents, num_logits)
+
+
+class _Part:
+    """Calls a stripped model as a function of what enters the stage; the model's own forward does the rest.
+
+    What enters takes the place of the first layer's input, whatever the model did before (GPT-2 and OPT add position
+    embeddings again to what they take for embeddings); what leaves is the last layer's output.
+    """
+
+    def __init__(self, model: PreTrainedModel, outline: Outline, spec: ShardSpec) -> None:
+        layers: Any = model.get_submodule(outline.layers)
+        self.model, self.spec = model, spec
+        self.hidden_size, self._embedding_size = outline.hidden_size, outline.embedding_size
+        self._first: nn.Module = layers[-1 if spec.is_empty else spec.start]
+        self._last: nn.Module = layers[0 if spec.is_empty else spec.end - 1]
+
+    def __call__(self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, **keywords: Any) -> Tensor:
+        """Return logits [R, V], or without the head hidden states [T, H].
+
+        `source` is token ids [1, T], or without the embedding hidden states [1, T, H].
+        """
+        left: list[Tensor] = []
+        with ExitStack() as stack:
+            if self.spec.has_embedding:
+                keywords["input_ids"] = source
+            else:
+                keywords["inputs_embeds"] = source.new_zeros(1, source.shape[1], self._embedding_size)
+                enter = _entering(source)
+                stack.callback(self._first.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            if not self.spec.has_head:
+                stack.callback(self._last.register_forward_hook(_leaving(left)).remove)
+            logits = self.model(
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=logit_rows.long() if self.spec.has_head else 1,
+                **keywords,
+            ).logits[0]
+        return logits if self.spec.has_head else left[0][0]
+
+    def random_source(self, num_tokens: int, seed: int) -> Tensor:
+        """Return something that may enter: token ids [1, T] or hidden states [1, T, H]."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.spec.has_embedding:
+            vocab_size: int = self.model.config.get_text_config().vocab_size
+            return torch.randint(vocab_size, (1, num_tokens), generator=generator).to(self.model.device)
+        hidden = torch.randn(1, num_tokens, self.hidden_size, generator=generator)
+        return hidden.to(self.model.device, self.model.dtype)
+
+
+def _entering(hidden: Tensor) -> Callable[..., Any]:
+    def enter(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (hidden, *args[1:]), keywords
+        return args, {**keywords, "hidden_states": hidden}
+
+    return enter
+
+
+def _leaving(left: list[Tensor]) -> Callable[..., None]:
+    def leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        left.append(output)
+
+    return leave
+
+
+class ShardRunner(Runner):
+    """Runs packed entries through one stage; like every runner it is driven by one thread.
+
+    The layers' indices are those of the whole model; KV slots exist for the stage's own.
+    """
+
+    def __init__(self, part: _Part, probed: ProbeResult, cache: KVCache, context: int) -> None:
+        super().__init__(part.model, probed, cache, context)
+        self.spec, self.hidden_size, self.context = part.spec, part.hidden_size, context
+        self._part = part
+
+    @torch.inference_mode()
+    def rows(self, entries: Sequence[SequenceInput], hidden: Tensor | None = None) -> Tensor:
+        """Run all entries in one forward: fp32 logits [R, V] of a stage with a head, else hidden states [T, H].
+
+        Token ids are the entries'; a stage without embedding takes `hidden` [T, H] instead, entry after entry (see
+        `hidden_entry`). Writes each entry's rows into its slot. The caller owns the slots' lengths.
+
+        Raises:
+            InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
+        """
+        plan = self._planned(entries)
+        step = self._arguments(plan)
+        num_tokens = plan.token_ids.shape[1]
+        if not self.spec.has_embedding or hidden is not None:
+            step = (self._checked(hidden, num_tokens), *step[1:])
+        rows = self._forward(*step)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.num_forwards += 1
+        return rows.float() if self.spec.has_head else rows
+
+    def forward(self, entries: Sequence[SequenceInput], hidden: Tensor | None = None) -> list[Tensor]:
+        """Return `rows` entry by entry: logits [num_logits, V], or hidden states of all its tokens."""
+        rows = self.rows(entries, hidden)
+        counts = [entry.num_logits if self.spec.has_head else len(entry.token_ids) for entry in entries]
+        return [rows] if len(counts) == 1 else list(rows.split(counts))
+
+    def _checked(self, hidden: Tensor | None, num_tokens: int) -> Tensor:
+        """Return hidden states as they may enter; NaN must not reach a slot, whose rows are only ever masked."""
+        if hidden is None:
+            raise InvalidRequest(f"A stage of {self.spec} takes hidden states, and got none.", param="hidden")
+        if self.spec.has_embedding:
+            raise InvalidRequest(f"A stage of {self.spec} takes token ids, not hidden states.", param="hidden")
+        if tuple(hidden.shape) != (num_tokens, self.hidden_size) or not hidden.is_floating_point():
+            raise InvalidRequest(
+                f"The hidden states are {hidden.dtype} {list(hidden.shape)}, not floats "
+                f"[{num_tokens}, {self.hidden_size}].",
+                param="hidden",
+            )
+        hidden = hidden.to(self.device, self.dtype)
+        if not hidden.isfinite().all():
+            raise InvalidRequest("The hidden states are not finite.", param="hidden")
+        return hidden[None]
+
+    def _outputs(self, logit_rows: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def _model_forward(
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
+    ) -> Tensor:
+        num_kinds, num_layers = len(self._kinds), len(self._layers)
+        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
+
+        # Attention modules name their layer of the whole model; what stands before the stage's first is not asked for.
+        def shifted(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+            return layers[:1] * self.spec.start + layers
+
+        attention = SlotAttention(shifted(self._layers), shifted(keys), shifted(values), spans, biases)
+        return self._part(
+            source,
+            position_ids,
+            logit_rows,
+            attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
+            layer_attention=attention,
+        )
+
+    def _example(
+        self, num_tokens: int, first_row: int, seed: int, *, is_tree: bool = False, num_entries: int = 1
+    ) -> tuple[Tensor, ...]:
+        step = super()._example(num_tokens, first_row, seed, is_tree=is_tree, num_entries=num_entries)
+        return (self._part.random_source(step[0].shape[1], seed), *step[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """A stage's part of a model with its memory; whoever holds it drives `runner` from one thread."""
+
+    name: str
+    spec: ShardSpec
+    runner: ShardRunner
+    num_layers: int
+    """Of the whole model."""
+    max_sessions: int
+    context: int
+    """Tokens that one session may hold."""
+    node_limit: int
+    threads: int | None
+    weights_hash: str
+    """Of the tensors that were read: `shard_hash` of the same files."""
+    config_hash: str
+    """Of the model's config.json."""
+    read_bytes: int
+    """Of the tensors read from the files."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.runner.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.runner.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.runner.model.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.runner.cache.num_bytes // (self.max_sessions * self.runner.cache.capacity)
+
+
+def load_shard(
+    source: str,
+    spec: ShardSpec,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    context: int | None = None,
+    max_sessions: int = 1,
+    node_limit: int = DEFAULT_NODE_LIMIT,
+    threads: int | None = None,
+    record: bool = True,
+) -> LoadedShard:
+    """Load a stage's part of a decoder-only model and prepare KV slots for its layers.
+
+    Arguments are those of `loader.load_model`. Only the tensors of `spec` are read.
+
+    Raises:
+        InvalidRequest: the model has no such layers, or an end is asked for apart from its layer.
+        ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable.
+    """
+    if spec.is_empty and spec.has_embedding and spec.has_head:
+        raise InvalidRequest("A stage without layers has one end; load_ends loads both.", param="layers")
+    options = _Options(dtype, device, context, max_sessions, node_limit, threads, record)
+    return _load(source, spec, [spec], options)[0]
+
+
+def load_ends(
+    source: str,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    context: int | None = None,
+    node_limit: int = DEFAULT_NODE_LIMIT,
+    threads: int | None = None,
+    record: bool = True,
+) -> tuple[LoadedShard, LoadedShard]:
+    """Load what a coordinator keeps that gives no token id away: the embedding end and the head end, without layers.
+
+    Both stand over one set of weights (a tied embedding is held once), so one thread drives both.
+
+    Raises:
+        As `load_shard`.
+    """
+    options = _Options(dtype, device, context, 1, node_limit, threads, record)
+    embedding, head = ShardSpec(0, 0, has_embedding=True), ShardSpec(0, 0, has_head=True)
+    both = ShardSpec(0, 0, has_embedding=True, has_head=True)
+    first, last = _load(source, both, [embedding, head], options)
+    return first, last
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    dtype: str | None
+    device: str
+    context: int | None
+    max_sessions: int
+    node_limit: int
+    threads: int | None
+    record: bool
+
+
+def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: _Options) -> list[LoadedShard]:
+    """Read the weights of `held` once and return a shard over them for each of `specs`."""
+    device = as_device(options.device)
+    if options.max_sessions < 1:
+        raise InvalidRequest(f"max_sessions must be at least 1, not {options.max_sessions}.", param="max_sessions")
+    path, name = resolve(source, "target")
+    with one_thread():
+        config = load_config(path, name)
+        refuse_by_config(config)
+        outline = find_outline(path, name, config)
+        held.check(outline.num_layers, name)
+        context = as_context(config, options.context, DEFAULT_CONTEXT, name)
+        checkpoint = Checkpoint(path, name)
+        model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device), device)
+        fix_longrope(model, context)
+        with translated(path, name):
+            runners = [_runner(model, outline, spec, name, context, options) for spec in specs]
+    return [
+        LoadedShard(
+            name=name,
+            spec=spec,
+            runner=runner,
+            num_layers=outline.num_layers,
+            max_sessions=options.max_sessions,
+            context=context,
+            node_limit=options.node_limit,
+            threads=options.threads,
+            weights_hash=tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)),
+            config_hash=hashlib.sha256(checkpoint.config_file().read_bytes()).hexdigest()[:16],
+            read_bytes=sum(read.values()),
+        )
+        for spec, runner in zip(specs, runners, strict=True)
+    ]
+
+
+def _runner(
+    model: PreTrainedModel, outline: Outline, spec: ShardSpec, name: str, context: int, options: _Options
+) -> ShardRunner:
+    part = _Part(model, outline, spec)
+    probed = _probe(model, part)
+    cache = allocate(model, probed, context, options.node_limit, options.max_sessions)
+    runner = ShardRunner(part, probed, cache, context)
+    _check_rows(runner, part, name)
+    if options.record:
+        runner.record()
+    return runner
+
+
+def _probe(model: PreTrainedModel, part: _Part) -> ProbeResult:
+    if part.spec.is_empty:
+        model.set_attn_implementation(NAME)
+        return ProbeResult((), ())
+
+    def forward(input_ids: Tensor, position_ids: Tensor, use_cache: bool, **keywords: Any) -> Tensor:
+        return part(part.random_source(input_ids.shape[1], 0), position_ids, input_ids[0, :1], **keywords)
+
+    return probe(model, forward, part.spec.layers)
+
+
+@torch.inference_mode()
+def _check_rows(runner: ShardRunner, part: _Part, name: str) -> None:
+    """Hold the stage against itself with transformers' own attention.
+
+    Raises:
+        ModelDamaged, ModelUnsupported.
+    """
+    num_tokens = min(_NUM_CHECKED, runner.context)
+    source = part.random_source(num_tokens, 0)
+    if part.spec.has_embedding:
+        ours = runner.rows([SequenceInput(0, 0, source[0].tolist(), num_logits=num_tokens)])
+    else:
+        ours = runner.rows([hidden_entry(0, 0, num_tokens, num_logits=num_tokens)], source[0])
+    positions = torch.arange(num_tokens, device=runner.device)
+    part.model.set_attn_implementation("eager")
+    try:
+        truth = part(source, positions[None], positions)
+    finally:
+        part.model.set_attn_implementation(NAME)
+    check_against_eager(ours, truth, f"{name} ({part.spec})")

@@ -1,0 +1,157 @@
+"""Frames between coordinator and stages as bytes and back: packets without needless copies, errors, greetings.
+
+A packet's frame is written and read by hand, the way protobuf has it: its bytes are joined once and never copied when
+read, and begin at a multiple of 64, as the packet's payload wants it. Knows no streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError
+from specsplit.rpc.pb import stage_pb2
+from specsplit.rpc.status import error_said, status_of
+from specsplit.stages.codec import encode
+from specsplit.stages.packet import Buffer, Packet
+
+PIECE_BYTES = 4 << 20
+"""A larger packet travels in several frames, so that none meets gRPC's limit of a message."""
+MAX_PACKET_BYTES = 512 << 20
+_PADDING, _PACKET, _MORE = 0x0A, 0x12, b"\x18\x01"
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChainId:
+    """A chain as one coordinator has configured it; a higher number is newer."""
+
+    coordinator: str
+    number: int
+
+    def message(self) -> stage_pb2.ChainId:
+        return stage_pb2.ChainId(coordinator=self.coordinator, number=self.number)
+
+    @classmethod
+    def of(cls, message: stage_pb2.ChainId) -> ChainId:
+        return cls(message.coordinator, message.number)
+
+
+READY = stage_pb2.Frame(ready=stage_pb2.Ready()).SerializeToString()
+LEAVING = stage_pb2.Frame(leaving=True).SerializeToString()
+DRAINING = stage_pb2.Frame(draining=True).SerializeToString()
+
+
+def hello_frame(chain: ChainId, role: stage_pb2.StreamRole.ValueType) -> bytes:
+    """Return what begins a stream."""
+    return stage_pb2.Frame(hello=stage_pb2.Hello(chain=chain.message(), role=role)).SerializeToString()
+
+
+def packet_frames(packet: Packet) -> Iterator[bytes]:
+    """Give the packet's frames: one, or several of at most PIECE_BYTES of it each."""
+    buffers = encode(packet)
+    num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+    if num_bytes <= PIECE_BYTES:
+        yield _framed(buffers, num_bytes)
+        return
+    if num_bytes > MAX_PACKET_BYTES:
+        raise InvalidPacket(f"A stage packet of {num_bytes} bytes exceeds the limit of {MAX_PACKET_BYTES}.")
+    whole = memoryview(b"".join(buffers))
+    for start in range(0, num_bytes, PIECE_BYTES):
+        piece = whole[start : start + PIECE_BYTES]
+        yield _framed([piece], piece.nbytes, has_more=start + PIECE_BYTES < num_bytes)
+
+
+def _framed(buffers: list[Buffer], num_bytes: int, *, has_more: bool = False) -> bytes:
+    tag = bytes([_PACKET]) + _varint(num_bytes)
+    padding = -(2 + len(tag)) % _ALIGNMENT
+    return b"".join([bytes([_PADDING, padding]), bytes(padding), tag, *buffers, _MORE if has_more else b""])
+
+
+def _varint(number: int) -> bytes:
+    written = bytearray()
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
+
+class FrameReader:
+    """Turns the frames of one stream into packets' bytes and other frames; `link` names the stream in errors."""
+
+    def __init__(self, link: str) -> None:
+        self.link = link
+        self.num_bytes = 0
+        """Of packets."""
+        self._pieces: list[Buffer] = []
+        self._piece_bytes = 0
+
+    def read(self, data: bytes) -> Buffer | stage_pb2.Frame | None:
+        """Return a packet's bytes, a view of `data` where it came whole; another frame; None where more follows.
+
+        Raises:
+            CorruptPacket: it is no frame.
+            InvalidPacket: the packet is too large, and what follows of it is dropped; or a piece of it is empty.
+        """
+        found = _split(data)
+        if found is None:
+            frame = stage_pb2.Frame()
+            try:
+                frame.ParseFromString(data)
+            except DecodeError as error:
+                raise CorruptPacket(self.link) from error
+            if frame.WhichOneof("other") is not None:
+                return frame
+            found = frame.packet, frame.more
+        return self._joined(*found)
+
+    def _joined(self, piece: Buffer, has_more: bool) -> Buffer | None:
+        num_bytes = memoryview(piece).nbytes
+        if has_more and not num_bytes:
+            raise InvalidPacket(f"An empty piece of a stage packet came over {self.link}.")
+        self.num_bytes += num_bytes
+        self._piece_bytes += num_bytes
+        is_too_large = self._piece_bytes > MAX_PACKET_BYTES
+        if is_too_large:
+            self._pieces.clear()
+        else:
+            self._pieces.append(piece)
+        if has_more:
+            return None
+        pieces, self._pieces, self._piece_bytes = self._pieces, [], 0
+        if is_too_large:
+            raise InvalidPacket(f"A stage packet over {self.link} exceeds the limit of {MAX_PACKET_BYTES} bytes.")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _split(data: bytes) -> tuple[memoryview, bool] | None:
+    """Return the packet of a frame as `_framed` writes it and whether more follows; None of any other frame."""
+    if len(data) < 4 or data[0] != _PADDING or data[1] >= _ALIGNMENT:
+        return None
+    at = tag = 2 + data[1]
+    if data[tag : tag + 1] != bytes([_PACKET]):
+        return None
+    size = shift = 0
+    for at in range(tag + 1, min(tag + 6, len(data))):
+        size |= (data[at] & 0x7F) << shift
+        shift += 7
+        if data[at] < 0x80:
+            break
+    rest = data[at + 1 + size :]
+    if at + 1 + size > len(data) or rest not in (b"", _MORE):
+        return None
+    return memoryview(data)[at + 1 : at + 1 + size], rest == _MORE
+
+
+def error_frame(error: Exception, request_id: int | None = None, after: int = 0) -> bytes:
+    """Return the frame that tells why a packet has no answer; without its id, why none after `after` has."""
+    told = stage_pb2.PacketError(request_id=request_id, after=after, status=status_of(error).SerializeToString())
+    return stage_pb2.Frame(error=told).SerializeToString()
+
+
+def error_in(told: stage_pb2.PacketError, peer: str) -> SpecSplitError:
+    """Return the error that `error_frame` was given; `peer` names the stage at the start of a sentence."""
+    return error_said(told.status, peer)

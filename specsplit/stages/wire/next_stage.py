@@ -1,0 +1,127 @@
+"""A stage's way to the one that follows it: a stream, opened when it is needed and again once it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
+from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.pb import stage_pb2
+from specsplit.stages.packet import Packet
+from specsplit.stages.wire.frames import READY, ChainId, FrameReader, error_in, hello_frame, packet_frames
+
+FORWARD = "/specsplit.v1.StageService/Forward"
+OPEN_S = 2.0
+
+
+class NextUnreachable(WorkerUnreachable):
+    """A stage lives, and cannot reach the one that follows it, which is at `address`."""
+
+    address = ""
+
+
+async def open_stream(
+    channel: WorkerChannel, chain: ChainId, role: stage_pb2.StreamRole.ValueType, timeout_s: float
+) -> Duplex:
+    """Open a stream to a stage and return it once the stage has agreed.
+
+    Raises:
+        NextUnreachable: the stage cannot reach the one that follows it.
+        SpecSplitError: what the stage said; LinkError: it cannot be reached, or not in time.
+    """
+    duplex = channel.duplex(FORWARD)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await duplex.write(hello_frame(chain, role))
+            answer = await duplex.read()
+        if answer != READY:
+            raise _refusal(answer) or channel.cut()
+    except TimeoutError:
+        duplex.cancel()
+        raise channel.cut() from None
+    except BaseException:
+        duplex.cancel()
+        raise
+    return duplex
+
+
+def _refusal(answer: bytes | None) -> NextUnreachable | None:
+    frame = FrameReader("a stream that begins").read(answer or b"")
+    if not isinstance(frame, stage_pb2.Frame) or frame.WhichOneof("other") != "error":
+        return None
+    return NextUnreachable(str(error_in(frame.error, "The stage")))
+
+
+class NextLink:
+    """Stage `index`'s stream to the next one at `address`; `on_lost` hears when and why it breaks.
+
+    PeerMismatch says that another coordinator has taken the next stage; anything else may be mended.
+    """
+
+    def __init__(self, chain: ChainId, index: int, address: str, on_lost: Callable[[SpecSplitError], None]) -> None:
+        self.sent_bytes = 0
+        self._chain, self._on_lost = chain, on_lost
+        self._name = f"Stage {index} cannot reach stage {index + 1} at {address}"
+        self._channel = WorkerChannel(address, f"The stage at {address}")
+        self._duplex: Duplex | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> Duplex:
+        """Return the open stream; opens it where there is none.
+
+        Raises:
+            WorkerUnreachable: it cannot be opened.
+        """
+        async with self._opening:
+            if self._duplex is None:
+                await self._forget()
+                try:
+                    self._duplex = await open_stream(self._channel, self._chain, stage_pb2.STREAM_ROLE_PREVIOUS, OPEN_S)
+                except SpecSplitError as error:
+                    raise self._unreachable(error) from error
+                self._watching = asyncio.create_task(self._watch(self._duplex))
+            return self._duplex
+
+    async def write(self, packet: Packet) -> None:
+        """Send a packet on, once there is room for it.
+
+        Raises:
+            WorkerUnreachable: it cannot be passed on.
+        """
+        duplex = await self.open()
+        try:
+            for frame in packet_frames(packet):
+                await duplex.write(frame)
+                self.sent_bytes += len(frame)
+        except SpecSplitError as error:
+            raise self._unreachable(error) from error
+
+    async def aclose(self) -> None:
+        """Cut the stream and the connection."""
+        if self._duplex is not None:
+            self._duplex.cancel()
+        await self._forget()
+        await self._channel.aclose()
+
+    async def _forget(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait({watching})
+
+    async def _watch(self, duplex: Duplex) -> None:
+        """Read until the stream ends: the next stage says nothing on it but that."""
+        try:
+            while await duplex.read() is not None:
+                pass
+            error: SpecSplitError = self._channel.cut()
+        except SpecSplitError as failure:
+            error = failure
+        if self._duplex is duplex:
+            self._duplex = None
+        self._on_lost(error if isinstance(error, PeerMismatch) else self._unreachable(error))
+
+    def _unreachable(self, error: SpecSplitError) -> WorkerUnreachable:
+        return WorkerUnreachable(f"{self._name}: {error}")

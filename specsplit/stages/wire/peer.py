@@ -1,0 +1,181 @@
+"""One stage as its coordinator calls it: ping, configure, end a slot, move a slot elsewhere. Knows no packets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerFailed
+from specsplit.rpc import calls
+from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.pb import common_pb2, stage_pb2
+from specsplit.stages.identity import StageIdentity
+from specsplit.stages.wire.frames import ChainId
+from specsplit.stages.wire.messages import decode_identity
+from specsplit.stages.wire.next_stage import open_stream
+
+CALL_S = 2.0
+_END_OF_FORWARD_S = 10.0
+"""A stage first ends the forward that it is in."""
+_SERVICE = "/specsplit.v1.StageService/"
+M = TypeVar("M", bound=Message)
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePing:
+    """What one ping tells of a stage."""
+
+    identity: StageIdentity
+    version: str
+    process: str
+    """Another one after every restart."""
+    received_bytes: int
+    """Of packets, since the start."""
+    sent_bytes: int
+    computing_s: float
+    """For how long it has been on what it computes just now."""
+
+
+class StagePeer:
+    """The stage at `address`; its connection is made with the first call, and anew after `renew`."""
+
+    def __init__(self, address: str) -> None:
+        """Name the stage.
+
+        Raises:
+            InvalidRequest: the address is malformed.
+        """
+        self.address, self.name = address, f"The stage at {address}"
+        self.identity: StageIdentity | None = None
+        """As last admitted to the chain."""
+        self.is_draining = False
+        self.is_awaited = False
+        """Whether its last answer is still awaited, or was when the caller gave up."""
+        self._process = ""
+        self._channel = WorkerChannel(address, self.name)
+
+    def admit(self, ping: StagePing) -> None:
+        """Note who is there now; after a restart it drains no longer."""
+        self.is_draining = self.is_draining and self._process == ping.process
+        self.identity, self._process = ping.identity, ping.process
+
+    async def ping(self, timeout_s: float = CALL_S) -> StagePing:
+        """Return who is there; raises LinkError where nobody is, PeerMismatch where it is no stage."""
+        try:
+            answer = await self._call("Ping", common_pb2.PingRequest(), stage_pb2.StagePingResponse, timeout_s)
+        except PeerMismatch as error:
+            raise PeerMismatch(f"At {self.address} is no stage; start one there with `specsplit stage`.") from error
+
+        def read() -> StagePing:
+            identity = decode_identity(answer.identity)
+            num_bytes = answer.received_bytes, answer.sent_bytes
+            return StagePing(identity, answer.version, answer.process, *num_bytes, answer.computing_us / 1e6)
+
+        return self._read(read)
+
+    async def configure(
+        self,
+        chain: ChainId,
+        index: int,
+        num_stages: int,
+        next_address: str,
+        *,
+        keep_slots: bool,
+        takeover: bool = False,
+    ) -> bool:
+        """Say where the stage stands; return whether its slots still hold what they held.
+
+        Raises:
+            PeerMismatch: it serves another coordinator; LinkError.
+        """
+        request = stage_pb2.ConfigureRequest(
+            chain=chain.message(),
+            index=index,
+            num_stages=num_stages,
+            next_address=next_address,
+            keep_slots=keep_slots,
+            takeover=takeover,
+        )
+        try:
+            return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _END_OF_FORWARD_S)).kept
+        except PeerMismatch as error:
+            raise PeerMismatch(f"{self.name} refuses: {error}") from error
+
+    async def end(self, chain: ChainId, slot: int, epoch: int | None = None) -> None:
+        """Have the stage forget what a slot holds, all of it or until the end of an epoch."""
+        request = stage_pb2.EndSlotRequest(chain=chain.message(), slot=slot, epoch=epoch)
+        await self._channel.call(_SERVICE + "EndSession", request.SerializeToString(), _END_OF_FORWARD_S)
+
+    async def stream(self, chain: ChainId) -> Duplex:
+        """Open the coordinator's stream to the stage, which has its way to the next one open by then."""
+        with self._awaited():
+            return await open_stream(self._channel, chain, stage_pb2.STREAM_ROLE_COORDINATOR, 2 * CALL_S)
+
+    async def move_slot(self, chain: ChainId, slot: int, to: StagePeer, timeout_s: float) -> int:
+        """Copy what a slot holds to another stage of the same layers; return its bytes, 0 where it holds nothing.
+
+        Raises:
+            CorruptPacket: it was damaged on its way; LinkError: a stage is lost; DeadlineExceeded.
+        """
+        request = stage_pb2.ExportKVRequest(chain=chain.message(), slot=slot).SerializeToString()
+        async with aclosing(self._channel.stream(_SERVICE + "ExportKV", request, timeout_s)) as pieces:
+            return await to.import_slot(chain, pieces, timeout_s)
+
+    async def import_slot(self, chain: ChainId, pieces: AsyncGenerator[bytes], timeout_s: float) -> int:
+        """Give the stage a slot's content, piece by piece; nothing where there is none."""
+        duplex: Duplex | None = None
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for piece in pieces:
+                    if duplex is None:
+                        duplex = self._channel.duplex(_SERVICE + "ImportKV")
+                        await duplex.write(stage_pb2.SlotPiece(chain=chain.message()).SerializeToString())
+                    await duplex.write(piece)
+                    num_bytes += len(piece)
+                if duplex is not None:
+                    await duplex.end()
+                    if await duplex.read() is None:
+                        raise self._channel.cut()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name} did not take a slot over in time.") from None
+        finally:
+            if duplex is not None:
+                duplex.cancel()
+        return num_bytes
+
+    async def renew(self) -> None:
+        """Forget the connection: the next call dials at once, whatever the last one came to."""
+        channel, self._channel = self._channel, WorkerChannel(self.address, self.name)
+        await channel.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection; calls under way fail."""
+        await self._channel.aclose()
+
+    async def _call(self, method: str, request: Message, kind: type[M], timeout_s: float) -> M:
+        with self._awaited():
+            answer = await self._channel.call(_SERVICE + method, request.SerializeToString(), timeout_s)
+        return self._read(lambda: calls.parse(kind, answer))
+
+    @contextmanager
+    def _awaited(self) -> Generator[None]:
+        self.is_awaited = True
+        try:
+            yield
+        except SpecSplitError:
+            self.is_awaited = False
+            raise
+        self.is_awaited = False
+
+    def _read(self, decode: Callable[[], A]) -> A:
+        try:
+            return decode()
+        except InvalidRequest as error:
+            raise WorkerFailed(f"{self.name} gave a malformed answer: {error}") from error

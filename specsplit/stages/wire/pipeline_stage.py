@@ -1,0 +1,195 @@
+"""A stage's place in one chain: packets in, through the stage, on to the next; answers and errors to the coordinator.
+
+Packets are handed to the stage as they arrive and awaited in that order, so that one is computed while the one before
+it is written on. At most WINDOW of them are here: a slow link holds up the one in front of it. Knows no handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, WorkerUnreachable
+from specsplit.stages.codec import decode
+from specsplit.stages.packet import Buffer, Packet
+from specsplit.stages.ports import Stage
+from specsplit.stages.wire.frames import ChainId, error_frame, packet_frames
+from specsplit.stages.wire.next_stage import NextLink
+
+WINDOW = 8
+_log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """What is to be written on a stream whose handler iterates over it; one that is closed takes and gives nothing."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._error: SpecSplitError | None = None
+        self._is_closed = False
+        self._has_frame, self._has_room = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+
+    async def put(self, frame: bytes) -> None:
+        """Add a frame, once there is room."""
+        await self._has_room.wait()
+        self.put_nowait(frame)
+
+    def put_nowait(self, frame: bytes) -> None:
+        """Add a small frame, room or not."""
+        if self._is_closed:
+            return
+        self._frames.append(frame)
+        self._has_frame.set()
+        if len(self._frames) >= WINDOW:
+            self._has_room.clear()
+
+    def close(self, error: SpecSplitError | None = None) -> None:
+        """End the stream, with an error or well; what has not been written is dropped. Again does nothing."""
+        if not self._is_closed:
+            self._is_closed, self._error = True, error
+            self._frames.clear()
+            self._has_frame.set()
+            self._has_room.set()
+
+    def __aiter__(self) -> Outbox:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await self._has_frame.wait()
+        if self._is_closed:
+            raise self._error or StopAsyncIteration
+        frame = self._frames.popleft()
+        if not self._frames:
+            self._has_frame.clear()
+        self._has_room.set()
+        return frame
+
+
+class Inlet:
+    """One stream that packets come in on: its name for errors, and the last packet that came over it undamaged."""
+
+    def __init__(self, link: str) -> None:
+        self.link = link
+        self.last_id = 0
+
+
+class Stopwatch:
+    """Tells for how long a stage has been on what it does just now, one thing after the other."""
+
+    def __init__(self) -> None:
+        self._since_s, self._num_running = 0.0, 0
+
+    @property
+    def running_s(self) -> float:
+        """Return 0 while nothing runs."""
+        return time.monotonic() - self._since_s if self._num_running else 0.0
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Note that something runs, or waits for what runs before it, for the length of the block."""
+        if not self._num_running:
+            self._since_s = time.monotonic()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._since_s = time.monotonic()
+
+
+class Place:
+    """Where a stage stands in one chain, until another one is configured."""
+
+    def __init__(
+        self, stage: Stage, watch: Stopwatch, chain: ChainId, index: int, num_stages: int, next_address: str
+    ) -> None:
+        self.chain, self.index, self.num_stages = chain, index, num_stages
+        self.coordinator: Outbox | None = None
+        self.previous: Outbox | None = None
+        self.answered_bytes = 0
+        self._is_over = False
+        self._stage, self._watch = stage, watch
+        self._next = NextLink(chain, index, next_address, self.report) if next_address else None
+        self._room = asyncio.Semaphore(WINDOW)
+        self._under_way: asyncio.Queue[asyncio.Task[Packet | None]] = asyncio.Queue()
+        self._computing: set[asyncio.Task[Packet | None]] = set()
+        self._writing = asyncio.create_task(self._write_on())
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.answered_bytes + (self._next.sent_bytes if self._next else 0)
+
+    async def open(self) -> None:
+        """Open the way to the next stage; raises WorkerUnreachable where there is none."""
+        if self._next is not None:
+            await self._next.open()
+
+    async def take(self, data: Buffer, inlet: Inlet) -> None:
+        """Take a packet in as it came over a stream, once there is room."""
+        try:
+            packet = decode(data, inlet.link)
+        except (CorruptPacket, InvalidPacket) as error:
+            self.report(error, after=inlet.last_id)
+            return
+        inlet.last_id = packet.request_id
+        await self._room.acquire()
+        if self._is_over:
+            return
+        computing = asyncio.create_task(self._compute(packet))
+        self._computing.add(computing)
+        computing.add_done_callback(self._computing.discard)
+        self._under_way.put_nowait(computing)
+
+    def report(self, error: Exception, request_id: int | None = None, after: int = 0) -> None:
+        """Tell the coordinator, if it listens, why there will be no answer to a packet, or to any after `after`."""
+        if self.coordinator is not None:
+            self.coordinator.put_nowait(error_frame(error, request_id, after))
+
+    async def aclose(self, error: SpecSplitError | None = None) -> None:
+        """Cut every stream of the chain, with an error or well, and give up what is under way."""
+        self._is_over = True
+        for outbox in (self.previous, self.coordinator):
+            if outbox is not None:
+                outbox.close(error)
+        tasks = {self._writing, *self._computing}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        if self._next is not None:
+            await self._next.aclose()
+
+    async def _compute(self, packet: Packet) -> Packet | None:
+        try:
+            with self._watch.running():
+                return await self._stage.forward(packet)
+        except Exception as error:  # noqa: BLE001 - whatever a packet does, the coordinator hears of it and the stage lives
+            if not isinstance(error, SpecSplitError):
+                _log.exception("computing a packet failed")
+            self.report(error, packet.request_id)
+            return None
+
+    async def _write_on(self) -> None:
+        while True:
+            packet = await (await self._under_way.get())
+            try:
+                if packet is not None:
+                    await self._pass(packet)
+            except WorkerUnreachable as error:
+                assert packet is not None, "nothing was passed on"
+                self.report(error, packet.request_id)
+            finally:
+                self._room.release()
+
+    async def _pass(self, packet: Packet) -> None:
+        if not packet.is_answer:
+            assert self._next is not None, "only the last stage answers, and it has no next"
+            await self._next.write(packet)
+        elif (coordinator := self.coordinator) is not None:
+            for frame in packet_frames(packet):
+                self.answered_bytes += len(frame)
+                await coordinator.put(frame)

@@ -1,0 +1,110 @@
+"""How a streaming target uses its time: how many nodes are worth their rows, and whether to wait for nodes at all.
+
+The target's own measurements in, the cost model's rules applied. Knows no tree and no stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specsplit.core.types import Timings
+from specsplit.speculation.cost_model import worth_verifying
+from specsplit.speculation.step_times import RunningMedian, StepTimes
+
+_GRID = (1, 2, 3, 5, 9, 17, 33)
+_MEMORY = 0.9
+
+
+@dataclass(slots=True)
+class _Miss:
+    """A commit below which nothing was held, and what came to hang on it."""
+
+    committed_s: float
+    path_log_probs: list[float] = field(default_factory=list[float])
+    best: tuple[float, float, float, int] | None = None
+    """Of all moments to begin a verify at: tokens per second, seconds after the commit, E[A], nodes."""
+
+
+class Pace:
+    """One stream's pace; `step_times` are the target's forwards by rows as measured at its start, if they were.
+
+    Times are those of the stream's clock. At most `max_nodes` are verified at once.
+    """
+
+    def __init__(self, step_times: Sequence[tuple[int, float]], max_nodes: int) -> None:
+        self._verify = StepTimes(dict(step_times)) if step_times else None
+        self._max_nodes = max_nodes
+        self._tokens_per_s = 0.0
+        self._misses: dict[int, _Miss] = {}
+        """By position."""
+        self._response_s = RunningMedian()
+        self._expected = self._num_nodes = 0.0
+        """What came in answer to misses: E[A], and nodes."""
+
+    def observe(self, timings: Timings, num_tokens: int, elapsed_s: float) -> None:
+        """Count a step that committed `num_tokens`: its forward, and the seconds since the last commit."""
+        device_s = timings.device_ms / 1e3
+        if timings.num_forwards == 1 and timings.num_tokens > 0 and device_s > 0:
+            if self._verify is None:
+                self._verify = StepTimes(dict.fromkeys(_GRID, device_s))
+            self._verify.observe(timings.num_tokens, device_s)
+        if elapsed_s > 0:
+            self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
+
+    def miss(self, position: int, now_s: float) -> None:
+        """Note that nothing is held below the commit that ends at `position`."""
+        self._misses[position] = _Miss(now_s)
+
+    def answer(self, position: int, now_s: float, path_log_probs: Sequence[float]) -> None:
+        """Note nodes that hang on the commit that ends at `position`: the answer to a miss, be it late.
+
+        What answered earlier misses is whole now, and counts: when it would have been best to begin, and with what.
+        """
+        for earlier in [at for at in self._misses if at < position]:
+            self._settle(self._misses.pop(earlier))
+        miss = self._misses.get(position)
+        if miss is None or not path_log_probs or self._verify is None:
+            return
+        miss.path_log_probs = sorted([*miss.path_log_probs, *path_log_probs], reverse=True)[: self._max_nodes]
+        num_nodes, expected = len(miss.path_log_probs), _expected(miss.path_log_probs)
+        after_s = now_s - miss.committed_s
+        rate = expected / (after_s + self._verify.seconds(num_nodes + 1))
+        if miss.best is None or rate > miss.best[0]:
+            miss.best = rate, after_s, expected, num_nodes
+
+    def _settle(self, miss: _Miss) -> None:
+        if miss.best is not None:
+            _, after_s, expected, num_nodes = miss.best
+            self._response_s.observe(after_s)
+            self._expected, self._num_nodes = _mean(self._expected, expected), _mean(self._num_nodes, num_nodes)
+
+    def count(self, path_log_probs: Sequence[float]) -> int:
+        """Return how many nodes, the likeliest first, to verify now."""
+        if self._verify is None:
+            return len(path_log_probs)
+        tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
+        return worth_verifying(path_log_probs, tokens_per_s, self._verify)
+
+    def wait_s(self, path_log_probs: Sequence[float], waited_s: float) -> float:
+        """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.
+
+        `path_log_probs` are of what is held, the likeliest first.
+        """
+        if self._verify is None or not self._expected:
+            return 0.0
+        left_s, num_nodes = self._response_s.value - waited_s, round(self._num_nodes)
+        if left_s <= 0:  # they are late; how much longer it takes nobody knows
+            return 0.0 if path_log_probs else max(0.0, left_s + self._response_s.value)
+        now = _expected(path_log_probs) / self._verify.seconds(len(path_log_probs) + 1)
+        then = self._expected / (left_s + self._verify.seconds(num_nodes + 1))
+        return left_s if then > now else 0.0
+
+
+def _expected(path_log_probs: Sequence[float]) -> float:
+    return 1 + sum(map(math.exp, path_log_probs))
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + (value - mean) * (1 - _MEMORY) if mean else value

@@ -1,0 +1,392 @@
+"""Workers without weights, over the tiny language of tests/language.py.
+
+They honour the whole session contract, so what holds over them holds because of the orchestrator, not by their grace.
+A slot is read back, never the caller's arguments: wrong tokens in a slot give a wrong text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specsplit.core.errors import ContextExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.tree import check_proposal, parent_indices
+from specsplit.core.types import (
+    ROOT,
+    Budget,
+    Identity,
+    Proposal,
+    Scores,
+    SessionParams,
+    StreamLimits,
+    Timings,
+    TokenizerFiles,
+    Turn,
+    Verdict,
+    prefix_hash,
+    prefix_hashes,
+)
+from specsplit.target.stream import TargetStream
+from tests.support.language import (
+    EOS,
+    VOCAB_SIZE,
+    FakeTokenizer,
+    Guess,
+    adversarial_guess,
+    empty_guess,
+    good_guess,
+    log_probs,
+    next_token,
+    perfect_guess,
+    plain_tokens,
+    random_guess,
+)
+
+__all__ = [
+    "EOS",
+    "VOCAB_SIZE",
+    "FakeDraft",
+    "FakeTarget",
+    "FakeTokenizer",
+    "Faults",
+    "adversarial_guess",
+    "empty_guess",
+    "good_guess",
+    "next_token",
+    "perfect_guess",
+    "plain_tokens",
+    "random_guess",
+]
+
+
+@dataclass
+class _Slot:
+    """One session in a worker; invariant: len(ids) == len(hashes)."""
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    epoch: int = -1
+    round: int = -1
+    opening: SessionParams | None = None
+    body: object = None
+    answer: object = None
+    highest_node: int = 0
+    tree: _Tree | None = None
+
+    def truncate(self, length: int) -> None:
+        del self.ids[length:], self.hashes[length:]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.hashes.extend(prefix_hashes(token_ids, self.hashes[-1] if self.hashes else 0))
+        self.ids.extend(token_ids)
+
+
+@dataclass
+class Faults:
+    """When a worker loses its slots, fails, or waits; calls count from 0.
+
+    `evict` is the chance that the slot is gone when a call comes. At call `fail_at` `error` is raised. Every call
+    first gives the event loop `pauses` turns, and waits for `gate` if there is one.
+    """
+
+    evict: float = 0.0
+    seed: int = 0
+    fail_at: int = -1
+    error: Exception = field(default_factory=lambda: RuntimeError("the worker died"))
+    pauses: int = 1
+    gate: asyncio.Event | None = None
+
+
+class _FakeWorker:
+    """The part of the contract that both workers share."""
+
+    role: str
+    min_tail = 0
+    max_nodes = 64
+
+    def __init__(self, faults: Faults | None = None, *, context: int = 512, vocab_hash: str = "bytes") -> None:
+        self.faults = faults or Faults()
+        self.context, self.vocab_hash = context, vocab_hash
+        self.slots: dict[str, _Slot] = {}
+        self.turns: list[Turn] = []
+        self.num_calls = self.num_behind = self.num_forwards = 0
+        self.num_tokens = 0
+        """Tokens that had to be computed, those of trees included."""
+        self.num_under_way = 0
+        self._rng = random.Random(self.faults.seed)
+
+    async def ping(self) -> Identity:
+        return Identity(
+            role="target" if self.min_tail else "draft",
+            model=f"fake-{type(self).__name__}",
+            vocab_size=VOCAB_SIZE,
+            vocab_hash=self.vocab_hash,
+            context=self.context,
+            max_nodes=self.max_nodes,
+        )
+
+    async def close(self, session: str) -> None:
+        await asyncio.sleep(0)
+        self.slots.pop(session, None)
+
+    async def _pause(self, turn: Turn) -> None:
+        """Wait as the faults say, before anything changes: a cancelled call leaves no trace."""
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        self.num_under_way += 1
+        try:
+            for _ in range(self.faults.pauses):
+                await asyncio.sleep(0)
+            if self.faults.gate is not None:
+                await self.faults.gate.wait()
+        finally:
+            self.num_under_way -= 1
+        self.turns.append(turn)
+        if call == self.faults.fail_at:
+            raise self.faults.error
+        if self._rng.random() < self.faults.evict:
+            self.slots.pop(turn.session, None)
+
+    def _begin(self, turn: Turn, body: object) -> tuple[_Slot, object | None]:
+        """Apply the contract; return the slot cut to what it shares with the turn, or the cached answer of a repeat."""
+        if not self.min_tail <= len(turn.tail) <= self.context - turn.base_length:
+            raise InvalidRequest("the tail is empty or longer than the context", param="tail")
+        if any(not 0 <= token_id < VOCAB_SIZE for token_id in turn.tail):
+            raise InvalidRequest("the tail has a token outside the vocabulary", param="tail")
+        slot = self.slots.get(turn.session)
+        if slot is None:
+            self._require_held(turn, turn.base_length == 0 and turn.opening is not None, have=0)
+            slot = self.slots[turn.session] = _Slot()
+        if turn.epoch < slot.epoch:
+            raise StaleEpoch("a later epoch was seen")
+        if turn.epoch == slot.epoch and turn.round <= slot.round:
+            if turn.round < slot.round:
+                raise StaleRound("a later round was seen")
+            if body != slot.body:
+                raise InvalidRequest("the same round with another body", param="round")
+            return slot, slot.answer
+        base = turn.base_length
+        self._require_held(turn, base <= len(slot.ids), have=len(slot.ids))
+        self._require_held(turn, base == 0 or slot.hashes[base - 1] == turn.base_hash, have=0)
+        if turn.epoch > slot.epoch:
+            self._require_held(turn, turn.opening is not None, have=0)
+            slot.highest_node, slot.tree = 0, None
+        slot.epoch, slot.round, slot.body = turn.epoch, turn.round, body
+        slot.opening = turn.opening or slot.opening
+        return slot, None
+
+    def _require_held(self, turn: Turn, is_held: bool, have: int) -> None:
+        if not is_held:
+            self.num_behind += 1
+            raise SlotBehind(have)
+
+
+def _common_length(slot: _Slot, turn: Turn) -> int:
+    """Return how many of base + tail the slot holds."""
+    keep = turn.base_length
+    for have, want in zip(slot.ids[keep:], turn.tail, strict=False):
+        if have != want:
+            break
+        keep += 1
+    return keep
+
+
+class FakeTarget(_FakeWorker):
+    """A Verifier; with `trim` it scores only the first nodes of a larger tree."""
+
+    min_tail = 1
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        *,
+        trim: int | None = None,
+        max_nodes: int = 64,
+        context: int = 512,
+        vocab_hash: str = "bytes",
+    ) -> None:
+        super().__init__(faults, context=context, vocab_hash=vocab_hash)
+        self.trim, self.max_nodes = trim, max_nodes
+        self.proposals: list[Proposal] = []
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        await self._pause(turn)
+        slot, answer = self._begin(turn, (turn, proposal))
+        if isinstance(answer, Verdict):
+            return answer
+        length = turn.base_length + len(turn.tail)
+        check_proposal(
+            proposal, vocab_size=VOCAB_SIZE, max_nodes=self.max_nodes, max_depth=max(self.context - length, 0)
+        )
+        parents = parent_indices(proposal)
+        if len(proposal) and (proposal.first_node <= slot.highest_node or proposal.root_position != length - 1):
+            raise InvalidRequest("the tree is numbered or placed wrongly", param="proposal")
+        slot.highest_node = proposal.first_node + len(proposal) - 1
+        self.proposals.append(proposal)
+        keep = min(_common_length(slot, turn), length - 1)
+        slot.truncate(keep)
+        slot.extend(turn.tail[keep - turn.base_length :])
+        self.num_tokens += length - keep + len(proposal.token_ids[: self.trim])
+        slot.answer = verdict = self._walk(slot, proposal, parents)
+        return verdict
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> TargetStream:
+        async def leave(keeps_slot: bool) -> None:
+            if not keeps_slot:
+                await self.close(turn.session)
+
+        return TargetStream(self.verify, leave, turn, limits, context=self.context, max_nodes=self.max_nodes)
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+    ) -> Scores:
+        await asyncio.sleep(0)
+        ids = [*prompt, *scored]
+        if not prompt or not scored or not all(0 <= token_id < VOCAB_SIZE for token_id in ids):
+            raise InvalidRequest("there is nothing to score, or a token outside the vocabulary", param="scored")
+        if len(ids) > self.context:
+            raise ContextExceeded("the tokens do not fit the context", param="scored")
+        hashes = prefix_hashes(ids)
+        positions = range(len(prompt), len(ids))
+        values = tuple(log_probs(hashes[at - 1], ids[:at], logit_bias)[ids[at]] for at in positions)
+        return Scores(
+            values, Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
+        )
+
+    async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
+        await asyncio.sleep(0)
+        files = {} if known_hash == FakeTokenizer.hash else {"tokenizer.json": b"{}"}
+        return TokenizerFiles(hash=FakeTokenizer.hash, eos_ids=FakeTokenizer.eos_ids, files=files)
+
+    def _walk(self, slot: _Slot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
+        assert slot.opening is not None
+        scored = range(len(proposal))[: self.trim]
+        at, accepted, token_ids = -1, [], []
+        while True:
+            pick = next_token(slot.opening, slot.hashes[-1], slot.ids)
+            token_ids.append(pick)
+            at = next((node for node in scored if parents[node] == at and proposal.token_ids[node] == pick), -2)
+            if at < 0:
+                break
+            accepted.append(at)
+            slot.extend([pick])
+        self.num_forwards += 1
+        return Verdict(
+            accepted=tuple(proposal.first_node + node for node in accepted),
+            token_ids=tuple(token_ids),
+            length=len(slot.ids),
+            verified=tuple(proposal.first_node + node for node in scored),
+            timings=Timings(num_forwards=1, device_ms=1.0),
+        )
+
+
+@dataclass
+class _Tree:
+    """The draft's nodes below the slot's last token: number -> (parent number or ROOT, token, depth, prefix hash)."""
+
+    nodes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    grown: set[int] = field(default_factory=set)
+    log_probs: dict[int, float] = field(default_factory=dict)
+    """What the draft says of each node, given its parent's acceptance."""
+
+    def reroot(self, token_ids: Sequence[int]) -> _Tree:
+        """Return the subtree that hangs below `token_ids`; empty if they are not in the tree."""
+        at = ROOT
+        for token in token_ids:
+            at = next((n for n, (parent, child, *_) in self.nodes.items() if parent == at and child == token), -1)
+        kept = _Tree(grown={ROOT} if at in self.grown else set())
+        name = {at: ROOT}
+        for number, (parent, token, depth, prefix) in self.nodes.items():
+            if parent in name and number not in name:
+                name[number] = number
+                kept.nodes[number] = (name[parent], token, depth - len(token_ids), prefix)
+                kept.log_probs[number] = self.log_probs[number]
+                kept.grown |= {number} & self.grown
+        return kept
+
+    def path_log_prob(self, number: int) -> float:
+        return self.log_probs[number] + self.path_log_prob(self.nodes[number][0]) if number != ROOT else 0.0
+
+    def path(self, number: int) -> list[int]:
+        tokens: list[int] = []
+        while number != ROOT:
+            number, token, *_ = self.nodes[number]
+            tokens.append(token)
+        return tokens[::-1]
+
+
+class FakeDraft(_FakeWorker):
+    """A Drafter over a guess; `oversize` multiplies nodes and depth beyond what the budget allows.
+
+    `estimates` are the log-probabilities that it claims by rank; the likeliest nodes grow first.
+    """
+
+    def __init__(
+        self,
+        guess: Guess = good_guess,
+        faults: Faults | None = None,
+        *,
+        oversize: int = 1,
+        context: int = 512,
+        vocab_hash: str = "bytes",
+        estimates: tuple[float, ...] = (-0.5, -0.5, -0.5),
+    ) -> None:
+        super().__init__(faults, context=context, vocab_hash=vocab_hash)
+        self.guess, self.oversize, self.estimates = guess, oversize, estimates
+        self.known_nodes: list[int] = []
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        await self._pause(turn)
+        self.known_nodes.append(known_nodes)
+        slot, answer = self._begin(turn, (turn, known_nodes, budget))
+        if isinstance(answer, Proposal):
+            return answer
+        keep = _common_length(slot, turn)
+        new = turn.tail[keep - turn.base_length :]
+        is_extended = keep == len(slot.ids) and slot.tree is not None
+        slot.tree = slot.tree.reroot(new) if is_extended and slot.tree is not None else _Tree()
+        slot.truncate(keep)
+        slot.extend(new)
+        slot.highest_node = max(slot.highest_node, known_nodes)
+        self.num_tokens += len(new)
+        num_levels = self._grow(slot, slot.tree, budget)
+        slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, num_levels)
+        return proposal
+
+    def _grow(self, slot: _Slot, tree: _Tree, budget: Budget) -> int:
+        """Expand nodes in order of their numbers until the budget is used up; return the number of levels it took."""
+        assert slot.opening is not None
+        room, max_depth, levels = budget.max_new_nodes * self.oversize, budget.max_depth * self.oversize, set[int]()
+        frontier = [number for number in (ROOT, *tree.nodes) if number not in tree.grown]
+        while frontier and room > 0:
+            at = min(frontier, key=lambda number: (-tree.path_log_prob(number), number))
+            frontier.remove(at)
+            _, token, depth, prefix = tree.nodes.get(at, (0, -1, 0, slot.hashes[-1]))
+            if depth >= max_depth or token in slot.opening.eos_ids:
+                continue
+            levels.add(depth)
+            guesses = self.guess(slot.opening, prefix, [*slot.ids[-3:], *tree.path(at)])[: budget.max_branching]
+            held = {child for parent, child, *_ in tree.nodes.values() if parent == at}
+            missing = [child for child in guesses if child not in held]
+            if len(missing) <= room:
+                tree.grown.add(at)
+            for child in missing[:room]:
+                slot.highest_node += 1
+                room -= 1
+                tree.nodes[slot.highest_node] = (at, child, depth + 1, prefix_hash([child], prefix))
+                tree.log_probs[slot.highest_node] = self.estimates[min(guesses.index(child), len(self.estimates) - 1)]
+                frontier.append(slot.highest_node)
+        self.num_forwards += len(levels)
+        return len(levels)
+
+    def _proposal(self, slot: _Slot, tree: _Tree, known_nodes: int, num_levels: int) -> Proposal:
+        new = [number for number in tree.nodes if number > known_nodes]
+        return Proposal(
+            first_node=new[0] if new else slot.highest_node + 1,
+            root_position=len(slot.ids) - 1,
+            token_ids=tuple(tree.nodes[number][1] for number in new),
+            parents=tuple(tree.nodes[number][0] for number in new),
+            log_probs=tuple(tree.log_probs[number] for number in new),
+            timings=Timings(num_forwards=num_levels, device_ms=0.5),
+        )

@@ -1,0 +1,127 @@
+"""The command line in processes of its own: real workers over loopback, to be used, stopped and killed by tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+"""Nothing takes longer, however busy the machine, so a test that waits so long waits in vain."""
+SILENT_S = 45
+"""By then a keepalive has told of a peer that fell silent; without one gRPC does after a minute (ADR 0004)."""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a user with no settings of our own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECSPLIT_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm", **changes}
+
+
+def command(*arguments: str) -> list[str]:
+    """Return what runs `specsplit` with `arguments`."""
+    return [sys.executable, "-m", "specsplit", *arguments]
+
+
+def run(*arguments: str, stdin: bytes = b"", **changes: str) -> tuple[int, str, str]:
+    """Run `specsplit` to its end; return exit code, stdout and stderr."""
+    done = subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, env=environment(**changes), timeout=LIMIT_S, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+class WorkerProcess:
+    """A worker of the embedded pair; it keeps its port over restarts. Starting does not wait, `address` does."""
+
+    def __init__(self, role: str, folder: Path, *arguments: str) -> None:
+        self.role = role
+        self._folder = folder
+        self._arguments = arguments
+        self._listen = "127.0.0.1:0"
+        self._ready: dict[str, Any] | None = None
+        self._num_starts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start it, the first time or after its end."""
+        self._num_starts += 1
+        self._ready = None
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command(self.role, "--listen", self._listen, *self._arguments, "--trace-file", str(self.trace)),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment(OMP_NUM_THREADS="1"),
+            )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
+
+    @staticmethod
+    def _read(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        process.stdout.close()
+        lines.put(b"")
+
+    @property
+    def trace(self) -> Path:
+        """The spans of the latest start."""
+        return self._folder / f"{self.role}-{self._num_starts}.jsonl"
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"{self.role}-{self._num_starts}.err"
+
+    @property
+    def stderr(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """The line that said that it serves; waits for it."""
+        if self._ready is None:
+            line = self._lines.get(timeout=LIMIT_S)
+            assert line, f"the {self.role} ended before it served: {self.stderr}"
+            self._ready = json.loads(line)
+            assert self._ready is not None
+            self._listen = self._ready["address"]
+        return self._ready
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["address"])
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it as a crash would; its port is free afterwards."""
+        self._process.kill()
+        self._process.wait(timeout=LIMIT_S)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to end; return its exit code."""
+        self._process.send_signal(number)
+        return self._process.wait(timeout=LIMIT_S)
+
+    def rest_of_stdout(self) -> bytes:
+        """Return what it wrote after the line that said that it serves; waits for its end."""
+        rest = b""
+        while line := self._lines.get(timeout=LIMIT_S):
+            rest += line
+        return rest
+
+    def close(self) -> None:
+        """End it for good, whatever state it is in."""
+        if self._process.poll() is None:
+            self.kill()

@@ -1,0 +1,223 @@
+"""Chains whose stages are served over loopback, each to be stopped, restarted and watched by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.engine.executor import ThreadExecutor
+from specsplit.rpc.server import Server, serving
+from specsplit.stages.chain.expected import wanted_chain
+from specsplit.stages.chain.runner import ChainRunner
+from specsplit.stages.chain.stage import StageEngine
+from specsplit.stages.chain.target import chain_target
+from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.packet import Packet
+from specsplit.stages.planner import Ends
+from specsplit.stages.serve import connect_chain
+from specsplit.stages.shard.loader import LoadedShard
+from specsplit.stages.wire.chain import RemoteChain
+from specsplit.target.engine import TargetEngine
+from tests.support.chains import Shards
+from tests.support.processes import LIMIT_S
+from tests.support.rpc_servers import LOOPBACK, CountingProxy
+
+_CONNECT_S = 10.0
+"""As the target does; on a machine that stands still for a second an attempt to connect can fail."""
+
+
+class WatchedStage:
+    """A stage that notes what it gets; `hangs` is asked for every packet whether it is never computed."""
+
+    def __init__(self, engine: StageEngine, hangs: Callable[[Packet], bool]) -> None:
+        self.engine = engine
+        self.seen: list[Packet] = []
+        self._hangs = hangs
+
+    @property
+    def identity(self) -> StageIdentity:
+        return self.engine.identity
+
+    async def forward(self, packet: Packet) -> Packet:
+        self.seen.append(packet)
+        if self._hangs(packet):
+            await asyncio.Event().wait()
+        return await self.engine.forward(packet)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class StageHost:
+    """One stage process: a fresh engine behind a server; it keeps its port over restarts."""
+
+    def __init__(self, shard: LoadedShard, device: ThreadExecutor) -> None:
+        self.shard, self._device = shard, device
+        self.address = LOOPBACK
+        self.hangs: Callable[[Packet], object] = lambda packet: False
+        """Told of every packet; one for which it is True is never computed."""
+        self.num_starts = 0
+        self.tasks: list[asyncio.Future[None]] = []
+        """What is done to this host beside the test."""
+        self.is_serving = False
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked)
+        self._stack.push_async_callback(self.stage.engine.aclose)
+        self.server: Server = await self._stack.enter_async_context(serving(listen=self.address, stage=self.stage))  # type: ignore[arg-type]
+        self.address = self.server.address
+        self.num_starts += 1
+        self.is_serving = True
+
+    def _asked(self, packet: Packet) -> bool:
+        return bool(self.hangs(packet))
+
+    async def stop(self) -> None:
+        """End it without a word; its port is free afterwards."""
+        self.is_serving = False
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+
+@dataclass
+class RemoteOpen:
+    """A target over a remote chain, with everything that a test may look at."""
+
+    target: TargetEngine
+    runner: ChainRunner
+    link: RemoteChain
+    hosts: list[StageHost]
+    spares: list[StageHost]
+
+    @property
+    def resyncs(self) -> list[tuple[str, int]]:
+        return [(resync.reason, resync.num_tokens) for resync in self.runner.chain_statistics.resyncs]
+
+
+@asynccontextmanager
+async def served(shards: Sequence[LoadedShard]) -> AsyncIterator[list[StageHost]]:
+    """Serve a stage over each shard, all on one thread."""
+    async with AsyncExitStack() as stack:
+        device = ThreadExecutor("stages", 1)
+        stack.push_async_callback(device.close)
+        hosts: list[StageHost] = []
+        for shard in shards:
+            host = StageHost(shard, device)
+            await host.start()
+            stack.push_async_callback(host.stop)
+            hosts.append(host)
+        yield hosts
+        for host in hosts:
+            await asyncio.gather(*host.tasks)
+
+
+def wanted_of(shards: Shards, folder: str | None = None) -> WantedChain:
+    ends: Ends = "coordinator" if shards.ends else "stages"
+    return wanted_chain(shards.model, ends, folder)
+
+
+@asynccontextmanager
+async def opened_remote(
+    shards: Shards,
+    spares: Sequence[LoadedShard] = (),
+    *,
+    addresses: Callable[[list[str]], list[str]] = lambda addresses: addresses,
+    link_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[RemoteOpen]:
+    """Serve a model's stages and spares, connect a chain of them and open a target over it."""
+    async with served([*shards.stages, *spares]) as hosts:
+        own, other = hosts[: len(shards.stages)], hosts[len(shards.stages) :]
+        at = addresses([host.address for host in own]), [host.address for host in other]
+        async with opened_over(shards, own, other, *at, link_options=link_options, **options) as chain:
+            yield chain
+
+
+@asynccontextmanager
+async def opened_over(
+    shards: Shards,
+    own: list[StageHost],
+    other: list[StageHost],
+    addresses: Sequence[str],
+    spare_addresses: Sequence[str],
+    *,
+    link_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[RemoteOpen]:
+    """Connect a chain of stages and spares that are served, and open a target over it."""
+    patience = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
+    link = RemoteChain(addresses, spare_addresses, wanted_of(shards), **(patience | (link_options or {})))
+    target, runner = chain_target(
+        shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+    )
+    try:
+        await connect_chain(link, _CONNECT_S)
+        yield RemoteOpen(target, runner, link, own, other)
+    finally:
+        await target.aclose()
+        await link.aclose()
+
+
+async def mended(chain: RemoteOpen, reconnect_s: float = LIMIT_S) -> None:
+    """Restore the chain in tries of `reconnect_s`, by default as long as the machine takes; so it is from then on."""
+    chain.link._reconnect_s = reconnect_s
+    while chain.link.trouble is not None:
+        with suppress(WorkerUnreachable):
+            await chain.link.mend()
+        await asyncio.sleep(0.01)
+
+
+def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
+    """Let the link wait two seconds only for the first packet that `is_late`; one packet is under way at a time."""
+    send, is_over = link.send, False
+
+    async def send_with_deadline(packet: Packet) -> Packet:
+        nonlocal is_over
+        is_now = not is_over and is_late(packet)
+        is_over = is_over or is_now
+        link._call_timeout_s = 2.0 if is_now else 2 * LIMIT_S
+        return await send(packet)
+
+    link.send = send_with_deadline  # type: ignore[method-assign]
+
+
+class DamagingProxy(CountingProxy):
+    """Forwards TCP and flips a bit in each stage packet, counted from 0 per direction, that `damages` names."""
+
+    def __init__(self, port: int, damages: Callable[[int, bool], bool] = lambda number, is_sent: False) -> None:
+        super().__init__(port)
+        self._damages = damages
+        self._num_packets = {True: 0, False: 0}
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
+        damaging = asyncio.StreamReader()
+        pump = asyncio.create_task(super()._pump(damaging, writer, is_sent=is_sent))
+        try:
+            while data := await reader.read(1 << 16):
+                damaging.feed_data(self._damaged(bytearray(data), is_sent))
+        except ConnectionError:
+            pass
+        damaging.feed_eof()
+        await pump
+
+    def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
+        at = data.find(b"SSPK")
+        while at >= 0:
+            if self._damages(self._num_packets[is_sent], is_sent):
+                data[at + 90] ^= 4  # among the sessions, behind the header
+            self._num_packets[is_sent] += 1
+            at = data.find(b"SSPK", at + 4)
+        return bytes(data)

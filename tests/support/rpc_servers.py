@@ -1,0 +1,112 @@
+"""Workers served over loopback for tests, with clients on them, and a proxy that counts what goes over the wire.
+
+Run as a module it serves a fake target in a process of its own and prints where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+from specsplit.rpc.server import Server, serving
+from tests.support.fakes import FakeTarget
+from tests.support.processes import LIMIT_S
+
+LOOPBACK = "127.0.0.1:0"
+
+
+@asynccontextmanager
+async def connected(drafter: Drafter, verifier: Verifier) -> AsyncIterator[tuple[RemoteDrafter, RemoteVerifier]]:
+    """Serve the two on a port each, and give clients of them."""
+    async with (
+        serving(listen=LOOPBACK, drafter=drafter) as draft,
+        serving(listen=LOOPBACK, verifier=verifier) as target,
+        drafter_at(draft) as remote_drafter,
+        verifier_at(target) as remote_verifier,
+    ):
+        yield remote_drafter, remote_verifier
+
+
+@asynccontextmanager
+async def drafter_at(server: Server | str) -> AsyncIterator[RemoteDrafter]:
+    drafter = RemoteDrafter(server if isinstance(server, str) else server.address)
+    try:
+        yield drafter
+    finally:
+        await drafter.aclose()
+
+
+@asynccontextmanager
+async def verifier_at(server: Server | str) -> AsyncIterator[RemoteVerifier]:
+    verifier = RemoteVerifier(server if isinstance(server, str) else server.address)
+    try:
+        yield verifier
+    finally:
+        await verifier.aclose()
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """Give the loop turns until `holds()`; a test that waits in vain fails."""
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 - the state of another side, which sets no event here
+            await asyncio.sleep(0.001)
+
+
+class CountingProxy:
+    """Forwards TCP to `port` and counts connections and the bytes of each direction."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers = set[asyncio.StreamWriter]()
+        self.num_connections = self.sent_bytes = self.received_bytes = 0
+        self.address = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[CountingProxy]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for writer in self._writers:
+                writer.close()
+            await wait_until(lambda: not self._writers)
+
+    def cut(self) -> None:
+        """Close every connection; new ones are made as before."""
+        for writer in self._writers:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self.num_connections += 1
+        self._writers |= {writer, up_writer}
+        await asyncio.gather(self._pump(reader, up_writer, is_sent=True), self._pump(up_reader, writer, is_sent=False))
+        self._writers -= {writer, up_writer}
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if is_sent:
+                    self.sent_bytes += len(data)
+                else:
+                    self.received_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+async def _serve_alone() -> None:
+    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+        sys.stdout.write(server.address + "\n")
+        sys.stdout.flush()
+        await server.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_alone())

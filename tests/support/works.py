@@ -1,0 +1,66 @@
+"""Works for a worker whose course a test can read: what they did, in the order in which they did it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from specsplit.engine.scheduler import Scheduler
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.loader import LoadedModel
+from tests.support.runners import SteeredRunner, steered
+
+Work = Generator[SequenceInput, Tensor, str]
+
+
+@dataclass
+class Diary:
+    """What the works of a test did, in the order in which they did it."""
+
+    lines: list[str] = field(default_factory=list[str])
+
+    def work(self, name: str, num_forwards: int = 1, *, slot: int = 0, error: Exception | None = None) -> Work:
+        """Feed `num_forwards` tokens, then raise `error` or return the name."""
+        self.lines.append(f"{name} begins")
+        try:
+            for position in range(num_forwards):
+                logits = yield SequenceInput(slot, position, [7])
+                assert logits.shape == (1, 320)
+                self.lines.append(f"{name} got logits")
+        except GeneratorExit:
+            self.lines.append(f"{name} is closed")
+            raise
+        if error is not None:
+            raise error
+        return name
+
+
+async def submitted(*tasks: asyncio.Task[object]) -> None:
+    """Give tasks just made the turn in which they hand their work over."""
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+
+
+@asynccontextmanager
+async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[Scheduler, SteeredRunner]]:
+    loaded, runner = steered(model)
+    worker = Scheduler(loaded.runner, name="tested")
+    try:
+        yield worker, runner
+    finally:
+        await worker.close()
+
+
+def alive_work() -> list[object]:
+    """Return everything alive that belongs to a session or to its work."""
+    return [
+        kept
+        for kept in gc.get_objects()
+        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "Line")
+        and type(kept).__module__.startswith("specsplit")
+    ]
