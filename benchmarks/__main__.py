@@ -13,7 +13,7 @@ from benchmarks import calibration_study, report
 from benchmarks.pair import chosen_pair
 from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
-from specsplit.core.defaults import Device, Dtype
+from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run(
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
     inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Of both models, for every system.")] = "fp32",
-    device: Annotated[Device, typer.Option(help="Of both models, for every system.")] = "cpu",
+    device: Annotated[DeviceName, typer.Option(help="Of both models, for every system.")] = "cpu",
     nodes: Nodes = defaults.DEFAULT_NODES,
     depth: Depth = defaults.DEFAULT_DEPTH,
     branching: Branching = defaults.DEFAULT_BRANCHING,
@@ -201,7 +201,7 @@ def sweep(
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
     inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
-    device: Annotated[Device, typer.Option(help="Of both models.")] = "cpu",
+    device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
     nodes: Nodes = defaults.DEFAULT_NODES,
     depth: Depth = defaults.DEFAULT_DEPTH,
     branching: Branching = defaults.DEFAULT_BRANCHING,
@@ -279,7 +279,7 @@ def profile(
     target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
-    device: Annotated[Device, typer.Option(help="Of both models.")] = "cpu",
+    device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
     nodes: Nodes = defaults.DEFAULT_NODES,
     depth: Depth = defaults.DEFAULT_DEPTH,
     branching: Branching = defaults.DEFAULT_BRANCHING,
