@@ -25,7 +25,7 @@ Samples = dict[str, list[list[Sample]]]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar of the performance page: `value` is to be at least, at most or exactly `bound`."""
+    """One bar of docs/performance.md: `value` is to be at least, at most or exactly `bound`."""
 
     id: str
     measure: str

@@ -1,4 +1,4 @@
-"""What a run found: every number of performance.md per system, per task and pooled, derived from its samples.
+"""What a run found: every number of docs/performance.md per system, per task and pooled, derived from its samples.
 
 Pure functions over a results file; what measured and what prints is not known here.
 """

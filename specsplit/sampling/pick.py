@@ -59,8 +59,8 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
 
     Their law is that of k tokens sampled without replacement; the first is `pick`'s, of equals the lower id is first.
     An estimate says how likely the target picks the same token: it is the share of exp(score) among the best few, a
-    function of the gaps between perturbed scores (algorithm 2), which needs no sum over the vocabulary. Left out are
-    tokens that the processors cut and what is not a number.
+    function of the gaps between perturbed scores (docs/algorithms.md, section 2), which needs no sum over the
+    vocabulary. Left out are tokens that the processors cut and what is not a number.
     """
     token_ids: list[list[int]] = []
     log_probs: list[list[float]] = []

@@ -102,7 +102,7 @@ def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: i
 
 
 def round_s(mode: Mode, nodes: int, depth: int, costs: Costs) -> float:
-    """Return the seconds of one round: algorithms.md 5, where D t_d + the draft's round trip is `costs.draft_s`.
+    """Return the seconds of one round (docs/algorithms.md, section 5; `costs.draft_s` is D t_d + the draft's way).
 
     So the draft's way counts where its call does, and `round_trip_s` is the target's alone; with a draft next door
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,

@@ -1,4 +1,4 @@
-"""Stage packets as bytes and back (protocol.md 2): a header, the sessions, padding, then the payload as it lies.
+"""Stage packets as bytes and back: a header, the sessions, padding, then the payload as it lies (docs/protocol.md, 9).
 
 A crc32 over header and payload tells damage on the way (CorruptPacket: nothing in it can be trusted, only the link is
 known) from a peer that writes nonsense (InvalidPacket). Nothing is allocated for what a packet merely claims.

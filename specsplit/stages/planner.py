@@ -19,7 +19,7 @@ from specsplit.stages.families import BYTES, PlanDtype, Weights
 from specsplit.stages.shape import ModelShape
 
 Ends = Literal["stages", "coordinator"]
-"""Where embedding, final norm and head live: on the first and last stage, or on the coordinator (protocol.md 2)."""
+"""Where embedding, final norm and head live: on the first and last stage, or on the coordinator (docs/stages.md)."""
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context, as for a worker that serves."""
 NODE_LIMIT = 128

@@ -1,4 +1,4 @@
-"""What a chain must send again for given faults, worked out from protocol.md's rules alone: no tensors, no sockets.
+"""What a chain must send again for given faults, by the rules of docs/protocol.md alone: no tensors, no sockets.
 
 It is of one session whose tokens are verified one by one, with one packet under way at a time; then everything is
 determined. Legend: a hop leads to the stage of its number, the last one back to the coordinator.

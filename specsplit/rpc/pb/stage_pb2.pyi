@@ -203,7 +203,7 @@ class Frame(_message.Message):
     padding: _builtins.bytes
     """Zeros, so that `packet` begins at a multiple of 64 in the message."""
     packet: _builtins.bytes
-    """In the layout of core/packet_codec."""
+    """In the layout of stages/codec; see docs/protocol.md, section 9."""
     more: _builtins.bool
     """Whether further pieces of the same packet follow."""
     draining: _builtins.bool
