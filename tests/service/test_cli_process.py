@@ -16,7 +16,7 @@ import pytest
 
 from specsplit.cli.main import main
 from specsplit.telemetry import names
-from tests.support.processes import LIMIT_S, ROOT, command, environment, run
+from tests.support.processes import LIMIT_S, ROOT, command, environment, run, start
 
 EMBEDDED = ROOT / "specsplit" / "model" / "embedded"
 PROMPT = "def add(a, b):"
@@ -120,21 +120,12 @@ def test_no_color_is_honoured_on_a_terminal():
     assert "12 tokens (length)" in shown
 
 
-def _start(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command("orchestrate", *ENDLESS, *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-
-
 def _is_interrupted_summary(err: bytes) -> bool:
     return err.count(b"\n") == 1 and b" tokens (interrupted) | " in err and b" | seed " in err
 
 
 def test_ctrl_c_keeps_the_text_prints_the_summary_and_exits_130():
-    process = _start()
+    process = start("orchestrate", *ENDLESS)
     assert process.stdout is not None
     begun = os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
@@ -148,7 +139,7 @@ def test_ctrl_c_keeps_the_text_prints_the_summary_and_exits_130():
 def test_ctrl_c_leaves_no_half_object_and_a_whole_trace(tmp_path: Path):
     trace = tmp_path / "spans.jsonl"
     os.mkfifo(trace)  # reading from it tells when rounds have begun
-    process = _start("--json", "--trace-file", str(trace))
+    process = start("orchestrate", *ENDLESS, "--json", "--trace-file", str(trace))
     with trace.open("rb") as spans:
         begun = spans.readline()
         process.send_signal(signal.SIGINT)
@@ -161,7 +152,7 @@ def test_ctrl_c_leaves_no_half_object_and_a_whole_trace(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_traceback():
-    process = _start()
+    process = start("orchestrate", *ENDLESS)
     assert process.stdout is not None
     assert process.stderr is not None
     os.read(process.stdout.fileno(), 1)

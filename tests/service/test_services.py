@@ -36,9 +36,9 @@ Answer = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
-    """Start a target and a draft, once for all tests; a test that ends one starts it again."""
+    """Start a target and a draft as a user does, once for all tests; a test that ends one starts it again."""
     folder = tmp_path_factory.mktemp("workers")
-    started = {role: WorkerProcess(role, folder) for role in ("target", "draft")}
+    started = {role: WorkerProcess(role, folder, is_fresh=True) for role in ("target", "draft")}
     yield started
     for worker in started.values():
         worker.close()

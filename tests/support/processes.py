@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import ROOT, ForkedProcess
+
 LIMIT_S = 120
 """Nothing takes longer, however busy the machine, so a test that waits so long waits in vain."""
 SILENT_S = 45
@@ -30,19 +31,28 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "specsplit", *arguments]
 
 
+def start(*arguments: str, stdin: int | None = None, **changes: str) -> ForkedProcess:
+    """Start `specsplit` with stdout and stderr in pipes."""
+    pipe = subprocess.PIPE
+    return ForkedProcess("specsplit", *arguments, env=environment(**changes), stdin=stdin, stdout=pipe, stderr=pipe)
+
+
 def run(*arguments: str, stdin: bytes = b"", **changes: str) -> tuple[int, str, str]:
     """Run `specsplit` to its end; return exit code, stdout and stderr."""
-    done = subprocess.run(
-        command(*arguments), input=stdin, capture_output=True, env=environment(**changes), timeout=LIMIT_S, check=False
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    process = start(*arguments, stdin=subprocess.PIPE, **changes)
+    out, err = process.communicate(stdin, LIMIT_S)
+    return process.wait(), out.decode(), err.decode()
 
 
 class WorkerProcess:
-    """A worker of the embedded pair; it keeps its port over restarts. Starting does not wait, `address` does."""
+    """A worker of the embedded pair; it keeps its port over restarts. Starting does not wait, `address` does.
 
-    def __init__(self, role: str, folder: Path, *arguments: str) -> None:
+    It is forked from a process that has the imports (see `forked`), unless it `is_fresh`: then it starts as a user's.
+    """
+
+    def __init__(self, role: str, folder: Path, *arguments: str, is_fresh: bool = False) -> None:
         self.role = role
+        self._is_fresh = is_fresh
         self._folder = folder
         self._arguments = arguments
         self._listen = "127.0.0.1:0"
@@ -55,17 +65,18 @@ class WorkerProcess:
         self._num_starts += 1
         self._ready = None
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command(self.role, "--listen", self._listen, *self._arguments, "--trace-file", str(self.trace)),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment(OMP_NUM_THREADS="1"),
+            arguments = (self.role, "--listen", self._listen, *self._arguments, "--trace-file", str(self.trace))
+            env = environment(OMP_NUM_THREADS="1")
+            self._process = (
+                subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=log, env=env)
+                if self._is_fresh
+                else ForkedProcess("specsplit", *arguments, stdout=subprocess.PIPE, stderr=log, env=env)
             )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
 
     @staticmethod
-    def _read(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    def _read(process: subprocess.Popen[bytes] | ForkedProcess, lines: queue.SimpleQueue[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
