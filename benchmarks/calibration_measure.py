@@ -201,7 +201,7 @@ async def _measure(
     with overheard(words):
         async with opened(chosen, models) as workers:
             orchestrator = workers.orchestrator(chosen.orchestrator)
-            orchestrator._experiences[sampling.is_greedy] = experience
+            orchestrator._stats_by_greedy[sampling.is_greedy] = experience
             for number, prompt in enumerate(prompts):
                 if number == settings.num_first_prompts:
                     experience.freeze()

@@ -10,7 +10,7 @@ from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import RetryPolicy
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 
 
@@ -29,7 +29,7 @@ class Workers:
         *,
         are_remote: bool = False,
         are_on_loop: bool = False,
-        draft_modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
+        draft_modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter

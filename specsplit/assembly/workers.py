@@ -18,7 +18,7 @@ from specsplit.assembly.orchestrators import Workers
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
     from specsplit.engine.engine import Engine
@@ -69,7 +69,7 @@ async def running(models: Models, *, side_by_side: bool = False, measures: bool 
     target = TargetEngine(models.target, target_device)
     draft = DraftEngine(models.draft, draft_device) if models.draft is not None else None
     are_on_loop = target_device is draft_device
-    draft_modes: list[Mode] = ["pingpong"] if are_on_loop else ["overlap", "pingpong"]
+    draft_modes: list[RoundMode] = ["pingpong"] if are_on_loop else ["overlap", "pingpong"]
     workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, draft_modes=draft_modes)
     try:
         for engine in (target, draft) if measures else ():

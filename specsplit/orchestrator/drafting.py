@@ -34,9 +34,9 @@ class Drafting:
         committed: TokenHistory,
         draft_s: float,
         persistence: Retrier,
-        experience: SpeculationStats,
+        stats: SpeculationStats,
     ) -> None:
-        self._experience = experience
+        self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._peer, self._link, self._persistence = peer, link, persistence
         self._draft_s = draft_s
@@ -74,13 +74,13 @@ class Drafting:
         return await self._ask(budget, verified, self.wait_s(budget.max_depth), self._persistence.remaining_s)
 
     async def ask_ahead(
-        self, budget: Budget, verified: tuple[int, ...], *, is_aside: bool = False
+        self, budget: Budget, verified: tuple[int, ...], *, is_probe: bool = False
     ) -> Proposal | Reason | None:
         """Do the same with nobody waiting: the caller gives up by cancelling.
 
-        `is_aside` tells that the draft does so now and then only: how long a call takes beside other work says nothing.
+        `is_probe` tells that the draft does so now and then only: how long a call takes beside other work says nothing.
         """
-        return await self._ask(budget, verified, math.inf, math.inf, is_aside=is_aside)
+        return await self._ask(budget, verified, math.inf, math.inf, is_probe=is_probe)
 
     async def _ask(
         self,
@@ -89,7 +89,7 @@ class Drafting:
         wait_s: float,
         remaining_s: float,
         *,
-        is_aside: bool = False,
+        is_probe: bool = False,
     ) -> Proposal | Reason | None:
         draft = self._peer.identity
         if draft is not None and self._largest_token >= draft.vocab_size:
@@ -104,8 +104,8 @@ class Drafting:
         answer = await proposing
         if isinstance(answer, Proposal):
             self.asked_s = asked_s
-            wall_s = None if is_aside else self._loop.time() - asked_s
-            self._experience.observe_propose(answer.timings, wall_s)
+            wall_s = None if is_probe else self._loop.time() - asked_s
+            self._stats.observe_propose(answer.timings, wall_s)
         return answer
 
     def observe(self, token_ids: Sequence[int], verify_s: float) -> None:

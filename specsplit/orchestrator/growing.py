@@ -54,15 +54,15 @@ class Growing:
         self,
         drafting: Drafting | None,
         lookup: LookupIndex | None,
-        experience: SpeculationStats,
+        stats: SpeculationStats,
         committed: TokenHistory,
         vocab_size: int,
         incidents: RequestEvents,
     ) -> None:
-        self._drafting, self._lookup, self._experience = drafting, lookup, experience
+        self._drafting, self._lookup, self._stats = drafting, lookup, stats
         self._committed, self._incidents = committed, incidents
         self._loop = asyncio.get_running_loop()
-        self._tree = TokenTree(len(committed) - 1, vocab_size, experience.acceptance)
+        self._tree = TokenTree(len(committed) - 1, vocab_size, stats.acceptance)
         self._verified: tuple[int, ...] = ()
         self._is_kept: bool | None = None
         self._growing: asyncio.Task[None] | None = None
@@ -86,9 +86,9 @@ class Growing:
         """Of the wait under way."""
         self._waited_device_ms = 0.0
         """What the draft's device did, at least, in the waits since the last offer."""
-        self._is_beside = False
+        self._is_concurrent = False
         """The draft is at work while the target verifies."""
-        self._is_aside = False
+        self._is_probe = False
         """What grows is only to be compared with the text."""
         self.on_news: Callable[[], None] | None = None
         """Called when the draft's nodes have arrived."""
@@ -106,22 +106,22 @@ class Growing:
         """Let the draft take in the prompt, and guess its first token, while the target does."""
         if move.mode in ("overlap", "stream") and move.budget is not None:
             self._keep_growing(move.budget)
-        self._is_beside = self._is_growing
+        self._is_concurrent = self._is_growing
 
     def go_on(self, move: RoundPlan) -> None:
         """Grow what a streaming target is to get for its next steps."""
-        self._look_up(move.most)  # the target takes of it what is worth its rows
+        self._look_up(move.limit)  # the target takes of it what is worth its rows
         if move.budget is not None:
             self._keep_growing(move.budget)
         else:
-            self._cut_growing()  # of a choice before this one
-            if move.shadow is not None:
-                self._look_aside(move.shadow)
-        self._is_beside = self._is_growing
+            self._cut_growing()  # of a decision before this one
+            if move.probe is not None:
+                self._start_probe(move.probe)
+        self._is_concurrent = self._is_growing
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
         """Return the nodes that the streaming target does not know yet, and whether the draft is at work on more."""
-        is_growing = self._is_growing and not self._is_aside
+        is_growing = self._is_growing and not self._is_probe
         is_more_coming = is_growing and self._drafting is not None and self._drafting.trouble is None
         return self._tree.take_unsent(first_node), is_more_coming
 
@@ -149,20 +149,20 @@ class Growing:
         timings, self._drafted = self._drafted, Timings()
         if move.mode == "overlap" and budget is not None:
             self._keep_growing(budget)
-        elif move.shadow is not None:
-            self._look_aside(move.shadow)
-        self._is_beside = self._is_growing
+        elif move.probe is not None:
+            self._start_probe(move.probe)
+        self._is_concurrent = self._is_growing
         return self._offered(offer, timings, is_looked_up=is_looked_up)
 
     async def _nodes_of(self, move: RoundPlan) -> tuple[list[int], bool]:
         """Return the nodes to verify, and whether lookup took the round over."""
-        budget, most, choice = move.budget, move.most, move.choice
+        budget, most, decision = move.budget, move.limit, move.decision
         if budget is None:
-            self._cut_growing()  # of a choice before this one
+            self._cut_growing()  # of a decision before this one
         if most is None:
             return [], False
         self._look_up(most)
-        at_once = self._worth_more(choice, most) if choice is not None else []
+        at_once = self._worth_more(decision, most) if decision is not None else []
         if at_once:
             return at_once, any(not self._tree.draft_numbers[node] for node in at_once)
         if budget is None:
@@ -172,7 +172,7 @@ class Growing:
             await self._draft(move.mode == "overlap", budget)
             self._waited_s += self._loop.time() - began_s
             self._wait_began_s = None
-        return self._best(most, choice.without_lookup if choice is not None else None), False
+        return self._best(most, decision.without_lookup if decision is not None else None), False
 
     def _offered(self, offer: SpeculationInput, timings: Timings, *, is_looked_up: bool = False) -> SpeculationInput:
         waited_ms, self._waited_device_ms = self._waited_device_ms, 0.0
@@ -186,14 +186,14 @@ class Growing:
             if self._found is None:
                 self._found, self._spelled = found, []
 
-    def _worth_more(self, choice: Decision, most: Budget) -> list[int]:
-        """Return nodes that promise more at once than the choice does with the draft waited for, [] if none do.
+    def _worth_more(self, decision: Decision, most: Budget) -> list[int]:
+        """Return nodes that promise more at once than the decision does with the draft waited for, [] if none do.
 
         They are those that give most in this round, whose rate is what every further row is weighed against.
         """
-        nodes = self._best(most, choice.without_lookup)
-        rate = self._experience.rate_of([self._tree.path_log_probs[node] for node in nodes]) if nodes else 0.0
-        return self._best(most, rate) if rate > choice.without_lookup else []
+        nodes = self._best(most, decision.without_lookup)
+        rate = self._stats.predict_tokens_per_s([self._tree.path_log_probs[node] for node in nodes]) if nodes else 0.0
+        return self._best(most, rate) if rate > decision.without_lookup else []
 
     def _best(self, most: Budget, tokens_per_s: float | None) -> list[int]:
         """Return the nodes to verify; those that are worth their rows at this rate, where there is one."""
@@ -202,36 +202,36 @@ class Growing:
         if tokens_per_s is None or not nodes:
             return nodes
         paths = sorted((tree.path_log_probs[node] for node in nodes), reverse=True)
-        count = self._experience.worth_verifying(paths, tokens_per_s)
+        count = self._stats.count_worth_verifying(paths, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, most.max_depth)
 
     def observe(self, outcome: RoundResult) -> None:
         """Take note of a round's outcome; its tokens are committed."""
-        token_ids, tree, experience = outcome.verdict.token_ids, self._tree, self._experience
+        token_ids, tree, stats = outcome.verdict.token_ids, self._tree, self._stats
         now_s = self._loop.time()
         if outcome.is_streamed:
             if outcome.verdict.timings.num_tokens == 1 + len(outcome.verdict.verified):  # else it took in text as well
-                experience.observe_verify(outcome.verdict.timings, None, is_beside=self._is_beside)
+                stats.observe_verify(outcome.verdict.timings, None, is_concurrent=self._is_concurrent)
         elif self._observed_s is not None:
-            experience.observe_verify(outcome.verdict.timings, outcome.verify_s, is_beside=self._is_beside)
-            experience.observe_own(now_s - self._observed_s - outcome.verify_s - self._waited_s)
+            stats.observe_verify(outcome.verdict.timings, outcome.verify_s, is_concurrent=self._is_concurrent)
+            stats.observe_overhead(now_s - self._observed_s - outcome.verify_s - self._waited_s)
         self._observed_s, self._waited_s = now_s, 0.0
         if self._drafting is not None:
             self._drafting.observe(token_ids, outcome.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
         self._verified = tuple(number for number in outcome.verified_draft_numbers if number != UNNUMBERED)
-        experience.observe_tree(tree, token_ids)
+        stats.observe_tree(tree, token_ids)
         self._observe_found(outcome)
         num_spelled, node = tree.walk(token_ids)
         is_hit = num_spelled == len(token_ids)
-        self._is_kept = is_hit if len(tree) and self._growing is not None and not self._is_aside else None
+        self._is_kept = is_hit if len(tree) and self._growing is not None and not self._is_probe else None
         if self._is_kept is not None:
-            experience.observe_ahead(is_hit=is_hit)
+            stats.observe_ahead(is_hit=is_hit)
         if is_hit:
             self._tree = tree.below(node, num_spelled)
         else:
-            self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, experience.acceptance)
+            self._tree = TokenTree(len(self._committed) - 1, tree.vocab_size, stats.acceptance)
             self._cut_growing()
 
     def _observe_found(self, outcome: RoundResult) -> None:
@@ -241,7 +241,7 @@ class Growing:
             return
         self._spelled += outcome.verdict.token_ids
         if not outcome.is_streamed or found.num_spelled(self._spelled, range(len(found))) < len(self._spelled):
-            self._experience.observe_found(found, self._spelled)
+            self._stats.observe_lookup(found, self._spelled)
             self._found = None
 
     async def close(self) -> None:
@@ -327,25 +327,25 @@ class Growing:
 
     def _compare(self, proposal: Proposal, budget: Budget) -> None:
         """Hold a proposal that comes late against what the text became."""
-        past = TokenTree(proposal.root_position, self._tree.vocab_size, self._experience.acceptance)
+        past = TokenTree(proposal.root_position, self._tree.vocab_size, self._stats.acceptance)
         past.take(proposal, budget.max_new_nodes)
-        self._experience.observe_tree(past, self._committed.ids[proposal.root_position + 1 :])
+        self._stats.observe_tree(past, self._committed.ids[proposal.root_position + 1 :])
 
-    def _look_aside(self, budget: Budget) -> None:
+    def _start_probe(self, budget: Budget) -> None:
         """Ask the draft once without waiting, to learn what it would be worth."""
         if self._growing is None or self._growing.done():
-            self._is_aside = True
-            self._start(self._ask_aside(budget))
+            self._is_probe = True
+            self._start(self._probe(budget))
 
-    async def _ask_aside(self, budget: Budget) -> None:
+    async def _probe(self, budget: Budget) -> None:
         assert self._drafting is not None
-        answer = await self._drafting.ask_ahead(budget, (), is_aside=True)
+        answer = await self._drafting.ask_ahead(budget, (), is_probe=True)
         if isinstance(answer, Proposal):
             self._take(answer, budget)
 
     def _keep_growing(self, budget: Budget) -> None:
         if self._growing is None or self._growing.done():
-            self._is_aside = False
+            self._is_probe = False
             self._start(self._grow(budget))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -361,7 +361,7 @@ class Growing:
         """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
         assert self._drafting is not None
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
-        steps = self._experience.steps_away(num_nodes) if self.on_news is not None else 0
+        steps = self._stats.steps_away(num_nodes) if self.on_news is not None else 0
         branching = max(budget.max_branching, AHEAD_BRANCHING) if budget.max_branching > 1 else 1
         depth = (2 + steps) * (budget.max_depth + 1) - 1
         ahead = Budget(num_nodes, depth, branching)
@@ -382,7 +382,7 @@ class Growing:
 
     def _cut_growing(self) -> None:
         """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
-        if self._growing is None or self._drafting is None or self._is_aside:
+        if self._growing is None or self._drafting is None or self._is_probe:
             return
         if self._drafting.num_missing <= MAX_CAUGHT_UP:
             self._growing.cancel()

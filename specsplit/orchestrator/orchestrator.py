@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from specsplit.core.defaults import Mode as ChosenMode
+from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
@@ -20,7 +20,7 @@ from specsplit.orchestrator.health import DraftPeer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session import Session, SessionContext, resolved_mode
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
@@ -53,7 +53,7 @@ class Orchestrator:
         clock: Clock | None = None,
         *,
         patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
-        draft_modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
+        draft_modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
         rng: random.Random | None = None,
     ) -> None:
         if speculation.mode in ("pingpong", "overlap", "stream") and drafter is None:
@@ -70,17 +70,17 @@ class Orchestrator:
         self._rng = rng if rng is not None else random.Random()
         self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
         plans = speculation.mode in ("auto", "stream")
-        self._experiences = {is_greedy: SpeculationStats(plans=plans) for is_greedy in (False, True)}
+        self._stats_by_greedy = {is_greedy: SpeculationStats(plans=plans) for is_greedy in (False, True)}
         self._target: Identity | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def mode(self) -> ChosenMode:
+    def mode(self) -> Mode:
         """How rounds are run; `auto` is plain where there is nothing to choose."""
         return resolved_mode(self.speculation, self._modes)
 
     @property
-    def _modes(self) -> list[Mode]:
+    def _modes(self) -> list[RoundMode]:
         return list(self._draft_modes if self.drafter is not None else draftless(self._draft_modes))
 
     async def connect(self) -> Identity:
@@ -99,8 +99,8 @@ class Orchestrator:
     async def _connect(self, persistence: Retrier) -> Identity:
         began_s = asyncio.get_running_loop().time()
         target = await persistence.ask(self.verifier.ping)  # every request: it may be another one since the last
-        for experience in self._experiences.values():
-            experience.observe_ping(asyncio.get_running_loop().time() - began_s)
+        for stats in self._stats_by_greedy.values():
+            stats.observe_ping(asyncio.get_running_loop().time() - began_s)
         if target != self._target:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
@@ -144,7 +144,7 @@ class Orchestrator:
             clock=self.clock,
             speculation=self.speculation,
             modes=self._modes,
-            experiences=self._experiences,
+            stats_by_greedy=self._stats_by_greedy,
             patience=self.patience,
             keep_closing=self._keep_closing,
         )

@@ -13,12 +13,12 @@ from typing import Literal
 from specsplit.core.defaults import (
     DRAFT_PATIENCE_S,
     RETRY_S,
+    Mode,
 )
-from specsplit.core.defaults import Mode as ChosenMode
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.types import FinishReason, SamplingParams
 from specsplit.orchestrator.wire import JsonValue, Wire
-from specsplit.speculation.cost_model import Decision, Mode
+from specsplit.speculation.cost_model import Decision, RoundMode
 
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
@@ -161,7 +161,7 @@ class RoundFacts:
 
     number: int
     """0 for the prompt's."""
-    mode: Mode
+    mode: RoundMode
     num_nodes: int
     """Verified."""
     num_accepted: int
@@ -284,7 +284,7 @@ class Result:
     prompt_token_ids: tuple[int, ...]
     finish_reason: FinishReason
     seed: int
-    mode: ChosenMode
+    mode: Mode
     timings: RequestTimings
     speculative_decoding: SpeculativeDecoding
     num_rounds: int
@@ -293,7 +293,7 @@ class Result:
     draft_forwards: int
     degraded: tuple[DegradedPhase, ...] = ()
     resyncs: tuple[Replay, ...] = ()
-    rounds_by_mode: Mapping[Mode, int] = field(default_factory=dict[Mode, int])
+    rounds_by_mode: Mapping[RoundMode, int] = field(default_factory=dict[RoundMode, int])
     """After the prompt's."""
     wire: Wire | None = None
     """None where nothing travelled: every worker is in this process."""

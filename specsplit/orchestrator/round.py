@@ -13,7 +13,7 @@ from specsplit.core.types import Proposal, StreamLimits, Timings, Verdict
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.link import TargetLink, TokenHistory
 from specsplit.orchestrator.streaming import TargetStreaming
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.telemetry import spans
 
@@ -43,7 +43,7 @@ class RoundResult:
     verdict: Verdict
     verify_s: float
     """Seconds from the verify to its verdict."""
-    mode: Mode
+    mode: RoundMode
     """How the round was run in the end."""
 
     @property

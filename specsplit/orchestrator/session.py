@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.defaults import Mode as ChosenMode
+from specsplit.core.defaults import Mode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Clock, Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
@@ -30,10 +30,10 @@ from specsplit.orchestrator.round import RoundResult, Rounds, Source
 from specsplit.orchestrator.stop import Stop
 from specsplit.orchestrator.tally import Tally
 from specsplit.orchestrator.wire import Traffic, Wire
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.lookup import LookupIndex
 from specsplit.speculation.options import Speculation
-from specsplit.speculation.round_plan import Controller, stream_limits
+from specsplit.speculation.round_plan import RoundPlanner, stream_limits
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
@@ -54,15 +54,15 @@ class SessionContext:
     tokenizer: Tokenizer
     clock: Clock
     speculation: Speculation
-    modes: Sequence[Mode]
+    modes: Sequence[RoundMode]
     """What `auto` may choose beside plain decoding."""
-    experiences: Mapping[bool, SpeculationStats]
+    stats_by_greedy: Mapping[bool, SpeculationStats]
     """By whether tokens are picked greedily."""
     patience: RetryPolicy
     keep_closing: KeepClosing
 
 
-def resolved_mode(speculation: Speculation, modes: Sequence[Mode]) -> ChosenMode:
+def resolved_mode(speculation: Speculation, modes: Sequence[RoundMode]) -> Mode:
     """Return the mode, `auto` being plain where there is nothing to choose."""
     is_plain = speculation.mode == "auto" and not modes and not speculation.lookup
     return "plain" if is_plain else speculation.mode
@@ -95,9 +95,9 @@ class Session:
         key = secrets.token_hex(16)
         self._committed = TokenHistory(request.prompt_ids)
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
-        self._mode: ChosenMode = resolved_mode(serving.speculation, serving.modes)
-        self._experience = serving.experiences[request.sampling.is_greedy]
-        self._experience.meet(target, serving.draft.identity if serving.draft is not None else None)
+        self._mode: Mode = resolved_mode(serving.speculation, serving.modes)
+        self._stats = serving.stats_by_greedy[request.sampling.is_greedy]
+        self._stats.meet(target, serving.draft.identity if serving.draft is not None else None)
         self._drafting: Drafting | None = None
         self._draft: DraftLink | None = None
         self._source: Source | None = None
@@ -105,11 +105,11 @@ class Session:
             self._source = self._growing(persistence, incidents)
         limits = stream_limits(serving.speculation, target.max_nodes)
         self._rounds = Rounds(self._committed, self._target, self._source, incidents, limits)
-        self._controller = Controller(
+        self._planner = RoundPlanner(
             serving.speculation,
             self._mode,
             serving.modes,
-            self._experience,
+            self._stats,
             end=num_prompt + max_tokens,
             max_nodes=target.max_nodes,
         )
@@ -122,13 +122,13 @@ class Session:
         self._span = spans.OpenSpan("request", session=key)
 
     def _growing(self, persistence: Retrier, incidents: RequestEvents) -> Growing:
-        serving, opening, committed, experience = self._serving, self._opening, self._committed, self._experience
+        serving, opening, committed, stats = self._serving, self._opening, self._committed, self._stats
         if self._mode != "lookup" and serving.draft is not None:
             draft_s = serving.patience.draft_s
             self._draft = DraftLink(serving.draft, self._target.session, committed, opening, incidents)
-            self._drafting = Drafting(serving.draft, self._draft, committed, draft_s, persistence, experience)
+            self._drafting = Drafting(serving.draft, self._draft, committed, draft_s, persistence, stats)
         lookup = LookupIndex(committed.ids, eos_ids=opening.eos_ids) if serving.speculation.lookup else None
-        return Growing(self._drafting, lookup, experience, committed, serving.target.vocab_size, incidents)
+        return Growing(self._drafting, lookup, stats, committed, serving.target.vocab_size, incidents)
 
     async def next_chunk(self) -> Chunk:
         """Run one round, the prompt's first, and return what it adds."""
@@ -136,16 +136,16 @@ class Session:
         draft_context = draft.context if draft is not None else sys.maxsize
         trouble = self._drafting.trouble if self._drafting is not None else None
         has_draft = self._drafting is not None and trouble is None
-        move = self._controller.next_move(len(self._committed.ids), draft_context, has_draft=has_draft)
-        began_s = asyncio.get_running_loop().time() if move.choice is not None else 0.0
+        move = self._planner.plan_round(len(self._committed.ids), draft_context, has_draft=has_draft)
+        began_s = asyncio.get_running_loop().time() if move.decision is not None else 0.0
         running = self._rounds.run(move)
         if spans.is_on:
             number, parent = self._rounds.number, self._span.context
             running = spans.around(running, "round", _told_of_round, parent, round=number)
         outcome = await running
-        if move.choice is not None and not is_prompt:
+        if move.decision is not None and not is_prompt:
             round_s = asyncio.get_running_loop().time() - began_s
-            self._experience.observe_progress(move.choice, outcome.mode, len(outcome.verdict.token_ids), round_s)
+            self._stats.observe_round(move.decision, outcome.mode, len(outcome.verdict.token_ids), round_s)
         if trouble is not None and self._mode in ("auto", "stream") and not is_prompt:
             self._incidents.degrade("draft", trouble)  # it was not even a choice
         now_s = self._serving.clock.now()
@@ -171,7 +171,7 @@ class Session:
                 num_nodes=len(outcome.verdict.verified),
                 num_accepted=num_accepted,
                 verify_s=outcome.verify_s,
-                choice=move.choice,
+                choice=move.decision,
             ),
         )
 

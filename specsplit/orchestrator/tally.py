@@ -8,7 +8,7 @@ from __future__ import annotations
 from specsplit.core.types import Timings
 from specsplit.orchestrator.request import SpeculativeDecoding
 from specsplit.orchestrator.round import RoundResult
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 
 
 class Tally:
@@ -17,7 +17,7 @@ class Tally:
     def __init__(self, max_depth: int) -> None:
         self.target_forwards = 0
         self.draft_forwards = 0
-        self.rounds_by_mode: dict[Mode, int] = {}
+        self.rounds_by_mode: dict[RoundMode, int] = {}
         self.num_rounds = -1  # the prompt's round is not counted
         self.target_device_ms = 0.0
         self.draft_device_ms = 0.0

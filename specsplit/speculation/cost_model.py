@@ -17,10 +17,10 @@ from typing import Literal
 from specsplit.core.record import record
 from specsplit.speculation.step_times import DraftTimes, StepTimes
 
-Mode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
+RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """`lookup` is rounds whose trees come from lookup alone: no draft is waited for."""
-PLAIN: Mode = "plain"
-Expect = Callable[[Mode, float], float]
+PLAIN: RoundMode = "plain"
+Expect = Callable[[RoundMode, float], float]
 _BESIDE = ("overlap", "stream")
 
 
@@ -40,7 +40,7 @@ class Costs:
     verify_beside: StepTimes | None = None
     """While the draft drafts, where that was measured: on one machine the two slow each other down."""
 
-    def verify_in(self, mode: Mode) -> StepTimes:
+    def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
         return self.verify_beside if self.verify_beside is not None and mode in _BESIDE else self.verify
 
@@ -49,7 +49,7 @@ class Costs:
         return self.draft.seconds(depth, -(-nodes // depth)) if self.draft is not None and depth else 0.0
 
 
-def worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
+def count_worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
     """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
 
     `log_probs` are of the nodes' paths, the likeliest first; `rows` are those of the step without them, all sessions
@@ -101,7 +101,7 @@ def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: i
     return tuple(expected)
 
 
-def round_s(mode: Mode, nodes: int, depth: int, costs: Costs) -> float:
+def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs) -> float:
     """Return the seconds of one round (docs/algorithms.md, section 5; `costs.draft_s` is D t_d + the draft's way).
 
     So the draft's way counts where its call does, and `round_trip_s` is the target's alone; with a draft next door
@@ -111,7 +111,7 @@ def round_s(mode: Mode, nodes: int, depth: int, costs: Costs) -> float:
     return _round_s(mode, nodes, costs.verify_in(mode).seconds(nodes + 1), costs.draft_s(nodes, depth), costs)
 
 
-def _round_s(mode: Mode, nodes: int, verify_s: float, draft_s: float, costs: Costs) -> float:
+def _round_s(mode: RoundMode, nodes: int, verify_s: float, draft_s: float, costs: Costs) -> float:
     round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
     if mode == "pingpong":
         return draft_s + round_trip_s + verify_s
@@ -124,7 +124,7 @@ def _round_s(mode: Mode, nodes: int, verify_s: float, draft_s: float, costs: Cos
     return verify_s + round_trip_s
 
 
-def tokens_per_s(mode: Mode, expected: float, nodes: int, depth: int, costs: Costs) -> float:
+def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs: Costs) -> float:
     """Return the tokens per second of rounds that gain `expected` tokens each."""
     return expected / round_s(mode, nodes, depth, costs)
 
@@ -142,11 +142,11 @@ class Limits:
 class ModePlan:
     """One way to run rounds, and the tokens per second that are to be expected of it."""
 
-    mode: Mode
+    mode: RoundMode
     nodes: int
     depth: int
     tokens_per_s: float
-    promised: float = 0.0
+    predicted_tokens_per_s: float = 0.0
     """What the model gives it, whatever came of its promises before."""
 
 
@@ -164,12 +164,12 @@ class Decision(ModePlan):
 
 
 def choose(
-    profiles: Mapping[Mode, Profile],
+    profiles: Mapping[RoundMode, Profile],
     costs: Costs,
     limits: Limits,
     last: Decision | None = None,
     *,
-    expect: Expect = lambda mode, promised: promised,
+    expect: Expect = lambda mode, predicted_tokens_per_s: predicted_tokens_per_s,
     margin: float = 0.05,
     patience: int = 3,
 ) -> Decision:
@@ -199,17 +199,19 @@ def _scaled(plans: Sequence[ModePlan], expect: Expect) -> tuple[ModePlan, ...]:
     """Return the plans with the rates that are to be expected, the best first."""
     rates = [plan.tokens_per_s for plan in plans]
     told = [
-        replace(plan, tokens_per_s=expect(plan.mode, rate), promised=rate)
+        replace(plan, tokens_per_s=expect(plan.mode, rate), predicted_tokens_per_s=rate)
         for plan, rate in zip(plans, rates, strict=True)
     ]
     return tuple(sorted(told, key=lambda plan: -plan.tokens_per_s))
 
 
 def _chosen(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
-    return Decision(plan.mode, plan.nodes, plan.depth, plan.tokens_per_s, plan.promised, plans, num_beaten)
+    return Decision(
+        plan.mode, plan.nodes, plan.depth, plan.tokens_per_s, plan.predicted_tokens_per_s, plans, num_beaten
+    )
 
 
-def _best_plans(profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> tuple[ModePlan, ...]:
+def _best_plans(profiles: Mapping[RoundMode, Profile], costs: Costs, limits: Limits) -> tuple[ModePlan, ...]:
     """Return the best plan of each mode; of equals the smaller tree."""
     shapes = [
         (depth, [(nodes, costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
@@ -221,7 +223,7 @@ def _best_plans(profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) 
 
 
 def _best_plan(
-    mode: Mode,
+    mode: RoundMode,
     profile: Profile,
     shapes: Sequence[tuple[int, Sequence[tuple[int, float]]]],
     costs: Costs,
@@ -242,7 +244,7 @@ def _best_plan(
     return best
 
 
-def _revised(last: ModePlan, profiles: Mapping[Mode, Profile], costs: Costs, limits: Limits) -> ModePlan | None:
+def _revised(last: ModePlan, profiles: Mapping[RoundMode, Profile], costs: Costs, limits: Limits) -> ModePlan | None:
     """Return the same plan at today's costs, None where it is not offered any more."""
     if last.mode != PLAIN and last.mode not in profiles:
         return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES
-from specsplit.core.defaults import Mode as ChosenMode
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
 
 
@@ -24,7 +23,7 @@ class Speculation:
         InvalidRequest: there is no such mode, or a bound is below 1.
     """
 
-    mode: ChosenMode = "auto"
+    mode: Mode = "auto"
     nodes: int = DEFAULT_NODES
     depth: int = DEFAULT_DEPTH
     branching: int = DEFAULT_BRANCHING
@@ -33,10 +32,8 @@ class Speculation:
     """In `auto`, which chooses nodes and depth itself."""
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(ChosenMode):
-            raise InvalidRequest(
-                f"mode must be one of {', '.join(get_args(ChosenMode))}, not {self.mode}.", param="mode"
-            )
+        if self.mode not in get_args(Mode):
+            raise InvalidRequest(f"mode must be one of {', '.join(get_args(Mode))}, not {self.mode}.", param="mode")
         if self.mode == "lookup" and not self.lookup:
             raise InvalidRequest("Mode lookup cannot be without lookup.", param="lookup")
         for name in ("nodes", "depth", "branching", "max_nodes"):

@@ -5,7 +5,7 @@ Knows no worker and no round; an `SpeculationStats` shares one among all its ses
 
 from __future__ import annotations
 
-from specsplit.speculation.cost_model import PLAIN, Mode
+from specsplit.speculation.cost_model import PLAIN, RoundMode
 
 _LEARNED = 0.04
 """What a round counts against those before it: a good text and a bad one are told apart within some dozens."""
@@ -53,29 +53,29 @@ class RateCorrections:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Mode, RateCorrection] = {}
+        self._kept: dict[RoundMode, RateCorrection] = {}
 
-    def observe(self, mode: Mode, promised_s: float, taken_s: float) -> None:
+    def observe(self, mode: RoundMode, promised_s: float, taken_s: float) -> None:
         """Count a round, of which both times are positive."""
         if mode not in self._kept:
             self._kept[mode] = RateCorrection(self._untried(mode))
         self._kept[mode].observe(promised_s, taken_s)
 
-    def forgive(self, tried: Mode | None) -> None:
+    def forgive(self, tried: RoundMode | None) -> None:
         """Believe the modes other than the one that is being tried a little more again."""
         for mode, kept in self._kept.items():
             if mode != tried:
                 kept.forgive()
 
-    def kept(self, mode: Mode) -> float:
+    def kept(self, mode: RoundMode) -> float:
         """Return which part of a promised rate is to be expected."""
         return self._kept[mode].value if mode in self._kept else self._untried(mode)
 
-    def is_tried(self, mode: Mode) -> bool:
+    def is_tried(self, mode: RoundMode) -> bool:
         """Return whether rounds of this mode were counted."""
         return mode in self._kept
 
-    def _untried(self, mode: Mode) -> float:
+    def _untried(self, mode: RoundMode) -> float:
         drafted = [kept.value for tried, kept in self._kept.items() if tried != PLAIN]
         return 1.0 if mode == PLAIN else min([1.0, *drafted])
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.acceptance import Acceptance, DepthProfile, lookup_cell
-from specsplit.speculation.cost_model import Costs, Decision, Limits, Mode, Profile, choose, worth_verifying
+from specsplit.speculation.cost_model import Costs, Decision, Limits, Profile, RoundMode, choose, count_worth_verifying
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rate_correction import LookupShare, RateCorrections
 from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
@@ -27,7 +27,7 @@ _FAR = 0.25
 """Of a forward: what has to lie between two of them for a stream to gain something without a draft, since lookup's
 nodes come to it a step late."""
 _NO_TREES = Profile(accept_by_depth=(0.0,))
-_DRAFTED: tuple[Mode, ...] = ("pingpong", "overlap", "stream")
+_DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
 
 
 class SpeculationStats:
@@ -45,7 +45,7 @@ class SpeculationStats:
         """Whether a forward of one row was measured."""
         self.num_proposals = 0
         """Proposes that were answered."""
-        self._choices: dict[tuple[bool, tuple[Mode, ...]], Decision] = {}
+        self._decisions: dict[tuple[bool, tuple[RoundMode, ...]], Decision] = {}
         """By the modes that were offered, with or without a draft: a session whose draft is away chooses for itself."""
         self._verify_beside: StepTimes | None = None
         """The same while the draft is at work: on one machine they slow each other down."""
@@ -70,8 +70,8 @@ class SpeculationStats:
         if self._draft is None and draft is not None and draft.step_times:
             self._draft = DraftTimes(StepTimes(dict(draft.step_times)))
 
-    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_beside: bool = False) -> None:
-        """Count a verify of a round after the prompt's; `is_beside` tells that the draft was at work meanwhile.
+    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
+        """Count a verify of a round after the prompt's; `is_concurrent` tells that the draft was at work meanwhile.
 
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
@@ -81,7 +81,7 @@ class SpeculationStats:
         if self.verify is None:
             per_row = device_s / (1 + _ROW_COST * (rows - 1))
             self.verify = StepTimes({point: per_row * (1 + _ROW_COST * (point - 1)) for point in _GRID})
-        if is_beside:
+        if is_concurrent:
             if self._verify_beside is None:
                 self._verify_beside = StepTimes(self.verify.grid)
             self._verify_beside.observe(rows, device_s)
@@ -119,7 +119,7 @@ class SpeculationStats:
             self._draft = DraftTimes(StepTimes(dict.fromkeys(_GRID, device_s / levels)))
         self._draft.observe(levels, rows, device_s, wall_s)
 
-    def observe_own(self, own_s: float) -> None:
+    def observe_overhead(self, own_s: float) -> None:
         """Count what a round took beside its verify and waiting for the draft."""
         if self._plans:
             self._own.observe(max(own_s, 0.0))
@@ -137,15 +137,15 @@ class SpeculationStats:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
         self._hit_rate += (is_hit - self._hit_rate) * (1 - _HIT_MEMORY)
 
-    def observe_progress(self, choice: Decision, mode: Mode, num_tokens: int, seconds: float) -> None:
-        """Count a round that was run by `choice`, in its mode or as lookup's: its tokens and its time."""
-        if mode in (choice.mode, "lookup") and num_tokens and seconds > 0:
-            promised_s = num_tokens / choice.promised
-            self._promises[choice.has_draft].observe(choice.mode, promised_s, seconds)
-            if mode == choice.mode:
-                self._alone[choice.has_draft].observe(mode, promised_s, seconds)
+    def observe_round(self, decision: Decision, mode: RoundMode, num_tokens: int, seconds: float) -> None:
+        """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
+        if mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
+            promised_s = num_tokens / decision.predicted_tokens_per_s
+            self._promises[decision.has_draft].observe(decision.mode, promised_s, seconds)
+            if mode == decision.mode:
+                self._alone[decision.has_draft].observe(mode, promised_s, seconds)
 
-    def observe_found(self, found: LookupTree, token_ids: Sequence[int]) -> None:
+    def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a round of plain decoding would have made of lookup's nodes here, whatever was done."""
         if not self._plans or self.verify is None:
             return
@@ -154,7 +154,7 @@ class SpeculationStats:
             above = paths[parent] if parent >= 0 else 0.0
             paths.append(above + self.acceptance.estimate(lookup_cell(*seen)))
         ranked = sorted(paths, reverse=True)
-        count = worth_verifying(ranked, self._plain_rate, self.verify)
+        count = count_worth_verifying(ranked, self._plain_rate, self.verify)
         if not count:
             self._stretches.observe(1, 0, 0.0)
             return
@@ -163,7 +163,7 @@ class SpeculationStats:
         taken_s = (self.verify.seconds(count + 1) + self._other_s) * num_taken / (num_right + 1)
         self._stretches.observe(0, num_taken, taken_s)
 
-    def decide(self, modes: Sequence[Mode], limits: Limits, *, has_draft: bool) -> Decision | None:
+    def decide(self, modes: Sequence[RoundMode], limits: Limits, *, has_draft: bool) -> Decision | None:
         """Choose anew among plain decoding and `modes`; None while no verify was measured.
 
         Without a draft a mode's trees are empty, so `modes` are those that gain something all the same.
@@ -171,19 +171,19 @@ class SpeculationStats:
         if self.verify is None:
             return None
         offered = has_draft, tuple(modes)
-        last = self._choices.get(offered)
+        last = self._decisions.get(offered)
         current = last.mode if last is not None else None
         promises, alone = self._promises[has_draft], self._alone[has_draft]
         promises.forgive(current)
         alone.forgive(current)
 
-        def expected(mode: Mode, promised: float) -> float:
+        def expected(mode: RoundMode, predicted_tokens_per_s: float) -> float:
             # What the present mode makes of this text is known. A stream's rounds are not taken over by lookup: one
             # that has nothing but lookup's nodes is tried where they would gain it what they gain the others.
-            kept = promised * promises.kept(mode)
+            kept = predicted_tokens_per_s * promises.kept(mode)
             if mode == "stream" and (has_draft or promises.is_tried(mode)):
                 return kept
-            with_lookup = self._stretches.tokens_per_s(promised * alone.kept(mode))
+            with_lookup = self._stretches.tokens_per_s(predicted_tokens_per_s * alone.kept(mode))
             if mode != current:
                 return with_lookup
             return kept if has_draft else max(kept, with_lookup)  # it may have been left for long
@@ -191,12 +191,12 @@ class SpeculationStats:
         beside = self._verify_beside if has_draft else None
         costs = Costs(self.verify, self._draft, self._other_s, self._hit_rate, verify_beside=beside)
         profiles = self._profiles(modes, has_draft=has_draft)
-        choice = choose(profiles, costs, limits, last, expect=expected)
-        alone_rate = max(choice.promised * alone.kept(choice.mode), self._plain_rate)
-        self._choices[offered] = choice = replace(choice, without_lookup=alone_rate, has_draft=has_draft)
-        return choice
+        decision = choose(profiles, costs, limits, last, expect=expected)
+        alone_rate = max(decision.predicted_tokens_per_s * alone.kept(decision.mode), self._plain_rate)
+        self._decisions[offered] = decision = replace(decision, without_lookup=alone_rate, has_draft=has_draft)
+        return decision
 
-    def _profiles(self, modes: Sequence[Mode], *, has_draft: bool) -> dict[Mode, Profile]:
+    def _profiles(self, modes: Sequence[RoundMode], *, has_draft: bool) -> dict[RoundMode, Profile]:
         """Return what each mode's trees are to be planned by; a draft that was never asked is none to plan with."""
         assert self.verify is not None, "asked once there is one"
         if not has_draft:
@@ -206,22 +206,22 @@ class SpeculationStats:
         drafted = self._drafted.profile
         return {mode: drafted for mode in _DRAFTED if mode in modes and is_known}
 
-    def choice(self, modes: Sequence[Mode], *, has_draft: bool) -> Decision | None:
-        """Return what was chosen last among plain decoding and `modes`, with or without a draft."""
-        return self._choices.get((has_draft, tuple(modes)))
+    def last_decision(self, modes: Sequence[RoundMode], *, has_draft: bool) -> Decision | None:
+        """Return what was decided last among plain decoding and `modes`, with or without a draft."""
+        return self._decisions.get((has_draft, tuple(modes)))
 
     @property
     def _plain_rate(self) -> float:
         assert self.verify is not None, "asked once there is one"
         return 1 / (self.verify.seconds(1) + self._other_s)
 
-    def worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
+    def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate."""
         if self.verify is None:
             return len(path_log_probs)
-        return worth_verifying(path_log_probs, tokens_per_s, self.verify)
+        return count_worth_verifying(path_log_probs, tokens_per_s, self.verify)
 
-    def rate_of(self, path_log_probs: Sequence[float]) -> float:
+    def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
         """Return the tokens per second of verifying these nodes at once."""
         if self.verify is None:
             return 0.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specsplit.core.types import Timings
-from specsplit.speculation.cost_model import worth_verifying
+from specsplit.speculation.cost_model import count_worth_verifying
 from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 _GRID = (1, 2, 3, 5, 9, 17, 33)
@@ -85,7 +85,7 @@ class Pace:
         if self._verify is None:
             return len(path_log_probs)
         tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
-        return worth_verifying(path_log_probs, tokens_per_s, self._verify)
+        return count_worth_verifying(path_log_probs, tokens_per_s, self._verify)
 
     def wait_s(self, path_log_probs: Sequence[float], waited_s: float) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.

@@ -17,7 +17,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Turn
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
-from specsplit.speculation.cost_model import Mode as PlannedMode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.support.language import Guess
@@ -161,7 +161,7 @@ def test_looks_at_a_draft_are_the_rarer_the_longer_they_take():
 def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     """Whatever shape suits the draft: lookup's nodes cost nothing but their rows."""
 
-    def served(speculation: Speculation, *draft_modes: PlannedMode) -> Result:
+    def served(speculation: Speculation, *draft_modes: RoundMode) -> Result:
         diary = Diary()
         target, worker = TimedPeriodicTarget(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.support.language import Guess
@@ -33,7 +33,7 @@ def requests(prompt: tuple[int, ...], count: int, num_tokens: int) -> list[Reque
 def rates_of(
     asked: Sequence[Request],
     guess: Guess,
-    modes: Sequence[Mode] = ("overlap", "pingpong", "stream"),
+    modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
     *,
     takes_s: Callable[[int], float] = verify_s,
     target_type: type[TimedTarget] = TimedTarget,
@@ -64,7 +64,7 @@ def test_long_prompts_do_not_count_as_slow_rounds():
     def takes_s(rows: int) -> float:
         return verify_s(min(rows, 33)) + max(0, rows - 33) * 1e-3
 
-    in_turns: tuple[Mode, ...] = ("pingpong",)
+    in_turns: tuple[RoundMode, ...] = ("pingpong",)
     fixed = Speculation(mode="pingpong", nodes=6, depth=4)
     auto = rates_of([first, *others], good_guess, in_turns, takes_s=takes_s)
     best = rates_of([first, *others], good_guess, in_turns, takes_s=takes_s, speculation=fixed)

@@ -8,11 +8,11 @@ from benchmarks import context_growth, critical_path
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.orchestrator.request import RequestTimings, Result
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from tests.support.bench_runs import made_result
 
 
-def result(mode: Mode, decode_s: float, target_s: float, draft_s: float, num_rounds: int) -> Result:
+def result(mode: RoundMode, decode_s: float, target_s: float, draft_s: float, num_rounds: int) -> Result:
     timings = RequestTimings(0.1, decode_s, 1.0, draft_device_s=draft_s, target_device_s=target_s)
     return made_result(timings=timings, num_rounds=num_rounds, rounds_by_mode={mode: num_rounds})
 

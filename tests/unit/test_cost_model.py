@@ -15,20 +15,20 @@ from specsplit.speculation.cost_model import (
     Decision,
     Expect,
     Limits,
-    Mode,
     ModePlan,
     Profile,
+    RoundMode,
     choose,
+    count_worth_verifying,
     expected_by_nodes,
     round_s,
     tokens_per_s,
-    worth_verifying,
 )
 from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
 
 STAIRCASE = {1: 7.5e-3, 5: 10.9e-3, 17: 15.7e-3, 40: 27e-3}
 FLAT = {1: 10e-3, 64: 10e-3}
-SPECULATING: tuple[Mode, ...] = ("lookup", "pingpong", "overlap", "stream")
+SPECULATING: tuple[RoundMode, ...] = ("lookup", "pingpong", "overlap", "stream")
 GOOD = Profile((0.9, 0.85, 0.8), (0.4, 0.2))
 USELESS = Profile((0.0,), (0.0, 0.0))
 LIMITS = Limits()
@@ -163,17 +163,17 @@ def test_a_running_median_shrugs_at_stalls_and_forgets():
 
 def test_a_node_is_verified_if_it_is_worth_its_rows():
     smooth = StepTimes({1: 10e-3, 101: 110e-3})  # a row more costs 1 ms
-    assert worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 300, smooth) == 3
-    assert worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 1000, smooth) == 0
-    assert worth_verifying([], 300, smooth) == 0
+    assert count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 300, smooth) == 3
+    assert count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 1000, smooth) == 0
+    assert count_worth_verifying([], 300, smooth) == 0
 
 
 def test_nodes_of_one_stair_are_weighed_together_and_rows_of_others_count():
     stairs = StepTimes({1: 10e-3, 2: 12e-3, 8: 12e-3, 9: 40e-3, 16: 40e-3})
     some = logs(*[0.5] * 7)
-    assert worth_verifying(some, 300, stairs) == 7, "the first alone is not worth its stair"
-    assert worth_verifying(some, 300, stairs, rows=3) == 5, "the next stair is not"
-    assert worth_verifying(some, 2000, stairs) == 0
+    assert count_worth_verifying(some, 300, stairs) == 7, "the first alone is not worth its stair"
+    assert count_worth_verifying(some, 300, stairs, rows=3) == 5, "the next stair is not"
+    assert count_worth_verifying(some, 2000, stairs) == 0
 
 
 def grown_by_definition(profile: Profile, depth: int, branching: int, count: int) -> float:
@@ -221,7 +221,7 @@ def test_a_draft_next_to_nothing_costs_nothing():
 
 @given(modes, costs_drawn, st.integers(0, 32), st.integers(1, 8), st.floats(0, 0.1), rates)
 def test_a_longer_way_never_helps_and_a_better_hit_rate_never_hurts(
-    mode: Mode, costs: Costs, nodes: int, depth: int, further_s: float, hit_rate: float
+    mode: RoundMode, costs: Costs, nodes: int, depth: int, further_s: float, hit_rate: float
 ):
     here = round_s(mode, nodes, depth, costs)
     slack = 1 + 1e-9
@@ -249,10 +249,10 @@ def test_a_longer_way_makes_taking_turns_look_better_beside_plain_decoding(
 
 @settings(deadline=None, max_examples=50)
 @given(profiles, costs_drawn, st.sets(st.sampled_from(SPECULATING)))
-def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, offered: set[Mode]):
+def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, offered: set[RoundMode]):
     limits = Limits((1, 2, 3, 5, 8), max_depth=3, branching=2)
-    choice = choose(dict.fromkeys(sorted(offered), profile), costs, limits)
-    rates_by_mode: dict[Mode, list[float]] = {"plain": [tokens_per_s("plain", 1, 0, 0, costs)]}
+    decision = choose(dict.fromkeys(sorted(offered), profile), costs, limits)
+    rates_by_mode: dict[RoundMode, list[float]] = {"plain": [tokens_per_s("plain", 1, 0, 0, costs)]}
     for mode in offered:
         rates_by_mode[mode] = [tokens_per_s(mode, 1, 0, 0, costs)] if mode == "stream" else []
         for depth, nodes in itertools.product((1, 2, 3), limits.nodes):
@@ -261,10 +261,12 @@ def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, off
                 expected = grown_by_definition(profile, depth, 2, nodes)
                 rates_by_mode[mode].append(tokens_per_s(mode, expected, nodes, depth, costs))
     best = {mode: max(found) for mode, found in rates_by_mode.items()}
-    assert {plan.mode: plan.tokens_per_s for plan in choice.alternatives} == pytest.approx(best)
-    assert choice.tokens_per_s == pytest.approx(max(best.values()))
-    rate = choice.tokens_per_s
-    assert choice.alternatives[0] == ModePlan(choice.mode, choice.nodes, choice.depth, rate, promised=rate)
+    assert {plan.mode: plan.tokens_per_s for plan in decision.alternatives} == pytest.approx(best)
+    assert decision.tokens_per_s == pytest.approx(max(best.values()))
+    rate = decision.tokens_per_s
+    assert decision.alternatives[0] == ModePlan(
+        decision.mode, decision.nodes, decision.depth, rate, predicted_tokens_per_s=rate
+    )
 
 
 @settings(deadline=None)
@@ -276,14 +278,14 @@ def test_a_useless_draft_is_never_used(costs: Costs):
 @settings(deadline=None)
 @given(costs_drawn)
 def test_a_choice_never_promises_less_than_plain_decoding(costs: Costs):
-    choice = choose(dict.fromkeys(SPECULATING, GOOD), costs, LIMITS)
-    assert choice.tokens_per_s >= tokens_per_s("plain", 1, 0, 0, costs)
+    decision = choose(dict.fromkeys(SPECULATING, GOOD), costs, LIMITS)
+    assert decision.tokens_per_s >= tokens_per_s("plain", 1, 0, 0, costs)
 
 
 def test_a_perfect_draft_with_cheap_levels_goes_as_deep_as_it_may():
-    choice = choose({"pingpong": Profile((1.0,))}, costs_of(FLAT, level_s=1e-5), LIMITS)
-    assert (choice.mode, choice.nodes, choice.depth) == ("pingpong", 8, 8)
-    assert choice.tokens_per_s == pytest.approx(9 / 10.08e-3)
+    decision = choose({"pingpong": Profile((1.0,))}, costs_of(FLAT, level_s=1e-5), LIMITS)
+    assert (decision.mode, decision.nodes, decision.depth) == ("pingpong", 8, 8)
+    assert decision.tokens_per_s == pytest.approx(9 / 10.08e-3)
 
 
 def test_a_slow_draft_is_left_for_lookup_and_lookup_for_plain_decoding():
@@ -306,46 +308,46 @@ def test_a_choice_stands_until_another_is_clearly_better_for_a_while():
     first = choose(profiles_by_mode, costs_of(STAIRCASE), LIMITS)
     stairs = {rows: took_s * (1 if rows < 17 else 0.5) for rows, took_s in STAIRCASE.items()}
     better = costs_of(stairs | {5: 7.6e-3, 17: 7.85e-3}, level_s=1e-4)
-    choices = [first]
+    decisions = [first]
     for _ in range(3):
-        choices.append(choose(profiles_by_mode, better, LIMITS, choices[-1], patience=3))
-    shapes = [(choice.nodes, choice.depth) for choice in choices]
+        decisions.append(choose(profiles_by_mode, better, LIMITS, decisions[-1], patience=3))
+    shapes = [(decision.nodes, decision.depth) for decision in decisions]
     assert shapes[0] == shapes[1] == shapes[2] != shapes[3]
-    assert [choice.num_beaten for choice in choices] == [0, 1, 2, 0]
-    assert choices[1].tokens_per_s < choices[1].alternatives[0].tokens_per_s, "it says what it holds back from"
+    assert [decision.num_beaten for decision in decisions] == [0, 1, 2, 0]
+    assert decisions[1].tokens_per_s < decisions[1].alternatives[0].tokens_per_s, "it says what it holds back from"
 
 
 def test_one_better_moment_changes_nothing():
     profiles_by_mode = {"pingpong": GOOD}
     usual, odd = costs_of(STAIRCASE), costs_of(FLAT, level_s=1e-5)
-    choice = first = choose(profiles_by_mode, usual, LIMITS)
+    decision = first = choose(profiles_by_mode, usual, LIMITS)
     for number in range(20):
-        choice = choose(profiles_by_mode, odd if number % 3 == 0 else usual, LIMITS, choice, patience=2)
-        assert (choice.nodes, choice.depth) == (first.nodes, first.depth)
+        decision = choose(profiles_by_mode, odd if number % 3 == 0 else usual, LIMITS, decision, patience=2)
+        assert (decision.nodes, decision.depth) == (first.nodes, first.depth)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=20))
 def test_noise_within_the_margin_never_flaps(noise: list[float]):
     """Plans whose order the noise turns over and over stay as they are."""
-    choice: Decision | None = None
-    shapes: set[tuple[Mode, int, int]] = set()
+    decision: Decision | None = None
+    shapes: set[tuple[RoundMode, int, int]] = set()
     for factor in noise:
         grid = {rows: took_s * (factor if rows > 4 else 1 / factor) for rows, took_s in STAIRCASE.items()}
-        choice = choose({"pingpong": GOOD, "overlap": GOOD}, costs_of(grid), LIMITS, choice)
-        shapes.add((choice.mode, choice.nodes, choice.depth))
+        decision = choose({"pingpong": GOOD, "overlap": GOOD}, costs_of(grid), LIMITS, decision)
+        shapes.add((decision.mode, decision.nodes, decision.depth))
     assert len(shapes) == 1
 
 
 def test_plain_decoding_needs_no_margin_but_patience():
     costs = costs_of(STAIRCASE, level_s=1e-6)
-    choice = choose({"pingpong": GOOD}, costs, LIMITS)
-    assert choice.nodes > 0
+    decision = choose({"pingpong": GOOD}, costs, LIMITS)
+    assert decision.nodes > 0
     hardly_worse = costs_of({1: 10e-3, 64: 10.01e-3}, level_s=1e-9)
     seen = []
     for _ in range(3):
-        choice = choose({"pingpong": USELESS}, hardly_worse, LIMITS, choice, margin=0.5, patience=3)
-        seen.append(choice.mode)
+        decision = choose({"pingpong": USELESS}, hardly_worse, LIMITS, decision, margin=0.5, patience=3)
+        seen.append(decision.mode)
     assert seen == ["pingpong", "pingpong", "plain"]
 
 
@@ -354,40 +356,40 @@ def test_a_stream_without_nodes_needs_a_margin_over_plain_decoding():
     first = choose({}, near, LIMITS)
     assert first.mode == "plain"
     for costs, expected in ((near, "plain"), (far, "stream")):
-        choice = first
+        decision = first
         for _ in range(5):
-            choice = choose({"stream": USELESS}, costs, LIMITS, choice, patience=3)
-        assert (choice.mode, choice.nodes) == (expected, 0)
+            decision = choose({"stream": USELESS}, costs, LIMITS, decision, patience=3)
+        assert (decision.mode, decision.nodes) == (expected, 0)
 
 
 def test_a_mode_no_longer_offered_is_left_at_once():
     costs = costs_of(STAIRCASE)
-    choice = choose({"overlap": GOOD}, costs, LIMITS)
-    assert choice.mode == "overlap"
-    assert choose({}, costs, LIMITS, choice).mode == "plain"
-    assert choose({"overlap": GOOD}, costs, Limits(max_depth=1), replace(choice, depth=4)).depth == 1
+    decision = choose({"overlap": GOOD}, costs, LIMITS)
+    assert decision.mode == "overlap"
+    assert choose({}, costs, LIMITS, decision).mode == "plain"
+    assert choose({"overlap": GOOD}, costs, Limits(max_depth=1), replace(decision, depth=4)).depth == 1
 
 
 def test_a_draft_that_becomes_good_is_taken_up_again():
     costs = costs_of(STAIRCASE)
-    choice = choose({"pingpong": USELESS}, costs, LIMITS)
-    assert choice.mode == "plain"
+    decision = choose({"pingpong": USELESS}, costs, LIMITS)
+    assert decision.mode == "plain"
     for _ in range(3):
-        choice = choose({"pingpong": GOOD}, costs, LIMITS, choice)
-    assert choice.mode == "pingpong"
+        decision = choose({"pingpong": GOOD}, costs, LIMITS, decision)
+    assert decision.mode == "pingpong"
 
 
-def kept(share: dict[Mode, float]) -> Expect:
-    return lambda mode, promised: promised * share.get(mode, 1.0)
+def kept(share: dict[RoundMode, float]) -> Expect:
+    return lambda mode, predicted_tokens_per_s: predicted_tokens_per_s * share.get(mode, 1.0)
 
 
 def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
-    profiles: dict[Mode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
+    profiles: dict[RoundMode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
     costs = costs_of(FLAT)
-    promised = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
-    choice = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.7, "stream": 0.9}))
-    assert choice.mode == "stream"
-    assert choice.tokens_per_s == pytest.approx(0.9 * promised["stream"])
+    predicted_tokens_per_s = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
+    decision = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.7, "stream": 0.9}))
+    assert decision.mode == "stream"
+    assert decision.tokens_per_s == pytest.approx(0.9 * predicted_tokens_per_s["stream"])
     poor = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.1, "stream": 0.1}))
     assert poor.mode == "plain"
     last = choose(profiles, costs, LIMITS, expect=kept({"stream": 0.9}))

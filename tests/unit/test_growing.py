@@ -10,7 +10,7 @@ import pytest
 from specsplit.core.types import Budget, Proposal, SessionParams, Turn
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTokenizer, adversarial_guess, good_guess, perfect_guess, plain_tokens
 from tests.support.language import Guess
@@ -24,7 +24,7 @@ TRUTH = tuple(plain_tokens(SessionParams(seed=7), REQUEST.prompt_ids, 101))
 
 
 def serve(
-    mode: Mode,
+    mode: RoundMode,
     guess: Guess,
     *,
     diary: Diary | None = None,
@@ -73,7 +73,7 @@ def test_kept_nodes_are_verified_without_a_draft_call_in_between():
 
 @pytest.mark.parametrize("guess", [perfect_guess, good_guess, adversarial_guess], ids=lambda guess: guess.__name__)
 @pytest.mark.parametrize("mode", ["pingpong", "overlap"])
-def test_the_draft_s_work_that_is_waited_for_is_what_lies_beside_the_target_s(mode: Mode, guess: Guess):
+def test_the_draft_s_work_that_is_waited_for_is_what_lies_beside_the_target_s(mode: RoundMode, guess: Guess):
     """Times are virtual, so whatever passes is some model's, and no wait is counted for more than it was."""
     timings = serve(mode, guess).timings
     beside_s = timings.decode_s - timings.target_device_s - timings.draft_waited_s
@@ -94,7 +94,7 @@ class _Boasting(TimedDraft):
 
 
 @pytest.mark.parametrize("mode", ["pingpong", "overlap"])
-def test_no_draft_worked_longer_than_it_was_waited_for(mode: Mode):
+def test_no_draft_worked_longer_than_it_was_waited_for(mode: RoundMode):
     timings = serve(mode, good_guess, draft=_Boasting(Diary(), LEVEL_S, good_guess)).timings
     assert timings.draft_waited_s <= timings.decode_s - timings.target_device_s + 1e-9
 

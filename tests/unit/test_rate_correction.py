@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specsplit.speculation.cost_model import Mode
+from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.rate_correction import LookupShare, RateCorrections
 
 
-def kept_after(num_rounds: int, taken_s: float, mode: Mode = "stream") -> RateCorrections:
+def kept_after(num_rounds: int, taken_s: float, mode: RoundMode = "stream") -> RateCorrections:
     promises = RateCorrections()
     for _ in range(num_rounds):
         promises.observe(mode, 0.1, taken_s)

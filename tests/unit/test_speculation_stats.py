@@ -21,23 +21,23 @@ TARGET = Identity(
 PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0] * 8)
 
 
-def decided(experience: SpeculationStats) -> Decision:
-    choice = experience.decide(["pingpong"], Limits(), has_draft=True)
-    assert choice is not None
-    return choice
+def decided(stats: SpeculationStats) -> Decision:
+    decision = stats.decide(["pingpong"], Limits(), has_draft=True)
+    assert decision is not None
+    return decision
 
 
 def begun() -> SpeculationStats:
-    experience = SpeculationStats()
-    experience.meet(TARGET, None)
-    return experience
+    stats = SpeculationStats()
+    stats.meet(TARGET, None)
+    return stats
 
 
 def after_finding(found: LookupTree, token_ids: Sequence[int]) -> Decision:
-    experience = begun()
+    stats = begun()
     for _ in range(100):
-        experience.observe_found(found, token_ids)
-    return decided(experience)
+        stats.observe_lookup(found, token_ids)
+    return decided(stats)
 
 
 def test_lookup_that_is_right_makes_plain_decoding_promise_more_but_not_its_rounds_without_lookup():
@@ -54,43 +54,43 @@ def test_lookup_that_is_wrong_or_finds_nothing_takes_nothing_away():
 
 
 def test_rounds_that_lookup_took_over_tell_nothing_of_those_without_it():
-    experience = begun()
-    before = decided(experience)
+    stats = begun()
+    before = decided(stats)
     for _ in range(100):
-        experience.observe_progress(before, "lookup", 9, 0.01)
-    assert decided(experience).without_lookup == before.without_lookup
+        stats.observe_round(before, "lookup", 9, 0.01)
+    assert decided(stats).without_lookup == before.without_lookup
     for _ in range(100):
-        experience.observe_progress(before, "plain", 2, 0.01)
-    assert decided(experience).without_lookup > 1.5 * before.without_lookup
+        stats.observe_round(before, "plain", 2, 0.01)
+    assert decided(stats).without_lookup > 1.5 * before.without_lookup
 
 
 def test_lookup_always_has_plain_decoding_to_beat():
-    experience = begun()
-    before = decided(experience)
+    stats = begun()
+    before = decided(stats)
     for _ in range(100):
-        experience.observe_progress(before, "plain", 1, 0.1)
-    after = decided(experience)
+        stats.observe_round(before, "plain", 1, 0.1)
+    after = decided(stats)
     assert after.tokens_per_s < 0.5 * before.tokens_per_s
     assert after.without_lookup == before.without_lookup
 
 
 def test_a_session_without_a_draft_chooses_for_itself():
-    experience = begun()
-    both = decided(experience)
-    alone = experience.decide([], Limits(), has_draft=False)
-    assert experience.choice(["pingpong"], has_draft=True) is both
-    assert experience.choice([], has_draft=False) is alone
+    stats = begun()
+    both = decided(stats)
+    alone = stats.decide([], Limits(), has_draft=False)
+    assert stats.last_decision(["pingpong"], has_draft=True) is both
+    assert stats.last_decision([], has_draft=False) is alone
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():
-    experience = begun()
+    stats = begun()
     levels = Timings(num_forwards=2, num_tokens=4, device_ms=4.0)
-    experience.observe_propose(levels, None)
+    stats.observe_propose(levels, None)
     for _ in range(20):
-        experience.observe_propose(levels, 0.005)
-    assert experience._draft is not None
-    known_s = experience._draft.call_s
+        stats.observe_propose(levels, 0.005)
+    assert stats._draft is not None
+    known_s = stats._draft.call_s
     assert 0.0009 < known_s < 0.0011
     for _ in range(20):
-        experience.observe_propose(levels, None)
-    assert experience._draft.call_s == known_s
+        stats.observe_propose(levels, None)
+    assert stats._draft.call_s == known_s
