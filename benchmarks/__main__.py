@@ -148,6 +148,34 @@ def compare(
         report.emit(found.to_dict(), None)
 
 
+@app.command()
+def checkouts(
+    base: Annotated[Path, typer.Option(help="Folder of the checkout to compare this one with.", file_okay=False)],
+    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = "plain,pingpong,auto,loopback auto,two stages",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 7,
+    prompts: Prompts = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of a prompt in a measurement; their median counts.")] = 3,
+    new_tokens: NewTokens = 96,
+    threads: Threads = 1,
+    output: Output = None,
+) -> None:
+    """Compare the speed of this checkout with another's, in alternating processes."""
+    report.check_output(output)
+    require_worker_extra()
+    from benchmarks.checkouts import compare as sides
+    from benchmarks.checkouts.sides import KINDS
+
+    chosen = _names(kinds)
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
+        raise typer.BadParameter(f"There is no kind {unknown[0]!r}; there are {', '.join(KINDS)}.")
+    settings = sides.CheckoutSettings(base, chosen, rounds, prompts, repeats, new_tokens, threads)
+    console = report.new_console()
+    with report.Progress(console).running("checkouts", rounds * len(chosen)) as tick:
+        found = sides.run(settings, tick)
+    sides.show(console, found)
+    report.emit(sides.to_record(settings, found), output)
+
+
 @app.command("sweep-tree")
 def sweep_tree(
     nodes: Grid = "4,6,8,12",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from specsplit.core.errors import ResourceError
 
@@ -20,13 +22,21 @@ if sys.stdin.readline():  # nothing where whoever holds it has ended
 """The command line, its slow imports done, waiting for a line: what is left takes no longer than loading the model."""
 
 
+def environment_of(checkout: Path) -> dict[str, str]:
+    """Return the environment in which Python imports `specsplit` from a checkout."""
+    return {**os.environ, "PYTHONPATH": str(checkout)}
+
+
 class WorkerProcess:
     """`specsplit` with these arguments, on a free port unless `listen` names one, from its ready line to `end`.
 
-    One that is held does nothing before `release` but import: then it starts as fast as it can.
+    One that is held does nothing before `release` but import: then it starts as fast as it can. `checkout` names the
+    repository whose code runs, this one if left out.
     """
 
-    def __init__(self, *arguments: str, listen: str = ANY_PORT, is_held: bool = False) -> None:
+    def __init__(
+        self, *arguments: str, listen: str = ANY_PORT, is_held: bool = False, checkout: Path | None = None
+    ) -> None:
         self._command = arguments[0]
         way = ("-c", _HELD) if is_held else ("-m", "specsplit")
         # A session of its own: Ctrl-C is for the benchmark, which ends its workers when it has finished a run.
@@ -37,6 +47,8 @@ class WorkerProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
+            cwd=checkout,
+            env=environment_of(checkout) if checkout is not None else None,
         )
         if is_held:
             self._told()

@@ -1,0 +1,1 @@
+"""Compares the speed of two checkouts of this repository."""

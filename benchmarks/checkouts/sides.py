@@ -1,0 +1,127 @@
+"""The processes of one checkout: a driver with open pipelines, and the workers that it uses over loopback.
+
+Only faces that old and new checkouts share are used: `specsplit.Pipeline`, and the command line of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.worker_process import WorkerProcess, environment_of
+from specsplit.core.errors import ResourceError
+
+DRIVER = Path(__file__).with_name("driver.py")
+KINDS = ("plain", "pingpong", "auto", "loopback auto", "two stages")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generation."""
+
+    wall_s: float
+    token_ids: tuple[int, ...]
+    target_forwards: int
+
+
+class Side:
+    """One checkout, ready to generate in one of `KINDS`; its processes end with the `with` block."""
+
+    def __init__(self, checkout: Path, kind: str, threads: int, num_layers: int) -> None:
+        self.kind = kind
+        self._checkout = checkout
+        self._threads = threads
+        self._scope = ExitStack()
+        # A session of its own: Ctrl-C is for the benchmark, which ends its processes itself.
+        # -P keeps the driver's folder out of sys.path: `benchmarks` has modules with names of the standard library.
+        self._driver = subprocess.Popen(
+            [sys.executable, "-P", str(DRIVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=checkout,
+            env=environment_of(checkout),
+            start_new_session=True,
+        )
+        self._scope.callback(self._end_driver)
+        self._workers = self._start_workers(num_layers)
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._scope.close()
+
+    def open(self) -> None:
+        """Open the pipeline.
+
+        Raises:
+            ResourceError: a process has ended.
+        """
+        options: dict[str, object] = {"threads": self._threads, "mode": self.kind}
+        if self.kind == "loopback auto":
+            target, draft = self._workers
+            options = {"target": target.wait_ready(), "draft": draft.wait_ready(), "mode": "auto"}
+        elif self.kind == "two stages":
+            addresses = ",".join(stage.wait_ready() for stage in self._workers)
+            target = self._start("target", "--stages", addresses)
+            options = {"target": target.wait_ready(), "mode": "plain"}
+        self._ask({"open": options})
+
+    def generate(self, prompt: str, num_tokens: int) -> Answer:
+        """Continue a prompt by `num_tokens` tokens, greedily.
+
+        Raises:
+            ResourceError: a process has ended.
+        """
+        options = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "seed": 0}
+        told = self._ask({"prompt": prompt, "options": options})
+        return Answer(told["wall_s"], tuple(told["token_ids"]), told["target_forwards"])
+
+    def _start_workers(self, num_layers: int) -> list[WorkerProcess]:
+        if self.kind == "loopback auto":
+            return [self._start("target"), self._start("draft")]
+        if self.kind == "two stages":
+            middle = num_layers // 2
+            return [self._start("stage", "--layers", layers) for layers in (f"0:{middle}", f"{middle}:{num_layers}")]
+        return []
+
+    def _start(self, *arguments: str) -> WorkerProcess:
+        worker = WorkerProcess(*arguments, "--threads", str(self._threads), checkout=self._checkout)
+        self._scope.callback(worker.end)
+        return worker
+
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
+        assert self._driver.stdin is not None, "a pipe"
+        assert self._driver.stdout is not None, "a pipe"
+        try:
+            self._driver.stdin.write(json.dumps(request) + "\n")
+            self._driver.stdin.flush()
+        except BrokenPipeError:
+            pass  # the empty line below says the same
+        line = self._driver.stdout.readline()
+        if not line:
+            raise ResourceError(f"The process of {self._checkout} has ended; what it wrote to stderr says why.")
+        return json.loads(line)
+
+    def _end_driver(self) -> None:
+        self._driver.communicate()
+
+
+def check(checkout: Path) -> Path:
+    """Return the path of a checkout in full.
+
+    Raises:
+        ResourceError: the folder has no package `specsplit`.
+    """
+    if not (checkout / "specsplit" / "__init__.py").is_file():
+        raise ResourceError(f"There is no package specsplit in {checkout}; name the folder of a checkout.")
+    return checkout.resolve()
