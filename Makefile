@@ -15,7 +15,7 @@ RUNS   := $(VENV)/.runs
 TOOLS  := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks lint imports format format-check type proto bench-smoke bench clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -30,12 +30,15 @@ test: $(TOOLS)  ## Run the tests, slow ones left out (10 to 15 minutes on two co
 test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling
 	SPECSPLIT_TEST_ALL=1 $(BIN)/python -m pytest -q
 
-check: checks test  ## Run what CI runs: format, lint, imports, types, tests
+check: checks test  ## Run what CI runs: format, lint, imports, types, the measures of the house, tests
 
-checks: format-check lint type  ## Run every check but the tests
+checks: format-check lint type house  ## Run every check but the tests
 
 lint: $(TOOLS) imports  ## Look for mistakes (ruff) and imports across floors (import-linter)
 	$(BIN)/ruff check
+
+house: $(TOOLS)  ## Measure sizes, prose, imports and the route of a token against their bars
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.house
 
 imports: $(TOOLS)  ## Check that each file imports only from floors below
 	$(BIN)/lint-imports --no-logo
@@ -60,7 +63,7 @@ bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find specsplit tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find specsplit tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNS): pyproject.toml constraints.txt
 	@echo "Building $(VENV), which takes a minute or two, once ..." >&2

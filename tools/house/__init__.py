@@ -1,0 +1,1 @@
+"""`make house`: the measurable rules of the code, each with its bar, in one table."""
