@@ -60,7 +60,7 @@ async def served(
         await link.connect()
         scope.push_async_callback(link.aclose)
         loop = asyncio.get_running_loop()
-        target, _ = chain_target(coordinator.model, link, loop, coordinator.ends, max_under_way=WAYS[way])
+        target, _ = chain_target(coordinator.model, link, loop, coordinator.ends, max_pending=WAYS[way])
         scope.push_async_callback(target.aclose)
         tokenizer = coordinator.model.tokenizer
         assert tokenizer is not None, "written with the model"

@@ -19,10 +19,11 @@ from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.engine.session import MAX_STEP_TOKENS, Sampler
+from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
+from specsplit.sampling.sampler import Sampler
 
 
 class InProcess:

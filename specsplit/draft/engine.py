@@ -12,8 +12,8 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_prob
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
+from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
-from specsplit.engine.queue import Round
 from specsplit.engine.session import WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -29,7 +29,7 @@ class DraftEngine(Engine):
         """Grow the session's tree and return the nodes numbered above `known_nodes`."""
         self._check(turn, budget)
         this_round = Round(turn.epoch, turn.round, (turn, known_nodes, budget))
-        proposal, timings = await self._worker.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+        proposal, timings = await self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
         return proposal.timed(timings)
 
     def _check(self, turn: Turn, budget: Budget) -> None:

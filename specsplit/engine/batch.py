@@ -1,38 +1,179 @@
-"""One step of a worker: the tasks whose entries are forwarded together, and what it cost them."""
+"""A task is one piece of a session's work; a batch is the tasks whose next forwards run as one.
+
+Work comes as a generator: it yields the SequenceInput that it wants forwarded and is sent the logits, until it returns
+its result. Knows neither queues nor sessions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from specsplit.engine.queue import Task
+from opentelemetry.context import Context
+from torch import Tensor
+
+from specsplit.core.errors import InvalidRequest, StaleRound
+from specsplit.core.record import record
+from specsplit.core.types import Timings
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.telemetry import spans
 
+Work = Generator[SequenceInput, Tensor, Any]
+TaskOutcome = tuple[Any, Timings]
+MAX_CALLERS = 16
+"""Callers that may wait for one round; one more sends the oldest away."""
 
-class Step:
-    """Begins when it is made; nothing else of its tasks is done before it ends."""
+
+@record
+class Round:
+    """Identifies a round within its session; a repeat of it has the same `body`."""
+
+    epoch: int
+    number: int
+    body: object
+
+    def is_before(self, other: Round) -> bool:
+        return (self.epoch, self.number) < (other.epoch, other.number)
+
+    def is_repeat_of(self, other: Round) -> bool:
+        """Return whether this is the other round again.
+
+        Raises:
+            InvalidRequest: the same round with another body.
+        """
+        if (self.epoch, self.number) != (other.epoch, other.number):
+            return False
+        if self.body != other.body:
+            raise InvalidRequest(f"Round {self.number} of this session had another body before.", param="round")
+        return True
+
+
+@dataclass(slots=True)
+class TaskTimes:
+    """The cost of a task so far; moments are on the perf_counter clock."""
+
+    submitted_s: float = field(default_factory=time.perf_counter)
+    begun_s: float = 0.0
+    ready_s: float = 0.0
+    """When its next forward was ready to run."""
+    waited_s: float = 0.0
+    """Seconds in which a forward of it was ready and no batch had room."""
+    device_ms: float = 0.0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    batch_size: int = 1
+
+    def timings(self) -> Timings:
+        now_s = time.perf_counter()
+        return Timings(
+            wall_ms=(now_s - self.submitted_s) * 1e3,
+            queue_ms=(self.begun_s - self.submitted_s + self.waited_s) * 1e3,
+            device_ms=self.device_ms,
+            num_forwards=self.num_forwards,
+            num_tokens=self.num_tokens,
+            batch_size=self.batch_size,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One piece of work on its way through the scheduler, and the callers that wait for its outcome."""
+
+    session: str | None
+    """None for work that belongs to no session."""
+    round: Round | None
+    """None for work that closes its session, or belongs to none."""
+    work: Work
+    loop: asyncio.AbstractEventLoop
+    context: Context | None
+    callers: list[asyncio.Future[TaskOutcome]] = field(default_factory=list)
+    times: TaskTimes = field(default_factory=TaskTimes)
+    sequence: SequenceInput | None = None
+    """Its next forward."""
+    is_pending: bool = False
+    """Its next forward is in a batch that has not come back."""
+    is_cancelled: bool = False
+    """Nobody waits for it any more."""
+    is_inline: bool = False
+    """Its caller steps it, and takes the outcome from here."""
+    has_ended: bool = False
+    """The scheduler has let go of it, and its callers have been answered."""
+    outcome: TaskOutcome | None = None
+    error: Exception | None = None
+    _ended: asyncio.Event | None = None
+
+    def join(self) -> asyncio.Future[TaskOutcome]:
+        """Return a future of the outcome; if too many wait for a round, the oldest is sent away."""
+        if self.round is not None and len(self.callers) == MAX_CALLERS:
+            oldest = self.callers.pop(0)
+            _fail(oldest, StaleRound(f"round {self.round.number} was superseded by a repeat of itself"))
+        future: asyncio.Future[TaskOutcome] = self.loop.create_future()
+        self.callers.append(future)
+        return future
+
+    def leave(self, future: asyncio.Future[TaskOutcome]) -> bool:
+        """Take a caller away; return False if it was answered, or sent away, before."""
+        if future in self.callers:
+            self.callers.remove(future)
+            return True
+        if not future.cancelled():
+            future.exception()  # nobody else will ask for it
+        return False
+
+    async def wait_ended(self) -> None:
+        """Wait until the scheduler has let go of the task, even after its callers were cancelled."""
+        if not self.has_ended:
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
+
+    def settle(self, outcome: TaskOutcome | None, error: Exception | None) -> None:
+        """Answer all callers; a cancelled task, which has none, may end without an outcome."""
+        self.has_ended = True
+        self.outcome, self.error = outcome, error
+        if self._ended is not None:
+            self._ended.set()
+        callers, self.callers = self.callers, []
+        for future in callers:
+            if error is not None:
+                _fail(future, error)
+            elif not future.done():
+                assert outcome is not None, "only a task without callers ends without an outcome"
+                future.set_result(outcome)
+
+
+def _fail(future: asyncio.Future[TaskOutcome], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+class Batch:
+    """The tasks of one step with their sequences, in the same order; its forward begins when it is made."""
+
+    __slots__ = ("_start_s", "sequences", "tasks")
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
-        self.entries: list[SequenceInput] = []
+        self.sequences: list[SequenceInput] = []
         self._start_s = time.perf_counter()
         for task in tasks:
-            assert task.entry is not None, "a task that is ready has one"
-            self.entries.append(task.entry)
-            task.is_under_way = True
-            task.waited_s += self._start_s - task.ready_s
+            assert task.sequence is not None, "a task that is ready has one"
+            self.sequences.append(task.sequence)
+            task.is_pending = True
+            task.times.waited_s += self._start_s - task.times.ready_s
 
-    def end(self, worker: str) -> None:
+    def end(self, scheduler: str) -> None:
         """Count the forward for every task, and record it for those that have a span."""
         elapsed_ms = (time.perf_counter() - self._start_s) * 1e3
-        for number, task in enumerate(self.tasks):
-            entry = self.entries[number]
-            task.is_under_way = False
-            task.device_ms += elapsed_ms
-            task.num_forwards += 1
-            task.num_tokens += len(entry.token_ids)
-            task.batch_size = max(task.batch_size, len(self.entries))
+        for task, sequence in zip(self.tasks, self.sequences, strict=True):
+            task.is_pending = False
+            times = task.times
+            times.device_ms += elapsed_ms
+            times.num_forwards += 1
+            times.num_tokens += len(sequence.token_ids)
+            times.batch_size = max(times.batch_size, len(self.sequences))
             if task.context is not None:
                 end_ns = time.time_ns()
                 spans.record(
@@ -40,8 +181,8 @@ class Step:
                     task.context,
                     end_ns - round(elapsed_ms * 1e6),
                     end_ns,
-                    worker=worker,
-                    num_tokens=len(entry.token_ids),
-                    base_length=entry.base_length,
-                    batch_size=len(self.entries),
+                    worker=scheduler,
+                    num_tokens=len(sequence.token_ids),
+                    base_length=sequence.base_length,
+                    batch_size=len(self.sequences),
                 )

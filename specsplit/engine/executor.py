@@ -1,7 +1,7 @@
-"""What drives workers step by step: a thread of its own, or the caller's event loop.
+"""An executor drives schedulers step by step: on a thread of its own, or on the caller's event loop.
 
 Engines on the same CPU that take turns share one: two threads would keep two OpenMP teams, which put each other to
-sleep between any two operators. Knows no models, and of sessions only whether they are one.
+sleep between any two operators. Knows no models, and of sessions only their keys.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from typing import Protocol
 
 import torch
 
+from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError
+
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which a device is not well: fewer may be one odd request."""
+HUNG_S = 600.0
+"""A step that takes longer outlives every call that could wait for it."""
+
 
 class Steppable(Protocol):
-    """What a device drives: it has work, or it has none and is left alone."""
+    """Work that an executor drives; without work it is left alone."""
 
     @property
     def has_work(self) -> bool: ...
@@ -31,7 +38,20 @@ class Steppable(Protocol):
     def step(self) -> None: ...
 
     def abandon(self) -> None:
-        """End what it has: there will be no step any more."""
+        """End all work: there will be no step any more."""
+        ...
+
+
+class LoopTurn(Protocol):
+    """Lets a caller on the event loop run steps by itself, for as long as the loop can do without a turn."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the event loop has waited long enough for its turn."""
+        ...
+
+    async def yield_to_loop(self) -> None:
+        """Let the event loop have its turn; afterwards another one begins."""
         ...
 
 
@@ -43,10 +63,10 @@ class Executor(Protocol):
         """Whether it still takes work; one that has ended, by itself or at `close`, never does again."""
         ...
 
-    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
-        """Call `accept`, then step `worker` until it has no work left.
+    def submit(self, scheduler: Steppable, accept: Callable[[], None]) -> None:
+        """Call `accept`, then step `scheduler` until it has no work left.
 
-        From the event loop; of a DeviceThread also from any other thread.
+        It is called on the event loop; a ThreadExecutor allows any other thread as well.
         """
         ...
 
@@ -54,20 +74,11 @@ class Executor(Protocol):
         """Call `settle` on the event loop; from within a step only."""
         ...
 
-    def claim(self, session: str) -> bool:
-        """Take note that work of `session` comes; return whether its caller may step it here and now.
+    def try_run_inline(self, session: str) -> LoopTurn | None:
+        """Return the turn in which the caller may step work of `session` here and now, None if it must submit it.
 
-        That is where a step would have nothing else to pack it with.
+        A turn is given only if a step could not pack this work with any other.
         """
-        ...
-
-    @property
-    def is_turn_due(self) -> bool:
-        """Whether the event loop has waited long enough for a turn; only where callers may step."""
-        ...
-
-    async def give_turn(self) -> None:
-        """Let the event loop have its turn."""
         ...
 
     async def close(self) -> None:
@@ -76,7 +87,7 @@ class Executor(Protocol):
 
 
 def compute_with(num_threads: int) -> None:
-    """Let the calling thread compute with so many of its own, whatever other threads of the process are told.
+    """Let the calling thread compute with `num_threads`, whatever other threads of the process set later.
 
     With its first parallel operator, or question, a thread takes the number that was set last anywhere; only what is
     set after that stays its own. So engines would disturb each other's speed, and the last digits of their logits.
@@ -89,39 +100,28 @@ class ThreadExecutor:
     """A thread of its own: the event loop stays free during a forward, as a server's has to."""
 
     def __init__(self, name: str, threads: int | None = None) -> None:
+        self.is_alive = True
         self._threads = threads or torch.get_num_threads()
         self._inbox: queue.SimpleQueue[tuple[Steppable, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._workers: dict[Steppable, None] = {}
-        """Those that have work, in the order in which they came."""
+        self._busy: dict[Steppable, None] = {}
+        """Schedulers that have work, in the order in which they came."""
         self._is_ending = False
-        self._has_ended = False
         self._abandoning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._has_ended
-
-    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
-        self._inbox.put((worker, accept))
-        if self._has_ended:  # meanwhile, so that nobody takes it out
+    def submit(self, scheduler: Steppable, accept: Callable[[], None]) -> None:
+        self._inbox.put((scheduler, accept))
+        # The thread may have ended between the caller's look at `is_alive` and this put: then nobody else takes it out.
+        if not self.is_alive:
             self._abandon()
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop may be closed, and the caller gone with it
             loop.call_soon_threadsafe(settle)
 
-    def claim(self, session: str) -> bool:
-        """Return False: a caller is on the event loop, and never here."""
-        return False
-
-    @property
-    def is_turn_due(self) -> bool:
-        return False
-
-    async def give_turn(self) -> None:
-        await asyncio.sleep(0)
+    def try_run_inline(self, session: str) -> None:
+        """Return None: a caller is on the event loop, and never on this thread."""
 
     async def close(self) -> None:
         self._inbox.put(None)
@@ -131,54 +131,54 @@ class ThreadExecutor:
         try:
             self._drive()
         finally:  # nothing that a step raises on purpose leads here before the end
-            self._has_ended = True
+            self.is_alive = False
             self._abandon()
 
     def _drive(self) -> None:
         compute_with(self._threads)
-        while self._workers or not self._is_ending:
+        while self._busy or not self._is_ending:
             self._receive()
-            for worker in list(self._workers):
-                if worker.can_step:
-                    worker.step()
-                if not worker.has_work:
-                    del self._workers[worker]
+            for scheduler in list(self._busy):
+                if scheduler.can_step:
+                    scheduler.step()
+                if not scheduler.has_work:
+                    del self._busy[scheduler]
 
     def _abandon(self) -> None:
-        """Tell everybody that there will be no step any more."""
+        """Let every scheduler end its work, since there will be no step any more."""
         with self._abandoning:
-            workers, self._workers = self._workers, {}
+            schedulers, self._busy = self._busy, {}
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if message is not None:
-                    worker, accept = message
+                    scheduler, accept = message
                     accept()
-                    workers[worker] = None
-            for worker in workers:
-                worker.abandon()
+                    schedulers[scheduler] = None
+            for scheduler in schedulers:
+                scheduler.abandon()
 
     def _receive(self) -> None:
-        """Take in what has arrived, waiting for it only when there is nothing to do."""
-        is_idle = not any(worker.can_step for worker in self._workers)
+        """Take in what has arrived, waiting for it only if there is nothing to do."""
+        is_idle = not any(scheduler.can_step for scheduler in self._busy)
         while is_idle or not self._inbox.empty():
             message = self._inbox.get()
             is_idle = False
             if message is None:
                 self._is_ending = True
             else:
-                worker, accept = message
+                scheduler, accept = message
                 accept()
-                self._workers[worker] = None
+                self._busy[scheduler] = None
 
 
 _TURN_S = 0.004
-"""After how long a step gives the loop its turn; the step itself takes what it takes."""
+"""Seconds of steps after which the event loop gets its turn; a single step takes what it takes."""
 
 
 class LoopExecutor:
     """The caller's event loop itself: nothing to hand over and nobody to wake.
 
-    In a turn of the loop it steps until somebody is to hear of a result, or `_TURN_S` are over. A session that is alone
+    In a turn of the loop it steps until a result has to be delivered, or `_TURN_S` are over. A session that is alone
     steps by itself, without a turn for every step.
 
     A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
@@ -186,44 +186,44 @@ class LoopExecutor:
     """
 
     def __init__(self, threads: int | None = None) -> None:
+        self.is_alive = True
         self._threads = threads
-        self._workers: dict[Steppable, None] = {}
+        self._busy: dict[Steppable, None] = {}
+        """Schedulers that have work, in the order in which they came."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_scheduled = False
         self._has_delivered = False
         self._turn_end_s = 0.0
-        """From when on the loop is due a turn."""
         self._last_session: str | None = None
         self._idle: asyncio.Event | None = None
-        """For whoever closes it while there is work."""
+        """Set when there is no work left; made by whoever closes it before."""
 
-    @property
-    def is_alive(self) -> bool:
-        return True
-
-    def submit(self, worker: Steppable, accept: Callable[[], None]) -> None:
+    def submit(self, scheduler: Steppable, accept: Callable[[], None]) -> None:
         accept()
-        self._workers[worker] = None
+        self._busy[scheduler] = None
         self._schedule()
 
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         self._has_delivered = True
         settle()
 
-    def claim(self, session: str) -> bool:
+    def try_run_inline(self, session: str) -> LoopExecutor | None:
+        # Sessions that alternate are about to meet, so they go through a common step, which packs all of them.
         is_last, self._last_session = session == self._last_session, session
-        return is_last and not self._workers  # of sessions in turns, a step takes all
+        return self if is_last and not self._busy else None
 
     @property
-    def is_turn_due(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the event loop has waited long enough for its turn."""
         return time.perf_counter() >= self._turn_end_s
 
-    async def give_turn(self) -> None:
+    async def yield_to_loop(self) -> None:
+        """Let the event loop have its turn; afterwards another one begins."""
         await asyncio.sleep(0)
         self._turn_end_s = time.perf_counter() + _TURN_S
 
     async def close(self) -> None:
-        if self._workers:
+        if self._busy:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
@@ -239,15 +239,58 @@ class LoopExecutor:
     def _step(self) -> None:
         self._is_scheduled = self._has_delivered = False
         end_s = self._turn_end_s = time.perf_counter() + _TURN_S
-        while self._workers:
-            for worker in list(self._workers):
-                worker.step()
-                if not worker.has_work:
-                    del self._workers[worker]
+        while self._busy:
+            for scheduler in list(self._busy):
+                scheduler.step()
+                if not scheduler.has_work:
+                    del self._busy[scheduler]
+            # Whoever got a result may bring new work, which the next step should not have to go without.
             if self._has_delivered or time.perf_counter() >= end_s:
                 break
-        if self._workers:
+        if self._busy:
             self._schedule()
         elif self._idle is not None:
             self._idle.set()
             self._idle = None
+
+
+class DeviceHealth:
+    """Whether a device still computes, judged by its steps in a row; the executor's side writes, anyone may ask."""
+
+    def __init__(self) -> None:
+        self.step_began_s: float | None = None
+        """When the step that runs now began, on the monotonic clock; None between steps."""
+        self.has_succeeded = False
+        """Set when work that had a forward comes to its result in this step."""
+        self._has_failed = False
+        self._num_failed = 0
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the last steps did not all fail; one that succeeds makes it so again."""
+        return self._num_failed < MAX_FAILED_STEPS and not self.is_hung
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the last step failed."""
+        return self._num_failed > 0
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step has been running for longer than any call lasts."""
+        began_s = self.step_began_s  # read once: another thread may end the step between two reads
+        return began_s is not None and time.monotonic() - began_s > HUNG_S
+
+    def fail(self, error: Exception) -> None:
+        """Count an error in this step if it says something about the device, and not only about a request."""
+        is_of_device = not isinstance(error, SpecSplitError) or isinstance(error, OutOfMemory | ModelDamaged)
+        self._has_failed = self._has_failed or is_of_device
+
+    def end_step(self) -> None:
+        """Judge the step: one success outweighs its failures, and with neither of them it says nothing."""
+        if self.has_succeeded:
+            self._num_failed = 0
+        elif self._has_failed:
+            self._num_failed += 1
+        self.has_succeeded = self._has_failed = False
+        self.step_began_s = None

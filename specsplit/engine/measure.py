@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 from torch import Tensor
 
-from specsplit.engine.sessions import SessionTable
+from specsplit.engine.session import SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 

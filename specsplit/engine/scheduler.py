@@ -1,7 +1,7 @@
-"""The work on one model: step = schedule, run, postprocess.
+"""The scheduler of one model: a step is schedule, run, postprocess. A queue of work stands before it.
 
-Work comes as generators that yield the Entry they want forwarded and are sent its logits, so a verify, a prefill in
-chunks and a draft's levels of several sessions all meet in the same packed steps. Knows nothing of drafts or targets.
+A verify, a prefill in chunks and a draft's levels of several sessions all meet in the same batches. WorkQueue runs on
+the event loop, Scheduler on the executor; between them only tasks are handed over. Knows nothing of drafts or targets.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import OutOfMemory, WorkerClosed, WorkerFailed
+from specsplit.core.record import record
 from specsplit.core.types import Timings
-from specsplit.engine.batch import Step
-from specsplit.engine.device_health import DeviceHealth
-from specsplit.engine.executor import Executor, ThreadExecutor
-from specsplit.engine.queue import Round, SessionQueue, Task, Work
+from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work
+from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor
+from specsplit.engine.queue import SessionQueue
 from specsplit.model.runner import PendingForward, Runner
 from specsplit.telemetry import spans
 
@@ -34,77 +34,270 @@ def at_once(action: Callable[[], Any]) -> Work:
 
 
 def _nothing() -> None:
-    """Accept nothing: the device is only told that something came back, or that nobody waits any more."""
+    """Accept nothing: the executor only has to look at the scheduler again."""
 
 
 class Scheduler:
-    """Runs tasks over one model, packing all that are ready into one forward a step.
+    """Packs the tasks that are ready into one forward a step; driven by an executor.
 
-    Where the runner's forwards are computed elsewhere several steps may be under way at once.
-
-    Without a `device` it owns a thread, with `threads` for the operators; a shared one is its owner's to close.
+    A task is in exactly one of three states: [arrived | running: ready | running: in a pending batch].
+    If the runner's forwards are computed elsewhere, several batches may be pending at once.
     """
 
     def __init__(
-        self, runner: Runner, *, name: str, threads: int | None = None, device: Executor | None = None
+        self, runner: Runner, executor: Executor, *, name: str, on_end: Callable[[Task, TaskOutcome | None], None]
     ) -> None:
-        self._runner, self._name = runner, name
-        self._lines: dict[str, SessionQueue] = {}
-        self._waiting: list[Task] = []
+        """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
+        self.health = DeviceHealth()
+        self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
+        self._arrived: list[Task] = []
         self._running: dict[Task, None] = {}
-        self._under_way: dict[Step, PendingForward] = {}
-        self._is_closed = False
-        self._condition = DeviceHealth()
-        self._owns_device = device is None
-        self._device = device or ThreadExecutor(name, threads)
+        self._pending: dict[Batch, PendingForward] = {}
 
     @property
-    def num_lines(self) -> int:
-        """Sessions that have work here."""
-        return len(self._lines)
+    def num_running(self) -> int:
+        """Tasks that have begun and not ended."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._arrived)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do something now; all work may be pending elsewhere."""
+        if not self._pending or self._arrived or any(forward.is_done for forward in self._pending.values()):
+            return self.has_work
+        idle = [task for task in self._running if not task.is_pending]
+        has_room = len(self._pending) < self._runner.max_pending
+        return bool(idle) and (has_room or any(task.is_cancelled for task in idle))
+
+    def add(self, task: Task) -> None:
+        """Let a task begin in the next step."""
+        self._arrived.append(task)
+
+    def step(self) -> None:
+        """Begin the tasks that have arrived, then run one batch of all that are ready."""
+        self.health.step_began_s = time.monotonic()
+        try:
+            self._poll()
+            batch = self._schedule()
+            logits = self._run(batch) if batch is not None else None
+            if batch is not None and logits is not None:
+                self._postprocess(batch, logits)
+        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+            self._fail_all(error)
+        self.health.end_step()
+
+    def run_inline(self, task: Task, turn: LoopTurn) -> None:
+        """Step a task that has no company where its caller stands, until it ends or the event loop is due a turn."""
+        self.health.step_began_s = time.monotonic()
+        try:
+            self._advance(task, None)
+            while not task.has_ended:
+                batch = Batch([task])
+                logits = self._run(batch)
+                if logits is not None:
+                    self._postprocess(batch, logits)
+                if task.has_ended or turn.is_over:  # the clock is not asked for nothing
+                    break
+        except Exception as error:  # noqa: BLE001 - as in `step`
+            self._fail_all(error)
+        self.health.end_step()
+
+    def abandon(self) -> None:
+        """End all tasks, since the executor ends and nobody will step any more."""
+        self._end_all(_ended(self._name))
+
+    def _poll(self) -> None:
+        """Begin the tasks that have arrived, and postprocess the batches that have come back from elsewhere."""
+        arrived, self._arrived = self._arrived, []
+        for task in arrived:
+            if task.is_cancelled:
+                self._finish(task, None, None)
+            else:
+                self._advance(task, None)
+        for batch, forward in list(self._pending.items()):
+            if forward.is_done:
+                self._land(batch, forward)
+
+    def _schedule(self) -> Batch | None:
+        """Return the batch that runs now: all tasks that are ready; None without any, or without room for a batch."""
+        ready: list[Task] = []
+        for task in list(self._running):
+            if task.is_pending:
+                continue
+            if task.is_cancelled:
+                task.work.close()
+                self._finish(task, None, None)
+            else:
+                ready.append(task)
+        # A forward on this device ends within its step, so only batches elsewhere can take all the room.
+        return Batch(ready) if ready and len(self._pending) < self._runner.max_pending else None
+
+    def _run(self, batch: Batch) -> list[Tensor] | None:
+        """Return the batch's logits; None if it is pending elsewhere, or failed, which ends its tasks."""
+        try:
+            if self._runner.max_pending == 1:
+                return self._runner.forward(batch.sequences)
+            forward = self._runner.begin(batch.sequences)
+        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
+            self._fail(batch, error)
+        else:
+            self._await(batch, forward)
+        return None
+
+    def _postprocess(self, batch: Batch, logits: list[Tensor]) -> None:
+        """Give each task its logits: it asks for its next forward, or ends."""
+        batch.end(self._name)
+        for task, rows in zip(batch.tasks, logits, strict=True):
+            self._advance(task, rows)
+
+    def _await(self, batch: Batch, forward: PendingForward) -> None:
+        self._pending[batch] = forward
+        forward.when_done(lambda: self._executor.submit(self, _nothing))
+
+    def _land(self, batch: Batch, forward: PendingForward) -> None:
+        """Postprocess a batch that has come back, unless some of it has to go out again."""
+        del self._pending[batch]
+        try:
+            logits = forward.poll()
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(batch, error)
+            return
+        if logits is None:
+            self._await(batch, forward)
+        else:
+            self._postprocess(batch, logits)
+
+    def _advance(self, task: Task, logits: Tensor | None) -> None:
+        """Run a task's own code up to its next forward or its end; without logits it begins."""
+        try:
+            if logits is None:
+                self._running[task] = None
+                task.times.begun_s = time.perf_counter()
+                task.sequence = next(task.work)
+            else:
+                task.sequence = task.work.send(logits)
+            task.times.ready_s = time.perf_counter()
+        except StopIteration as stop:
+            self._finish(task, stop.value, None)
+        except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
+            self._finish(task, None, error)
+
+    def _finish(self, task: Task, result: Any, error: Exception | None) -> None:
+        """Let go of a task. Its timings end here, on the executor; its callers are answered on the event loop."""
+        self._running.pop(task, None)
+        if error is not None:
+            self.health.fail(error)
+        elif task.times.num_forwards and not task.is_cancelled:
+            self.health.has_succeeded = True
+        outcome = (result, task.times.timings())
+        task.error = error
+        if task.is_inline:
+            task.has_ended, task.outcome = True, outcome
+        else:
+            self._executor.deliver(task.loop, lambda: self._on_end(task, outcome))
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        for task in batch.tasks:
+            task.work.close()
+            self._finish(task, None, _translated(error))
+
+    def _fail_all(self, error: Exception) -> None:
+        """End all tasks for a mistake outside a forward, which must not end the executor."""
+        _log.error("the %s worker failed outside a forward", self._name, exc_info=error)
+        self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        tasks = [*self._running, *self._arrived]
+        self._running.clear()
+        self._arrived.clear()
+        self._pending.clear()
+        for task in tasks:
+            task.work.close()
+            self._finish(task, None, error)
+
+
+@record
+class WorkStatistics:
+    """The work of one model at one moment."""
+
+    num_sessions: int
+    """Sessions that have a queue."""
+    num_running: int
+    has_work: bool
+
+
+class WorkQueue:
+    """Does the work of many sessions over one model, and of each session one piece at a time. Event loop only.
+
+    Without an `executor` it owns a thread, with `threads` for the operators; a shared one is its owner's to close.
+    """
+
+    def __init__(
+        self, runner: Runner, *, name: str, threads: int | None = None, executor: Executor | None = None
+    ) -> None:
+        self._runner, self._name = runner, name
+        self._queues: dict[str, SessionQueue] = {}
+        self._is_closed = False
+        self._owns_executor = executor is None
+        self._executor = executor or ThreadExecutor(name, threads)
+        self.scheduler = Scheduler(runner, self._executor, name=name, on_end=self._settle)
 
     @property
     def is_well(self) -> bool:
         """Whether the device computes: False after several failed steps in a row, until one succeeds."""
-        return self.is_alive and self._condition.is_well
+        return self.is_alive and self.scheduler.health.is_well
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the last step failed: another one would tell more."""
-        return self.is_alive and self._condition.is_in_doubt
+        """Whether the last step failed: another one would show more."""
+        return self.is_alive and self.scheduler.health.is_in_doubt
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may ever be well again: False once the device has ended, or hangs in a step."""
-        return self._device.is_alive and not self._condition.is_hung
+        """Whether it may ever be well again: False once the executor has ended, or hangs in a step."""
+        return self._executor.is_alive and not self.scheduler.health.is_hung
+
+    def statistics(self) -> WorkStatistics:
+        return WorkStatistics(len(self._queues), self.scheduler.num_running, self.scheduler.has_work)
 
     async def run(self, session: str | None, work: Work, this_round: Round | None = None) -> tuple[Any, Timings]:
-        """Do the work on the worker's device, where it begins as well, and return its result.
+        """Do the work on the executor, where it begins as well, and return its result.
 
         One piece of a session's work runs at a time. A round that is newer waits for it, in one place: a still newer
-        one supersedes it. A repeat joins. Work of a session that is no round ends the session: it supersedes the round
-        that waits and is not superseded. Work of no session (None) begins in the next step.
+        one supersedes it. A repeat joins. Work of a session that is no round closes the session: it supersedes the
+        round that waits and is not superseded. Work of no session (None) begins in the next step.
 
-        Cancelling its last caller ends the work before its next step; it has ended once this coroutine has.
+        If its last caller is cancelled, the work ends before its next step; it has ended once this coroutine has.
 
         Raises:
             WorkerClosed: after `close`.
-            WorkerFailed: the device has ended by itself.
+            WorkerFailed: the executor has ended by itself.
             StaleRound, StaleEpoch: a newer round of the session is running or waiting, or came while this one waited.
-            InvalidRequest: the round that is running or waiting, with another body.
+            InvalidRequest: the same round is running or waiting with another body.
         """
         if self._is_closed:
             raise self._closed()
-        if not self._device.is_alive:
-            raise self._ended()
+        if not self._executor.is_alive:
+            raise _ended(self._name)
         context = spans.current() if spans.is_on else None
         task = Task(session, this_round, work, asyncio.get_running_loop(), context)
-        if session is None or not self._is_alone(session):
+        turn = self._executor.try_run_inline(session) if session is not None else None
+        if turn is None or session in self._queues or self._runner.max_pending > 1:
             task = self._place(task)
-        elif self._ends_alone(task, session):
-            if self._device.is_turn_due:
-                await self._device.give_turn()
-            return task.result()
+        else:
+            task.is_inline = True
+            self.scheduler.run_inline(task, turn)
+            if task.has_ended:
+                if turn.is_over:
+                    await turn.yield_to_loop()
+                if task.error is not None:
+                    raise task.error
+                assert task.outcome is not None, "a task without an error has an outcome"
+                return task.outcome
+            self._go_on(task)
         future = task.join()
         try:
             return await future
@@ -112,220 +305,67 @@ class Scheduler:
             await self._leave(task, future)
             raise
 
-    def _is_alone(self, session: str) -> bool:
-        """Return whether work of this session may be stepped by its caller."""
-        return self._device.claim(session) and session not in self._lines and self._runner.max_under_way == 1
+    async def close(self) -> None:
+        """End the work that runs, refuse what waits for it and all that comes; closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._owns_executor:
+                await self._executor.close()
 
-    def _ends_alone(self, task: Task, session: str) -> bool:
-        """Step a task here; return whether it has ended. One that goes on, as others do, gets a line now."""
-        task.is_alone = True
-        self._guarded(self._step_alone, task)
-        if not task.has_ended:
-            task.is_alone = False
-            self._lines[session] = SessionQueue(task)
-            self._device.submit(self, _nothing)
-        return task.has_ended
+    def _go_on(self, task: Task) -> None:
+        """Let a task that began inline go on in common steps, where newer rounds of its session wait for it."""
+        assert task.session is not None, "only work of a session runs inline"
+        task.is_inline = False
+        self._queues[task.session] = SessionQueue(task)
+        self._executor.submit(self.scheduler, _nothing)
 
     def _place(self, task: Task) -> Task:
+        """Hand a task over, or let it wait for its session's running one; return it, or the equal one it joins."""
         if task.session is not None:
-            line = self._lines.get(task.session)
-            if line is not None and not line.running.loop.is_closed():
-                return line.place(task)
-            self._lines[task.session] = SessionQueue(task)
+            queue = self._queues.get(task.session)
+            # A task whose event loop is closed would never be settled: nobody may wait for it.
+            if queue is not None and not queue.running.loop.is_closed():
+                return queue.add(task)
+            self._queues[task.session] = SessionQueue(task)
         self._submit(task)
         return task
 
     def _submit(self, task: Task) -> None:
-        self._device.submit(self, lambda: self._waiting.append(task))
+        self._executor.submit(self.scheduler, lambda: self.scheduler.add(task))
 
     async def _leave(self, task: Task, future: asyncio.Future[tuple[Any, Timings]]) -> None:
         """Take a cancelled caller from a task; the last one ends it."""
         if not task.leave(future) or task.callers:
             return
-        line = self._lines.get(task.session) if task.session is not None else None
-        if line is None or not line.withdraw(task):
-            task.cancelled = True
-            self._device.submit(self, _nothing)
+        queue = self._queues.get(task.session) if task.session is not None else None
+        if queue is None or not queue.remove(task):
+            task.is_cancelled = True
+            self._executor.submit(self.scheduler, _nothing)
             await to_its_end(task.wait_ended())
 
-    def _advance_line(self, session: str) -> None:
-        """Begin what waits for the task of `session` that has ended."""
-        line = self._lines[session]
-        following = line.advance()
+    def _settle(self, task: Task, outcome: TaskOutcome | None) -> None:
+        """Answer the callers of a task that has ended, and begin the one that waits for it."""
+        task.settle(outcome, task.error)
+        if task.session is not None:
+            self._advance_queue(task.session)
+
+    def _advance_queue(self, session: str) -> None:
+        queue = self._queues[session]
+        following = queue.advance()
         while following is not None and self._is_closed:
             following.settle(None, self._closed())
-            following = line.advance()
+            following = queue.advance()
         if following is None:
-            del self._lines[session]
+            del self._queues[session]
         else:
             self._submit(following)
 
     def _closed(self) -> WorkerClosed:
         return WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
 
-    def _ended(self) -> WorkerFailed:
-        return WorkerFailed(f"The device of the {self._name} worker has ended by itself; restart the worker.")
 
-    async def close(self) -> None:
-        """End what runs, send away what waits for it, take no more; closing again does nothing."""
-        if not self._is_closed:
-            self._is_closed = True
-            if self._owns_device:
-                await self._device.close()
-
-    # What follows runs on the device.
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
-
-    @property
-    def can_step(self) -> bool:
-        """Whether a step would do something now; all work may be under way elsewhere."""
-        num_under_way = len(self._under_way)
-        if not num_under_way or self._waiting or any(flight.is_done for flight in self._under_way.values()):
-            return self.has_work
-        idle = [task for task in self._running if not task.is_under_way]
-        has_room = num_under_way < self._runner.max_under_way
-        return bool(idle) and (has_room or any(task.cancelled for task in idle))
-
-    def _step_alone(self, task: Task) -> None:
-        self._begin(task)
-        while not task.has_ended:
-            self._step_of([task])
-            if task.has_ended or self._device.is_turn_due:  # the clock is not asked for nothing
-                break
-
-    def _step_of(self, tasks: list[Task]) -> None:
-        step = Step(tasks)
-        try:
-            logits = self._runner.forward(step.entries)
-        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-            self._fail(step, error)
-        else:
-            self._end(step, logits)
-
-    def step(self) -> None:
-        """Begin what can begin, then forward all that is ready."""
-        self._guarded(self._step)
-
-    def _guarded(self, step: Callable[..., None], *arguments: Task) -> None:
-        """Do a step; a mistake in it ends the tasks, not the device."""
-        self._condition.begin_step()
-        try:
-            step(*arguments)
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
-            _log.exception("the %s worker failed outside a forward", self._name)
-            self._end_all(error)
-        self._condition.end_step()
-
-    def abandon(self) -> None:
-        """End all tasks, since the device ends and nobody will step any more."""
-        self._end_all(self._ended())
-
-    def _end_all(self, error: Exception) -> None:
-        tasks = [*self._running, *self._waiting]
-        self._running.clear()
-        self._waiting.clear()
-        self._under_way.clear()
-        for task in tasks:
-            task.work.close()
-            self._finish(task, error=error)
-
-    def _step(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._begin(task)
-        for step, flight in list(self._under_way.items()):
-            if flight.is_done:
-                self._land(step, flight)
-        idle = [task for task in self._running if not task.is_under_way]
-        ready = [task for task in idle if not self._end_if_cancelled(task)]
-        if self._runner.max_under_way > 1:
-            self._send_off(ready)
-        elif ready:
-            self._step_of(ready)
-
-    def _begin(self, task: Task) -> None:
-        task.begun_s = time.perf_counter()
-        self._running[task] = None
-        if task.cancelled:
-            self._finish(task)
-        else:
-            self._advance(task, None)
-
-    def _send_off(self, ready: list[Task]) -> None:
-        """Begin a step that is computed elsewhere, if there is room for one; what is ready goes together."""
-        if not ready or len(self._under_way) == self._runner.max_under_way:
-            return
-        step = Step(ready)
-        try:
-            flight = self._runner.begin(step.entries)
-        except Exception as error:  # noqa: BLE001 - as in `_step_of`
-            self._fail(step, error)
-        else:
-            self._await(step, flight)
-
-    def _await(self, step: Step, flight: PendingForward) -> None:
-        """Let a step be under way until its flight wakes the device."""
-        self._under_way[step] = flight
-        flight.when_done(lambda: self._device.submit(self, _nothing))
-
-    def _land(self, step: Step, flight: PendingForward) -> None:
-        """End a step that has come back, unless some of it goes out again."""
-        del self._under_way[step]
-        try:
-            landed = flight.try_land()
-        except Exception as error:  # noqa: BLE001 - as in `_step_of`
-            self._fail(step, error)
-            return
-        if landed is None:
-            self._await(step, flight)
-        else:
-            self._end(step, landed)
-
-    def _end(self, step: Step, logits: list[Tensor]) -> None:
-        step.end(self._name)
-        for number, task in enumerate(step.tasks):
-            self._advance(task, logits[number])
-
-    def _fail(self, step: Step, error: Exception) -> None:
-        for task in step.tasks:
-            task.work.close()
-            self._finish(task, error=_translated(error))
-
-    def _advance(self, task: Task, logits: Tensor | None) -> None:
-        try:
-            task.entry = next(task.work) if logits is None else task.work.send(logits)
-            task.ready_s = time.perf_counter()
-        except StopIteration as stop:
-            self._finish(task, result=stop.value)
-        except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
-            self._finish(task, error=error)
-
-    def _end_if_cancelled(self, task: Task) -> bool:
-        if task.cancelled:
-            task.work.close()
-            self._finish(task)
-        return task.cancelled
-
-    def _finish(self, task: Task, *, result: Any = None, error: Exception | None = None) -> None:
-        self._running.pop(task, None)
-        if error is not None:
-            self._condition.fail(error)
-        elif task.num_forwards and not task.cancelled:
-            self._condition.succeed()
-        outcome = result, task.timings()
-        if task.is_alone:
-            task.settle(outcome, error)
-            return
-
-        def settle() -> None:
-            task.settle(outcome, error)
-            if task.session is not None:
-                self._advance_line(task.session)
-
-        self._device.deliver(task.loop, settle)
+def _ended(name: str) -> WorkerFailed:
+    return WorkerFailed(f"The device of the {name} worker has ended by itself; restart the worker.")
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")

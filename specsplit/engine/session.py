@@ -1,76 +1,53 @@
-"""One session on one worker: its slot, the ids in it, and the length rule, one operation for rollback and replay.
+"""The sessions of one worker: their slots, the ids in them, and the length rule, one operation for rollback and replay.
 
-Used by draft and target alike; knows nothing of trees or of what is done with the slot.
+Draft and target use it alike; it knows nothing of trees. Only the executor touches it, but for pins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import InvalidRequest, ModelDamaged, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.ports import Clock
+from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.kv_cache import Slot
-from specsplit.sampling.noise import NoiseRows
-from specsplit.sampling.pick import scores
-from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
+from specsplit.model.kv_cache import Slot, SlotPool
+from specsplit.model.loader import LoadedModel
+from specsplit.sampling.processors import CommittedIds
+from specsplit.sampling.sampler import Sampler
 
 MAX_STEP_TOKENS = 512
 """Tokens one session may bring to a step before its tree: the size of a prefill chunk."""
-
-
-class Sampler:
-    """Logits to scores for one session: the same processors and the same noise on both workers."""
-
-    def __init__(self, params: SessionParams, vocab_size: int, device: torch.device) -> None:
-        check_against_vocabulary(params.sampling, vocab_size)
-        self.params = params
-        sampling = params.sampling
-        self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
-        self._bias = bias_row(sampling, vocab_size, device)
-        self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
-        self.needs_paths = self._counts is not None
-        self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
-
-    def scores(
-        self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
-    ) -> Tensor:
-        """Return processed logits / T + noise, [N, V].
-
-        Row i stands `depths[i]` levels below the last of the `committed` tokens; `paths[i]` are the token ids on its
-        way there, asked for only where `needs_paths`.
-        """
-        if self.changes_nothing:
-            return logits
-        context = None
-        if self._counts is not None:
-            assert paths is not None, "penalties need each row's path"
-            self._counts.sync(committed)
-            context = self._counts.rows(paths)
-        processed = process_logits(logits, self.params.sampling, context, self._bias)
-        if self._noise is None:
-            return processed
-        noise = self._noise.for_depths(len(committed), depths)
-        return scores(processed, self.params.sampling.temperature, noise)
+TTL_S = 60.0
+"""A session that was not used for so long has lost its client."""
+GRACE_S = 5.0
+"""A session that was used within this time is not evicted for another one."""
 
 
 class WorkerSession:
-    """What a worker remembers of a session between rounds. Invariant: len(ids) == len(hashes) == slot.length."""
+    """One session's state between rounds. Invariant: len(ids) == len(hashes) == slot.length.
+
+    The slot's rows are [ids | rows of the last step's tree | free]; whatever lies behind the ids may be overwritten.
+    """
 
     def __init__(self, key: str, slot: Slot) -> None:
         self.key, self.slot = key, slot
         self.epoch = self.round = -1
-        self.ids: list[int] = []
+        self.ids: list[int] = CommittedIds()
         self._hashes: list[int] = []
+        """The prefix hash behind each of the ids."""
         self.sampler: Sampler | None = None
         self._body: object = None
         self.answer: object = None
-        """What this round was answered, None while it runs: a repeat of the round gets it again."""
+        """The answer of this round, None while it runs: a repeat of the round gets it again."""
         self.kept: object = None
-        """What the engine keeps beside the slot through an epoch; it goes with the session."""
+        """The engine's own state beside the slot through an epoch; it goes with the session."""
         self.last_used_s = 0.0
         self.is_in_use = False
 
@@ -101,12 +78,12 @@ class WorkerSession:
         return False
 
     def use(self, params: SessionParams, vocab_size: int, device: torch.device) -> None:
-        """Take over the parameters of an opening."""
+        """Adopt the parameters of an opening."""
         if self.sampler is None or self.sampler.params != params:
             self.sampler = Sampler(params, vocab_size, device)
 
     def begin(self, turn: Turn, body: object) -> None:
-        """Take over the turn's epoch and round, once `admit` passed; what an epoch kept goes with it."""
+        """Begin the turn's round once `admit` has passed; a new epoch drops the state kept through the last one."""
         if turn.epoch > self.epoch:
             self.kept = None
         self.epoch, self.round = turn.epoch, turn.round
@@ -135,6 +112,9 @@ class WorkerSession:
         self.ids.extend(token_ids)
         self.slot.length = len(self.ids)
 
+    def check_integrity(self) -> None:
+        assert len(self.ids) == len(self._hashes) == self.slot.length, "ids, hashes and slot differ in length"
+
 
 def prefill(session: WorkerSession, tail: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
     """Forward and commit whole chunks of a long tail; return what is left for the step that needs logits."""
@@ -144,3 +124,178 @@ def prefill(session: WorkerSession, tail: Sequence[int]) -> Generator[SequenceIn
         session.extend(chunk)
         tail = tail[MAX_STEP_TOKENS:]
     return tail
+
+
+@record
+class SessionStatistics:
+    """The sessions of one worker at one moment."""
+
+    num_sessions: int
+    num_idle: int
+    """Sessions that could expire or be evicted."""
+    num_slots_used: int
+
+
+class SessionTable:
+    """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session.
+
+    A session is in use while its work runs, and then neither expires nor is evicted.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        ttl_s: float = TTL_S,
+        grace_s: float = GRACE_S,
+        clock: Clock | None = None,
+        on_release: Callable[[int], None] | None = None,
+    ) -> None:
+        self._model, self._on_release = model, on_release
+        self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
+        self._now = clock.now if clock is not None else time.monotonic
+        self._pool = SlotPool(model.max_sessions)
+        self._sessions: dict[str, WorkerSession] = {}
+        self._idle: dict[str, WorkerSession] = {}
+        """Sessions that are neither in use nor pinned, the least recently used first."""
+        self._pinned: dict[str, int] = {}
+        """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a client may be silent."""
+        return self._ttl_s
+
+    def statistics(self) -> SessionStatistics:
+        return SessionStatistics(len(self._sessions), len(self._idle), self._pool.num_used)
+
+    def enter(self, turn: Turn, body: object) -> WorkerSession:
+        """Return the turn's session after the checks of the contract; it is in use until `leave`.
+
+        `body` is the request without the turn. A repeat of the last round leaves the session with its answer.
+
+        Raises:
+            SlotBehind, StaleEpoch, StaleRound, InvalidRequest: see WorkerSession.admit.
+            NoFreeSlot: a new session, and every slot is in use.
+        """
+        session = self._sessions.get(turn.session)
+        is_new = session is None
+        if session is None:
+            if turn.base_length or turn.opening is None:
+                raise SlotBehind(0)
+            session = self._sessions[turn.session] = WorkerSession(turn.session, self._acquire())
+        try:
+            if not session.admit(turn, body):
+                if turn.opening is not None:
+                    session.use(turn.opening, self._model.vocab_size, self._model.runner.device)
+                session.begin(turn, body)
+        except BaseException:
+            if is_new:
+                self._free(session)
+            raise
+        self._idle.pop(session.key, None)
+        session.is_in_use = True
+        return session
+
+    def leave(self, session: WorkerSession) -> None:
+        """Let a session expire or be evicted from now on, unless it is pinned."""
+        session.is_in_use = False
+        session.last_used_s = self._now()
+        if session.key not in self._pinned:
+            self._idle[session.key] = session
+
+    def pin(self, key: str, epoch: int) -> None:
+        """Keep a session's slot, if it has or gets one, until `unpin`; called on the event loop."""
+        self._pinned[key] = max(epoch, self._pinned.get(key, epoch))
+
+    def is_pinned_by(self, key: str, epoch: int) -> bool:
+        """Whether no stream of a later epoch has taken the session over; called on the event loop."""
+        return self._pinned.get(key) == epoch
+
+    def is_pinned(self, key: str) -> bool:
+        return key in self._pinned
+
+    def unpin(self, key: str) -> None:
+        """Release a pin; called on the event loop, and `set_aside` on the executor follows."""
+        del self._pinned[key]
+
+    def set_aside(self, key: str) -> None:
+        """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
+        session = self._sessions.get(key)
+        if session is not None and not session.is_in_use:
+            self.leave(session)
+
+    @contextmanager
+    def borrowed_slot(self) -> Generator[Slot]:
+        """Give a slot of no session for the length of the block.
+
+        Raises:
+            NoFreeSlot: every slot is in use.
+        """
+        slot = self._acquire()
+        try:
+            yield slot
+        finally:
+            self._release(slot)
+
+    def trial(self) -> Generator[SequenceInput, Tensor, None]:
+        """Forward one token in a slot of no session.
+
+        Raises:
+            ModelDamaged: its logits are not numbers.
+            NoFreeSlot: every slot is in use.
+        """
+        with self.borrowed_slot() as slot:
+            logits = yield SequenceInput(slot.index, 0, [0])
+        if bool(logits.isnan().any()):
+            raise ModelDamaged(f"{self._model.name} computes logits that are not numbers.")
+
+    def close(self, key: str) -> None:
+        """Free a session's slot; unknown keys are ignored."""
+        session = self._sessions.get(key)
+        if session is not None:
+            assert not session.is_in_use, "a session was closed while its work ran"
+            self._free(session)
+        if not self._sessions:
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Assert that each session's ids, hashes and slot agree in length, and that no slot leaked."""
+        for session in self._sessions.values():
+            session.check_integrity()
+        self._pool.check_integrity()
+
+    def sweep(self) -> int:
+        """Free the sessions that were not used for the time to live, and return how many they were."""
+        expired_s = self._now() - self._ttl_s
+        count = 0
+        while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
+            self._free(next(iter(self._idle.values())))
+            count += 1
+        return count
+
+    def _acquire(self) -> Slot:
+        """Take a slot, if need be from the session that has been idle for the longest."""
+        if self._pool.num_used == self._model.max_sessions:
+            oldest = next(iter(self._idle.values()), None)
+            if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
+                count = self._model.max_sessions
+                which = f"All {count} sessions" if count > 1 else "The one session"
+                verb = "are" if count > 1 else "is"
+                raise NoFreeSlot(f"{which} of this worker {verb} in use; try again when one has ended.")
+            self._free(oldest)
+        return self._pool.acquire()
+
+    def _free(self, session: WorkerSession) -> None:
+        del self._sessions[session.key]
+        self._idle.pop(session.key, None)
+        session.kept = None
+        self._release(session.slot)
+
+    def _release(self, slot: Slot) -> None:
+        self._pool.release(slot)
+        if self._on_release is not None:
+            self._on_release(slot.index)

@@ -49,10 +49,10 @@ class PendingForward(Protocol):
         """Call `call` once it is done, from whatever thread notices."""
         ...
 
-    def try_land(self) -> list[Tensor] | None:
-        """Return what `forward` returns, or raise what that raises; once it is done, also waits until it is.
+    def poll(self) -> list[Tensor] | None:
+        """Return what `forward` returns, or raise what that raises; call it once the forward is done.
 
-        None says that some of it has to be computed again: it is under way anew, to be waited for as before.
+        None means that some of it has to be computed again: it is pending anew, to be waited for as before.
         """
         ...
 
@@ -71,13 +71,10 @@ class Runner:
         self._one_token = None if self._is_cuda else OneTokenMetadata(self._kinds, self.dtype)
         self._forward: Forward = self._model_forward
         self.is_recorded = False
+        self.max_pending = 1
+        """Forwards that may be pending at once: a device in this process computes one."""
         self.num_forwards = 0
         """Since load."""
-
-    @property
-    def max_under_way(self) -> int:
-        """Steps that may be under way at once: one of a device in this process."""
-        return 1
 
     def begin(self, entries: Sequence[SequenceInput]) -> PendingForward:
         """Begin a forward that is computed elsewhere."""

@@ -12,8 +12,8 @@ from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
 from specsplit.core.ports import VerifyStream
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
+from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
-from specsplit.engine.queue import Round
 from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
@@ -32,7 +32,7 @@ class TargetEngine(Engine):
         """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
-        verdict, timings = await self._worker.run(turn.session, self._verify(turn, proposal), this_round)
+        verdict, timings = await self._work.run(turn.session, self._verify(turn, proposal), this_round)
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
@@ -56,7 +56,7 @@ class TargetEngine(Engine):
             return  # a later stream has taken the session over
         self._sessions.unpin(session)
         with suppress(WorkerClosed):
-            await self._worker.run(None, at_once(lambda: self._sessions.set_aside(session)))
+            await self._work.run(None, at_once(lambda: self._sessions.set_aside(session)))
             if not keeps_slot and not self._sessions.is_pinned(session):
                 await self.close(session)
 
@@ -65,7 +65,7 @@ class TargetEngine(Engine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._worker.run(None, score(self._model, self._sessions, prompt, scored, biases))
+        log_probs, timings = await self._work.run(None, score(self._model, self._sessions, prompt, scored, biases))
         return Scores(log_probs, timings)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams
-from specsplit.engine.session import MAX_STEP_TOKENS
-from specsplit.engine.sessions import SessionTable
+from specsplit.engine.session import MAX_STEP_TOKENS, SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import bias_row

@@ -115,7 +115,7 @@ async def test_a_chain_gives_the_verdicts_of_one_process(
     scores = await target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
     await target.aclose()
     bounds, shares_packets = tuple(CUTS[cut]), sampling == "greedy" or not CUTS[cut]
-    async with opened(shards(family, bounds, ends), max_under_way=1 if shares_packets else None) as chain:
+    async with opened(shards(family, bounds, ends), max_pending=1 if shares_packets else None) as chain:
         assert await together(chain.target, family, sampling, shape) == expected
         ours = await chain.target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
         assert ours.log_probs == pytest.approx(scores.log_probs, abs=1e-4)

@@ -16,10 +16,9 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
-from specsplit.engine.queue import Task
-from specsplit.engine.scheduler import Scheduler
-from specsplit.engine.session import WorkerSession
-from specsplit.engine.sessions import SessionTable
+from specsplit.engine.batch import Task
+from specsplit.engine.scheduler import WorkQueue
+from specsplit.engine.session import SessionTable, WorkerSession
 from specsplit.orchestrator import retry as persistence
 from specsplit.orchestrator import session
 from specsplit.orchestrator.draft_link import DraftLink
@@ -131,12 +130,12 @@ def without_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_one_step(patch: pytest.MonkeyPatch) -> None:
-    def place(worker: Scheduler, task: Task) -> Task:
+    def place(worker: WorkQueue, task: Task) -> Task:
         worker._submit(task)
         return task
 
-    patch.setattr(Scheduler, "_place", place)
-    patch.setattr(Scheduler, "_advance_line", lambda worker, session: None)
+    patch.setattr(WorkQueue, "_place", place)
+    patch.setattr(WorkQueue, "_advance_queue", lambda worker, session: None)
 
 
 def without_compaction(patch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ async def test_a_device_that_ended_fails_what_it_had_and_what_comes_and_is_neith
 
 
 async def test_a_step_that_outlives_every_call_means_a_hung_device(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("specsplit.engine.device_health.HUNG_S", 0.1)
+    monkeypatch.setattr("specsplit.engine.executor.HUNG_S", 0.1)
     async with served("target", monkeypatch) as (address, sick, channel):
         ready, live = Health(channel, "readiness"), Health(channel, "liveness")
         assert [await ready.next(), await live.next()] == [SERVING] * 2

@@ -93,7 +93,7 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
     bounds: tuple[int, ...], ends: Ends, sampling: str, shape: str
 ) -> None:
     texts, given = await asyncio.to_thread(expected, sampling, shape)
-    async with opened_remote(shards(bounds, ends), max_under_way=1 if sampling == "greedy" else None) as chain:
+    async with opened_remote(shards(bounds, ends), max_pending=1 if sampling == "greedy" else None) as chain:
         assert await together(chain.target, sampling, shape, texts) == given
         assert chain.runner.chain_statistics.recomputed_tokens == 0
         if sampling == "greedy":

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from specsplit.core.errors import DeadlineExceeded, LinkError, NoFreeSlot, SlotBehind, SpecSplitError, WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
@@ -126,14 +126,14 @@ class TimedDevice:
     def deliver(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
         settle()
 
-    def claim(self, session: str) -> bool:
-        return not self._workers and self._net.rng.random() < 0.5
+    def try_run_inline(self, session: str) -> Self | None:
+        return self if not self._workers and self._net.rng.random() < 0.5 else None
 
     @property
-    def is_turn_due(self) -> bool:
+    def is_over(self) -> bool:
         return self._net.rng.random() < 0.8
 
-    async def give_turn(self) -> None:
+    async def yield_to_loop(self) -> None:
         await asyncio.sleep(self._net.rng.uniform(0.2, 1.5) * UNIT_S)
 
     async def close(self) -> None:

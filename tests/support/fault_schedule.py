@@ -304,7 +304,8 @@ class Schedule:
         for host in (self._draft, self._target):
             for engine in host.engines:
                 await engine.sweep()
-                left = engine.num_sessions, engine._sessions.num_slots_used, engine._worker.num_lines
+                held = engine.statistics()
+                left = held.sessions.num_sessions, held.sessions.num_slots_used, held.work.num_sessions
                 _require(left == (0, 0, 0), f"bounded: the {host.name} keeps {left} sessions, slots, lines")
         calls = self._drafter.calls_under_way + self._verifier.calls_under_way
         _require(calls == 0, f"bounded: {calls} calls are still under way")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams
-from specsplit.engine.session import Sampler
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, Role
+from specsplit.sampling.sampler import Sampler
 
 VOCAB_SIZE = 40
 START = 1
@@ -88,7 +88,7 @@ class HashRunner:
     def __init__(self, role: Role, cache: HashCache, *, tie: float = 0.0, seed: int = 0) -> None:
         self.role, self.cache, self.tie = role, cache, tie
         self.vocab_size = VOCAB_SIZE
-        self.max_under_way = 1
+        self.max_pending = 1
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.num_forwards = self.num_tokens = 0
         self.violations: list[Violation] = []

@@ -9,10 +9,10 @@ import torch
 
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.session import Sampler
 from specsplit.model.loader import LoadedModel
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
+from specsplit.sampling.sampler import Sampler
 from specsplit.speculation.options import Speculation
 from specsplit.target.engine import TargetEngine
 

@@ -27,9 +27,9 @@ from specsplit.core.types import (
     prefix_hashes,
 )
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.session import Sampler
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
+from specsplit.sampling.sampler import Sampler
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import (
     START,

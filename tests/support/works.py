@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from specsplit.engine.scheduler import Scheduler
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from tests.support.runners import SteeredRunner, steered
@@ -47,9 +47,9 @@ async def submitted(*tasks: asyncio.Task[object]) -> None:
 
 
 @asynccontextmanager
-async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[Scheduler, SteeredRunner]]:
+async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[WorkQueue, SteeredRunner]]:
     loaded, runner = steered(model)
-    worker = Scheduler(loaded.runner, name="tested")
+    worker = WorkQueue(loaded.runner, name="tested")
     try:
         yield worker, runner
     finally:
@@ -61,6 +61,6 @@ def alive_work() -> list[object]:
     return [
         kept
         for kept in gc.get_objects()
-        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "Line")
+        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "SessionQueue")
         and type(kept).__module__.startswith("specsplit")
     ]

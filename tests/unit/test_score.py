@@ -48,7 +48,7 @@ async def scoring(family: str = "llama", max_sessions: int = 2) -> AsyncIterator
     try:
         yield engine, runner
     finally:
-        assert engine._sessions.num_slots_used == engine.num_sessions
+        assert engine.statistics().sessions.num_slots_used == engine.num_sessions
         await engine.aclose()
 
 
@@ -185,7 +185,7 @@ async def test_the_slot_is_given_back_whatever_happens(how: str, monkeypatch: py
         with runner.held():
             task = asyncio.create_task(engine.score(random_ids(700, 1), random_ids(400, 2)))
             await runner.wait_entered()
-            assert engine._sessions.num_slots_used == 1
+            assert engine.statistics().sessions.num_slots_used == 1
             if how == "fails":
                 runner.failures[0] = RuntimeError("the device broke")
             elif how == "is-cancelled":
@@ -193,5 +193,5 @@ async def test_the_slot_is_given_back_whatever_happens(how: str, monkeypatch: py
                 await asyncio.sleep(0)
         with pytest.raises(errors[how]):
             await task
-        assert engine._sessions.num_slots_used == 0
-        engine._sessions._pool.check_integrity()
+        assert engine.statistics().sessions.num_slots_used == 0
+        engine.check_integrity()

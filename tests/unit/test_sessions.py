@@ -20,7 +20,10 @@ import pytest
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotBehind, SpecSplitError, StaleRound
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, prefix_hash
 from specsplit.draft.engine import DraftEngine
+from specsplit.engine.engine import EngineStatistics
 from specsplit.engine.executor import LoopExecutor
+from specsplit.engine.scheduler import WorkStatistics
+from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
@@ -109,10 +112,9 @@ class Served:
         return True
 
     def check_nothing_is_left(self) -> None:
-        sessions, worker = self.engine._sessions, self.engine._worker
-        assert (len(sessions), len(sessions._idle), sessions.num_slots_used) == (0, 0, 0)
-        sessions._pool.check_integrity()
-        assert (worker.num_lines, len(worker._running), len(worker._waiting), worker.has_work) == (0, 0, 0, False)
+        self.engine.check_integrity()
+        held = self.engine.statistics()
+        assert held == EngineStatistics(SessionStatistics(0, 0, 0), WorkStatistics(0, 0, has_work=False))
 
 
 @asynccontextmanager
@@ -273,21 +275,19 @@ async def test_after_a_step_that_ended_badly_the_length_rule_still_holds(role: R
                 running.cancel()
         with pytest.raises(RuntimeError if how == "fails" else asyncio.CancelledError):
             await running
-        session = served.engine._sessions._sessions["a"]
-        assert len(session.ids) == len(session._hashes) == session.slot.length
-        spoil(served.runner, session.slot.index, session.slot.length)
+        served.engine.check_integrity()
         with pytest.raises(SlotBehind) as raised:
             await served.ask("a", (*longer, 6, 2), len(longer) + 1, round_=3)
-        assert raised.value.have == session.slot.length
+        spoil(served.runner, raised.value.have)
         again = await served.ask("a", longer, min(raised.value.have, len(longer) - 1), round_=4)
         fresh = await served.ask("fresh", longer)
         assert strip(again) == strip(fresh)
 
 
-def spoil(runner: SteeredRunner, slot: int, length: int) -> None:
-    """Write nonsense behind a slot's length."""
+def spoil(runner: SteeredRunner, length: int) -> None:
+    """Write nonsense behind the length of a session that is the only one."""
     for block in (*runner.cache.keys, *runner.cache.values):
-        block[slot, :, length:] = 7.0
+        block[:, :, length:] = 7.0
 
 
 def strip(answer: Any) -> Any:

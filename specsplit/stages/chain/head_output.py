@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.tree import depths, path_to
-from specsplit.engine.session import Sampler
 from specsplit.sampling.pick import pick
 from specsplit.sampling.processors import bias_row
+from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import Ask, PacketSession
 
 NOT_A_NUMBER = -1

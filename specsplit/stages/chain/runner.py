@@ -135,7 +135,7 @@ class PendingChainForward:
         """Call `call` once it is done, from whatever thread notices."""
         self._attempt.outcomes.add_done_callback(lambda _: call())
 
-    def try_land(self) -> list[Tensor] | None:
+    def poll(self) -> list[Tensor] | None:
         """Return what `forward` returns, or raise what that raises; None where some of it is on its way again."""
         runner = self._runner
         errors = runner.take_in(self._attempt, self._results)
@@ -149,7 +149,7 @@ class PendingChainForward:
 
     def result(self) -> list[Tensor]:
         """Return what `forward` returns, or raise what that raises; waits for it."""
-        while (landed := self.try_land()) is None:
+        while (landed := self.poll()) is None:
             pass
         return landed
 
@@ -173,7 +173,7 @@ class ChainRunner:
         chunk_tokens: int = CHUNK_TOKENS,
         window: int | None = None,
         max_attempts: int = MAX_ATTEMPTS,
-        max_under_way: int | None = None,
+        max_pending: int | None = None,
     ) -> None:
         self.cache = RemoteKV(num_slots)
         self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
@@ -183,15 +183,15 @@ class ChainRunner:
         self._link, self._loop, self._ends = link, loop, ends
         self._payload_type: PayloadType = payload_type(dtype)
         self._chunk_tokens, self._max_attempts = chunk_tokens, max_attempts
-        self._max_under_way = max_under_way
-        self._window = asyncio.Semaphore(window or max(WINDOW, self.max_under_way))
+        self._max_pending = max_pending
+        self._window = asyncio.Semaphore(window or max(WINDOW, self.max_pending))
         self._sending = asyncio.Lock()
         self._request_ids = itertools.count(1)
 
     @property
-    def max_under_way(self) -> int:
+    def max_pending(self) -> int:
         """Steps that may be under way at once: one a stage, so that each has something to do."""
-        return self._max_under_way or self._link.num_stages
+        return self._max_pending or self._link.num_stages
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         """Run all entries through the chain; per entry what it wants.

@@ -15,7 +15,7 @@ from torch import Tensor
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
 from specsplit.engine.executor import Executor
-from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.head_output import log_probs_of, picks_of
 from specsplit.stages.chain.stage_slot import StageSlot
@@ -52,7 +52,7 @@ class StageEngine:
         self.statistics = StageStatistics()
         self._slots = [StageSlot(slot) for slot in range(shard.max_sessions)]
         self._dtype = payload_type(shard.runner.dtype)
-        self._worker = Scheduler(shard.runner, name="stage", threads=shard.threads, device=device)
+        self._worker = WorkQueue(shard.runner, name="stage", threads=shard.threads, executor=device)
 
     @property
     def identity(self) -> StageIdentity:

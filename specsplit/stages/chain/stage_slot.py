@@ -9,8 +9,8 @@ import torch
 
 from specsplit.core.errors import InvalidPacket, StaleEpoch
 from specsplit.core.types import SessionParams
-from specsplit.engine.session import Sampler
 from specsplit.model.kv_cache import KVCache
+from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import Keep, PacketSession
 from specsplit.stages.slot_state import Pending, SlotState
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from specsplit.core.errors import ModelDamaged
 from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
 from specsplit.engine.executor import Executor
-from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession
-from specsplit.engine.sessions import TTL_S
+from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.chain.head_output import NOT_A_NUMBER
@@ -38,7 +37,7 @@ class ChainTarget(TargetEngine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._worker.run(None, self._scored(prompt, scored, biases))
+        log_probs, timings = await self._work.run(None, self._scored(prompt, scored, biases))
         return Scores(log_probs, timings)
 
     def _scored(
@@ -90,13 +89,13 @@ def chain_target(
     chunk_tokens: int = CHUNK_TOKENS,
     window: int = WINDOW,
     max_attempts: int = MAX_ATTEMPTS,
-    max_under_way: int | None = None,
+    max_pending: int | None = None,
 ) -> tuple[TargetEngine, ChainRunner]:
     """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
 
     `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
     computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
-    sessions are freed when they were not used for `ttl_s`, and the stages forget what freed slots held. `max_under_way`
+    sessions are freed when they were not used for `ttl_s`, and the stages forget what freed slots held. `max_pending`
     steps of different sessions are on their way at once, by default one a stage.
     """
     runner = ChainRunner(
@@ -110,7 +109,7 @@ def chain_target(
         chunk_tokens=chunk_tokens,
         window=window,
         max_attempts=max_attempts,
-        max_under_way=max_under_way,
+        max_pending=max_pending,
     )
     # A ChainRunner has of a Runner what engines use: forward, begin, max_under_way, cache.move_rows, device, dtype,
     # vocab_size, statistics.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.engine import executor as devices
+from specsplit.engine.batch import Round
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.queue import Round
-from specsplit.engine.scheduler import Scheduler
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
@@ -28,9 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(folder), role="target", threads=1, max_sessions=3, record=False)
 
 
-def worker_on(device: LoopExecutor, model: LoadedModel) -> tuple[Scheduler, SteeredRunner]:
+def worker_on(device: LoopExecutor, model: LoadedModel) -> tuple[WorkQueue, SteeredRunner]:
     loaded, runner = steered(model)
-    return Scheduler(loaded.runner, name="tested", device=device), runner
+    return WorkQueue(loaded.runner, name="tested", executor=device), runner
 
 
 def work(name: str, num_forwards: int, slot: int = 0) -> Work:
@@ -39,7 +39,7 @@ def work(name: str, num_forwards: int, slot: int = 0) -> Work:
     return name
 
 
-async def alone(model: LoadedModel) -> tuple[Scheduler, SteeredRunner]:
+async def alone(model: LoadedModel) -> tuple[WorkQueue, SteeredRunner]:
     """Have session "a" be the last that came, by one step: while it stays alone, it is stepped where it asks."""
     worker, runner = worker_on(LoopExecutor(1), model)
     await worker.run("a", work("known", 1))
@@ -87,7 +87,7 @@ async def test_a_cancelled_caller_has_left_once_it_returns(model: LoadedModel) -
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not worker.has_work
+    assert not worker.statistics().has_work
     steps = len(runner.steps)
     assert steps < 100
     assert (await worker.run("a", work("again", 1)))[0] == "again"
@@ -117,7 +117,7 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 ) -> None:
     worker, _ = await alone(model) if is_alone else worker_on(LoopExecutor(1), model)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_end", lambda step, logits: 1 // 0)
+        patch.setattr(worker.scheduler, "_postprocess", lambda batch, logits: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await worker.run("a", work("a", 1))
     assert (await worker.run("b", work("b", 1)))[0] == "b"
@@ -135,8 +135,8 @@ async def test_a_session_that_is_alone_is_stepped_where_it_asks(
     assert (result, timings.num_forwards, timings.num_tokens, timings.batch_size) == ("a", 3, 3, 1)
     assert 0 < timings.device_ms <= timings.wall_ms
     assert len(runner.steps) == 4
-    assert not worker.has_work
-    assert worker.num_lines == 0
+    assert not worker.statistics().has_work
+    assert worker.statistics().num_sessions == 0
 
 
 @pytest.mark.usefixtures("always_due")
@@ -154,8 +154,8 @@ async def test_a_session_that_is_alone_leaves_the_loop_its_turns(model: LoadedMo
     beside.cancel()
     assert [(result, timings.num_forwards) for result, timings in outcomes] == [("a", 4), ("a", 4)]
     assert sorted(set(done)) == list(range(2, 10)), "a turn after each step"
-    assert not worker.has_work
-    assert worker.num_lines == 0
+    assert not worker.statistics().has_work
+    assert worker.statistics().num_sessions == 0
 
 
 async def test_sessions_that_come_to_one_that_was_alone_share_its_steps(model: LoadedModel) -> None:
@@ -182,8 +182,8 @@ async def test_a_caller_may_be_cancelled_in_the_turn_after_a_step(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(runner.steps) == 1 + num_done
-    assert not worker.has_work
-    assert worker.num_lines == 0
+    assert not worker.statistics().has_work
+    assert worker.statistics().num_sessions == 0
     assert (await worker.run("a", work("again", 1)))[0] == "again"
 
 
@@ -218,8 +218,8 @@ async def test_what_comes_in_the_turn_after_a_step_keeps_its_order(model: Loaded
     assert [result for result, _ in outcomes] == ["first", "other", "first", "newer"]
     assert begun.index("first") < begun.index("newer")
     assert "repeat" not in begun
-    assert not worker.has_work
-    assert worker.num_lines == 0
+    assert not worker.statistics().has_work
+    assert worker.statistics().num_sessions == 0
 
 
 @pytest.mark.usefixtures("always_due")
@@ -235,7 +235,7 @@ async def test_whoever_joined_work_that_its_caller_left_gets_its_result(model: L
     assert caller.cancelled()
     assert leaving.cancelled()
     assert len(runner.steps) == 3
-    assert worker.num_lines == 0
+    assert worker.statistics().num_sessions == 0
 
 
 async def test_closing_waits_for_the_work_at_hand(model: LoadedModel) -> None:

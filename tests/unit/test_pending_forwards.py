@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerUnreachable
-from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.chain.runner import ChainRunner, PendingChainForward
@@ -35,7 +35,7 @@ class _Flight:
     def when_done(self, call: Callable[[], object]) -> None:
         self.future.add_done_callback(lambda _: call())
 
-    def try_land(self) -> list[Tensor] | None:
+    def poll(self) -> list[Tensor] | None:
         if not self.goes_again:
             return self.future.result()
         self.goes_again, self.future = False, Future()
@@ -54,16 +54,16 @@ class _Flight:
 class FarRunner(Runner):
     """Forwards that are under way until the test lets them land."""
 
-    def __init__(self, max_under_way: int) -> None:
-        self._max_under_way = max_under_way
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
         self.flights: list[_Flight] = []
         self.is_far = True
         """Whether what begins is under way until a test lets it land."""
         self.refuses = False
 
     @property
-    def max_under_way(self) -> int:
-        return self._max_under_way
+    def max_pending(self) -> int:
+        return self._max_pending
 
     def begin(self, entries: Sequence[SequenceInput]) -> _Flight:
         if self.refuses:
@@ -83,15 +83,8 @@ class FarRunner(Runner):
         assert self.slots == list(slots)
 
 
-class CountedScheduler(Scheduler):
-    """Tells how often its device looked whether there is something to do."""
-
-    num_looks = 0
-
-    @property
-    def can_step(self) -> bool:
-        self.num_looks += 1
-        return super().can_step
+class FarQueue(WorkQueue):
+    """The work of a runner whose forwards are computed elsewhere."""
 
     async def settled(self) -> None:
         """Wait until the device has done all that it was told before: it takes messages and steps in order."""
@@ -99,9 +92,9 @@ class CountedScheduler(Scheduler):
 
 
 @asynccontextmanager
-async def far_worker(max_under_way: int = 2) -> AsyncIterator[tuple[CountedScheduler, FarRunner]]:
-    runner = FarRunner(max_under_way)
-    worker = CountedScheduler(runner, name="far", threads=1)
+async def far_worker(max_pending: int = 2) -> AsyncIterator[tuple[FarQueue, FarRunner]]:
+    runner = FarRunner(max_pending)
+    worker = FarQueue(runner, name="far", threads=1)
     try:
         yield worker, runner
     finally:
@@ -111,7 +104,7 @@ async def far_worker(max_under_way: int = 2) -> AsyncIterator[tuple[CountedSched
         await worker.close()
 
 
-async def under_way(worker: CountedScheduler, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
+async def under_way(worker: FarQueue, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
     """Return two sessions, a in slot 0 and b in slot 1, each with a step of its own under way."""
     first = running(worker, "a", 0)
     await runner.wait_for([0])
@@ -120,7 +113,7 @@ async def under_way(worker: CountedScheduler, runner: FarRunner) -> tuple[asynci
     return first, second
 
 
-def running(worker: CountedScheduler, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
+def running(worker: FarQueue, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
     return asyncio.create_task(worker.run(name, Diary().work(name, num_forwards, slot=slot)))
 
 
@@ -193,7 +186,7 @@ async def test_a_cancelled_caller_leaves_once_its_step_has_landed() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert runner.slots == [[0]]
-        assert not worker.has_work
+        assert not worker.statistics().has_work
 
 
 async def test_a_step_that_goes_out_again_holds_up_nobody() -> None:
@@ -213,15 +206,25 @@ async def test_a_step_that_goes_out_again_holds_up_nobody() -> None:
         assert (await again)[0] == "a"
 
 
-async def test_the_device_rests_while_all_is_under_way() -> None:
+async def test_the_device_rests_while_all_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    def looked(scheduler: Scheduler) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return can_step(scheduler)
+
+    can_step = Scheduler.can_step.fget
+    assert can_step is not None
+    monkeypatch.setattr(Scheduler, "can_step", property(looked))
     async with far_worker() as (worker, runner):
         tasks = await under_way(worker, runner)
         waiting = running(worker, "c", 2)  # for room
         await submitted(waiting)
         await worker.settled()
-        before = worker.num_looks
+        before = num_looks
         await asyncio.sleep(0.05)
-        assert worker.num_looks <= before + 2  # those of the last message
+        assert num_looks <= before + 2  # those of the last message
         for number in range(3):
             await wait_until(lambda number=number: len(runner.flights) > number)
             runner.flights[number].land()

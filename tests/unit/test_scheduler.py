@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
-from specsplit.engine.queue import Round
-from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.engine.batch import Round
+from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> None:
     _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
 
 
-def steered_worker() -> AbstractAsyncContextManager[tuple[Scheduler, SteeredRunner]]:
+def steered_worker() -> AbstractAsyncContextManager[tuple[WorkQueue, SteeredRunner]]:
     return worker_over_a_steered_runner(_models[0])
 
 
@@ -188,7 +188,7 @@ async def test_closing_lets_what_runs_end_and_sends_away_what_waits_for_it() -> 
                 await task
         with pytest.raises(WorkerClosed):
             await worker.run("a", diary.work("too late"))
-        assert worker.num_lines == 0
+        assert worker.statistics().num_sessions == 0
 
 
 async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
@@ -213,7 +213,7 @@ async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
 def test_a_worker_serves_one_event_loop_after_another() -> None:
     """As a Python caller may: each asyncio.run has its own loop, the worker and its thread stay."""
     loaded, _ = steered(_models[0])
-    worker = Scheduler(loaded.runner, name="tested")
+    worker = WorkQueue(loaded.runner, name="tested")
     for name in "ab":
         assert asyncio.run(worker.run("a", Diary().work(name)))[0] == name
     asyncio.run(worker.close())

@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
-from specsplit.engine.queue import MAX_CALLERS, Round
-from specsplit.engine.scheduler import Scheduler, at_once
+from specsplit.engine.batch import MAX_CALLERS, Round
+from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> None:
     _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
 
 
-def steered_worker() -> AbstractAsyncContextManager[tuple[Scheduler, SteeredRunner]]:
+def steered_worker() -> AbstractAsyncContextManager[tuple[WorkQueue, SteeredRunner]]:
     return worker_over_a_steered_runner(_models[0])
 
 
@@ -40,7 +40,7 @@ async def test_a_newer_round_runs_when_the_one_before_has_ended() -> None:
             await submitted(first, second)
             assert diary.lines == ["x begins"]
         assert [(await first)[0], (await second)[0]] == ["x", "y"]
-        assert worker.num_lines == 0
+        assert worker.statistics().num_sessions == 0
     assert diary.lines == [line for name in "xy" for line in (f"{name} begins", *[f"{name} got logits"] * 2)]
     assert [len(step) for step in runner.steps] == [1] * 4
 
@@ -59,13 +59,13 @@ async def test_a_round_cancelled_while_it_waits_leaves_no_trace() -> None:
             last = asyncio.create_task(worker.run("a", diary.work("last"), Round(1, 2, "last")))
             await submitted(running, last)
         assert [(await running)[0], (await last)[0]] == ["running", "last"]
-        assert worker.num_lines == 0
+        assert worker.statistics().num_sessions == 0
     assert not any(line.startswith("cancelled") for line in diary.lines)
     assert len(runner.steps) == 3
 
 
 @asynccontextmanager
-async def round_five_is_running() -> AsyncIterator[tuple[Scheduler, Diary, asyncio.Task[object]]]:
+async def round_five_is_running() -> AsyncIterator[tuple[WorkQueue, Diary, asyncio.Task[object]]]:
     """Give a worker in whose session "a" round 5 of epoch 2 is held until the block is left; wait for what follows."""
     diary = Diary()
     async with steered_worker() as (worker, runner):
@@ -75,7 +75,7 @@ async def round_five_is_running() -> AsyncIterator[tuple[Scheduler, Diary, async
             yield worker, diary, running
         assert (await running)[0] == "5"  # type: ignore[index]
         async with asyncio.timeout(60):
-            while worker.num_lines:
+            while worker.statistics().num_sessions:
                 await worker.run(None, at_once(lambda: None))
 
 
@@ -146,7 +146,7 @@ async def test_a_round_whose_callers_have_all_left_is_not_joined_but_done_again(
         with pytest.raises(asyncio.CancelledError):
             await left
         assert (await repeat)[0] == "repeat"
-        assert worker.num_lines == 0
+        assert worker.statistics().num_sessions == 0
 
 
 async def test_what_is_older_or_other_than_the_running_round_is_refused_at_once() -> None:
