@@ -11,10 +11,10 @@ import typer
 
 from benchmarks import calibration_study, report
 from benchmarks.pair import chosen_pair
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -27,10 +27,10 @@ from benchmarks.environment import provenance
 from benchmarks.peers.factories import Shape
 from benchmarks.results_file import SCHEMA
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from benchmarks.calibration_measure import Found

@@ -23,7 +23,7 @@ from benchmarks.peers.factories import ServedMode
 from benchmarks.statistics import Estimate, estimate, median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load
-from specsplit.assembly.models import require_worker_extra
+from specsplit.model.extra import require_worker_extra
 
 MODES = ("plain", "pingpong")
 Times = dict[str, dict[int, list[float]]]

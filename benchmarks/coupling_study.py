@@ -17,8 +17,8 @@ from rich.console import Console
 from benchmarks import report, workloads
 from benchmarks.environment import provenance
 from benchmarks.one_command import run_command
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.defaults import EMBEDDED
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     import torch

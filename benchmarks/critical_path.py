@@ -30,11 +30,11 @@ from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
 from specsplit.assembly.links import connected
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.settings import Settings
+from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.request import Result
 
 BOUNDS_MS = {"in process": 1.0, "loopback": 2.0}

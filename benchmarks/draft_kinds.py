@@ -36,11 +36,11 @@ from benchmarks.results_file import SCHEMA
 from benchmarks.samples import to_record
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, paired_speedup
 from benchmarks.systems import Sample, Task
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.types import SamplingParams
+from specsplit.model.extra import require_worker_extra
 
 Kind = Literal["good", "useless", "slow", "dying", "returning"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

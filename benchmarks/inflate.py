@@ -21,9 +21,9 @@ import typer
 from benchmarks import report
 from benchmarks.environment import provenance
 from benchmarks.one_command import run_command
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from benchmarks.inflated_model import Source

@@ -26,9 +26,9 @@ from benchmarks.proxy import Proxy
 from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import connected
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
+from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.speculation.options import Speculation

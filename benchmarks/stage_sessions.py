@@ -23,8 +23,8 @@ from benchmarks.proxy import Proxy
 from benchmarks.stage_bench import cuts, write_model
 from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.sections import TargetSettings
+from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.speculation.options import Speculation

@@ -14,8 +14,8 @@ import typer
 
 from benchmarks import report
 from benchmarks.train_pair.workspace import Interrupted
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.errors import SpecSplitError
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from benchmarks.train_pair.stages import Run

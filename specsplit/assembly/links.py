@@ -18,7 +18,7 @@ from specsplit.assembly.orchestrators import Workers
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
 from specsplit.core.ports import Tokenizer
 from specsplit.core.settings import Settings
-from specsplit.core.types import TokenizerFiles
+from specsplit.core.types import Note, TokenizerFiles
 from specsplit.rpc.connectivity import why_unreachable
 
 T = TypeVar("T")
@@ -26,7 +26,6 @@ _PROPOSE_S, _VERIFY_S = 10.0, 600.0
 """What one call may take: a draft's prefill that is cut off goes on from there, a hung target shows without it."""
 _ONE_TRY_S = 5.0
 """What a worker gets for one answer while patience ends, unless there is less of it: a dead link shows within it."""
-Note = Callable[[str], None]
 
 
 @asynccontextmanager

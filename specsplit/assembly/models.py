@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
-from specsplit.core.errors import MissingExtra, ModelDamaged, VocabularyMismatch
+from specsplit.core.errors import ModelDamaged, VocabularyMismatch
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
 
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
-_WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +52,6 @@ class Models:
 def not_recorded(model: LoadedModel) -> str:
     """Return the sentence for a model whose forward stays in Python."""
     return f"The forward of {model.name} could not be recorded, so it runs slower."
-
-
-def require_worker_extra() -> None:
-    """Import what runs models.
-
-    Raises:
-        MissingExtra: torch or one of its companions is not installed.
-    """
-    try:
-        importlib.import_module("specsplit.model.loader")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
-            raise
-        raise MissingExtra(f"Running a model here needs {error.name}: pip install 'specsplit[worker]'.") from error
 
 
 def load_models(settings: Settings, progress: Progress | None = None) -> Models:

@@ -11,11 +11,12 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from specsplit.assembly.models import load_models, require_worker_extra
+from specsplit.assembly.models import load_models
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import Settings, load_settings
+from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel

@@ -70,8 +70,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
 
 
 def _serve_chain(settings: TargetSettings) -> None:
-    from specsplit.assembly.workers import serving_chain
-    from specsplit.stages.serve import load_coordinator
+    from specsplit.stages.serve import load_coordinator, serving_chain
 
     with terminable():
         coordinator = load_coordinator(settings)

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specsplit.assembly.workers import serving_stage
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_told, terminable, tracing
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
-from specsplit.stages.serve import load_stage
+from specsplit.stages.serve import load_stage, serving_stage
 
 _PR_SET_PDEATHSIG = 1
 

@@ -6,7 +6,7 @@ Legend: V vocabulary. Token ids are ints below V; positions count tokens from th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,6 +14,8 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.record import record
 
 FinishReason = Literal["stop", "length"]
+Note = Callable[[str], None]
+"""Shows the user one sentence about what is going on."""
 _MAX_BIAS = 1e4
 PROTOCOL_VERSION = 2
 """Of the messages between processes; two that differ do not talk."""

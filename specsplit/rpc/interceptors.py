@@ -36,8 +36,8 @@ _OF_ROUNDS = {
     "/specsplit.v1.TargetService/Rounds": "VerifyDrafts",
 }
 """Streams of rounds, and the call that each of their messages stands for."""
-_OF_SESSIONS = ("GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession")
-"""What a draining worker still does for the sessions that it has."""
+SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession"})
+"""Methods that a draining worker still answers, for the sessions that it has."""
 
 
 def draining() -> WorkerUnreachable:
@@ -51,23 +51,20 @@ class Boundary(grpc.aio.ServerInterceptor):
     def __init__(self, max_call_s: float, budget: ByteBudget | None = None) -> None:
         self._max_call_s = max_call_s
         self._budget = budget or ByteBudget()
-        self._is_draining = False
+        self._answered: frozenset[str] | None = None
+        """Methods that are not refused while the server drains; None while it does not drain."""
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending_rounds = asyncio.Event()
 
     @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    @property
     def num_running(self) -> int:
         return self._num_running
 
-    def refuse(self) -> None:
-        """Refuse every call from now on but those of sessions; what runs goes on."""
-        self._is_draining = True
+    def refuse(self, answered: frozenset[str] = SESSION_METHODS) -> None:
+        """Refuse every new call from now on, except of the methods `answered`; calls that run go on."""
+        self._answered = answered
 
     def end_rounds(self) -> None:
         """End every stream of rounds once what it has in hand is answered."""
@@ -187,7 +184,7 @@ class Boundary(grpc.aio.ServerInterceptor):
     ) -> T | Status:
         """Return the answer, or the status of the error, which is let go of with all that its frames have decoded."""
         try:
-            if self._is_draining and name not in _OF_SESSIONS:
+            if self._answered is not None and name not in self._answered:
                 raise draining()
             if not has_room:
                 raise _no_room()

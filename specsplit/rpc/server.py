@@ -1,4 +1,4 @@
-"""A gRPC server around a drafter, verifier or stage: listening, health, reflection, drain. Knows nothing of engines."""
+"""A gRPC server around any services: listening, health, reflection, drain. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -6,52 +6,83 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
-from specsplit.rpc.servicers import DRAFT_SERVICE, TARGET_SERVICE, draft_handlers, target_handlers
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
-from specsplit.stages.ports import Stage
-from specsplit.stages.wire.servicer import STAGE_SERVICE, StageService
 
 LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5
-_LOOK_S = 0.05
-"""For the last answers to leave after the last call has ended."""
+"""Time for the last answers to leave after the last call has ended."""
+_POLL_S = 0.05
 _health, _health_pb2, _reflection = cast(Any, health), cast(Any, health_pb2), cast(Any, reflection)
 _SERVING = _health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = _health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+class Service(Protocol):
+    """What a server asks of each service that it runs; the draft's, the target's and a stage's have it."""
+
+    @property
+    def name(self) -> str:
+        """Its full name on the wire, as health checks and reflection use it."""
+        ...
+
+    @property
+    def methods_while_draining(self) -> frozenset[str]:
+        """Methods that it still answers while the server drains, until no session is open."""
+        ...
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that a drain waits for."""
+        ...
+
+    def handlers(self) -> grpc.GenericRpcHandler: ...
+
+    def refuse(self) -> None:
+        """Open no session any more, since the server drains."""
+        ...
+
+    async def aclose(self) -> None:
+        """End what the service itself began."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server allows its callers."""
+
+    max_call_s: float = MAX_CALL_S
+    """The longest that a call runs, whatever deadline its client set."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """A larger request is refused before it is received."""
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    """All requests under way together; one too many is refused before it is parsed."""
+
+
 class Server:
     """One running server; made by `serving`."""
 
-    def __init__(
-        self,
-        server: grpc.aio.Server,
-        boundary: Boundary,
-        health_servicer: Any,
-        services: list[str],
-        address: str,
-        num_sessions: Callable[[], int],
-        stage: StageService | None = None,
-    ) -> None:
-        self._server, self._boundary, self._health = server, boundary, health_servicer
-        self._num_sessions, self._stage = num_sessions, stage
-        self._is_draining = False
-        self._ready_names = ["", READINESS, *services]
-        self._told: dict[str, Any] = {}
+    def __init__(self, server: grpc.aio.Server, boundary: Boundary, services: Sequence[Service], address: str) -> None:
         self.address = address
         """HOST:PORT, with the port that was really bound."""
+        self._server, self._boundary, self._services = server, boundary, services
+        self._health = _health.aio.HealthServicer()
+        names = [service.name for service in services]
+        _add_standard_services(server, self._health, names)
+        self._ready_names = ["", READINESS, *names]
+        self._is_draining = False
+        self._last_health: dict[str, Any] = {}
 
     @property
     def num_running(self) -> int:
@@ -62,12 +93,13 @@ class Server:
         """Answer health checks so from now on; a server that drains stays not ready."""
         is_ready = is_ready and is_live and not self._is_draining
         for name in self._ready_names:
-            await self._tell(name, _SERVING if is_ready else _NOT_SERVING)
-        await self._tell(LIVENESS, _SERVING if is_live else _NOT_SERVING)
+            await self._set_health(name, _SERVING if is_ready else _NOT_SERVING)
+        await self._set_health(LIVENESS, _SERVING if is_live else _NOT_SERVING)
 
-    async def _tell(self, name: str, status: Any) -> None:
-        if self._told.get(name) != status:  # whoever watches hears of changes only
-            self._told[name] = status
+    async def _set_health(self, name: str, status: Any) -> None:
+        # Every `set` wakes all watchers, so only a change is passed on.
+        if self._last_health.get(name) != status:
+            self._last_health[name] = status
             await self._health.set(name, status)
 
     async def drain(self, grace_s: float = 10.0) -> None:
@@ -77,24 +109,24 @@ class Server:
         """
         end_s = asyncio.get_running_loop().time() + grace_s
         self._is_draining = True
-        if self._stage is None:
-            self._boundary.refuse()
-        else:
-            self._stage.refuse()
+        for service in self._services:
+            service.refuse()
+        methods = frozenset(name for service in self._services for name in service.methods_while_draining)
+        self._boundary.refuse(methods)
         for name in self._ready_names:
-            await self._tell(name, _NOT_SERVING)
-        await self._sessions_end(end_s)
+            await self._set_health(name, _NOT_SERVING)
+        await self._wait_sessions(end_s)
         self._boundary.refuse()
         is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
         self._boundary.end_rounds()
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
 
-    async def _sessions_end(self, end_s: float) -> None:
+    async def _wait_sessions(self, end_s: float) -> None:
         """Wait until no session is open, at most until `end_s`."""
         loop = asyncio.get_running_loop()
-        while self._num_sessions() and loop.time() < end_s:  # noqa: ASYNC110 - another thread's count
-            await asyncio.sleep(min(_LOOK_S, max(0.0, end_s - loop.time())))
+        while any(service.num_sessions for service in self._services) and loop.time() < end_s:  # noqa: ASYNC110 - another thread's count
+            await asyncio.sleep(min(_POLL_S, max(0.0, end_s - loop.time())))
 
     async def wait(self) -> None:
         """Wait until the server has stopped."""
@@ -103,56 +135,32 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    *,
-    listen: str,
-    drafter: Drafter | None = None,
-    verifier: Verifier | None = None,
-    stage: Stage | None = None,
-    num_sessions: Callable[[], int] = lambda: 0,
-    max_call_s: float = MAX_CALL_S,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_request_bytes: int = MAX_REQUEST_BYTES,
+    listen: str, services: Sequence[Service], limits: ServerLimits | None = None
 ) -> AsyncGenerator[Server]:
-    """Serve the workers given at `listen` for the length of the block; the workers stay the caller's to close.
+    """Serve at `listen` for the length of the block; port 0 picks a free one.
 
-    Port 0 picks a free one; `num_sessions` tells how many sessions a drain has to wait for (it waits for a stage's
-    coordinator in any case); no call runs longer than `max_call_s`, whatever deadline its client set. A request of more
-    than `max_message_bytes` is refused before it is received; those under way hold at most `max_request_bytes`
-    together, and one too many is refused before it is parsed. At the end of the block running calls are cancelled;
-    `drain` first to let them end.
+    At the end of the block running calls are cancelled and the services closed, not what stands behind them; `drain`
+    first to let calls end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
         InvalidSettings: nothing can listen there, and why.
     """
+    limits = limits or ServerLimits()
     host, port = parse_address(listen, listening=True)
-    boundary = Boundary(max_call_s, ByteBudget(max_request_bytes))
-    server = grpc.aio.server(interceptors=[boundary], options=server_options(max_message_bytes))
-    services: list[str] = []
-    if drafter is not None:
-        server.add_generic_rpc_handlers([draft_handlers(drafter, lambda: boundary.is_draining)])
-        services.append(DRAFT_SERVICE)
-    if verifier is not None:
-        server.add_generic_rpc_handlers([target_handlers(verifier, lambda: boundary.is_draining)])
-        services.append(TARGET_SERVICE)
-    stage_service = StageService(stage) if stage is not None else None
-    if stage_service is not None:
-        server.add_generic_rpc_handlers([stage_service.handlers()])
-        services.append(STAGE_SERVICE)
-    health_servicer = _health.aio.HealthServicer()
-    _add_standard_services(server, health_servicer, services)
+    boundary = Boundary(limits.max_call_s, ByteBudget(limits.max_request_bytes))
+    server = grpc.aio.server(interceptors=[boundary], options=server_options(limits.max_message_bytes))
+    server.add_generic_rpc_handlers([service.handlers() for service in services])
     bound_port = await _listen(server, host, port)
-    address = format_address(host, bound_port)
-    count = num_sessions if stage_service is None else lambda: num_sessions() + stage_service.num_coordinators
-    running = Server(server, boundary, health_servicer, services, address, count, stage_service)
+    running = Server(server, boundary, services, format_address(host, bound_port))
     await running.tell_health(is_ready=True, is_live=True)
     await server.start()
     try:
         yield running
     finally:
         await running.drain(0)
-        if stage_service is not None:
-            await stage_service.aclose()
+        for service in services:
+            await service.aclose()
 
 
 def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, services: list[str]) -> None:

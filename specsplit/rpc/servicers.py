@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -18,7 +17,7 @@ from google.protobuf.message import Message
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity, Turn
 from specsplit.rpc import calls, codec
-from specsplit.rpc.interceptors import Context, draining
+from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
@@ -28,86 +27,118 @@ DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 VERSION = version("specsplit")
 
-IsDraining = Callable[[], bool]
 M = TypeVar("M", bound=Message)
 
 
-def draft_handlers(drafter: Drafter, is_draining: IsDraining) -> grpc.GenericRpcHandler:
-    """Return DraftService over `drafter`; a worker that drains opens no session."""
+class WorkerService:
+    """What both services have in common: ping, the end of a session, and a drain that opens no new session."""
 
-    async def generate_drafts(request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
-        turn, known_nodes, budget = calls.decode_drafts_request(request)
-        _check_open(turn, is_draining)
-        proposal = await drafter.propose(turn, known_nodes, budget)
-        telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
-        return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
+    name: str
+    methods_while_draining = SESSION_METHODS
 
-    methods = {
-        "GenerateDrafts": _unary(draft_pb2.GenerateDraftsRequest, generate_drafts),
-        "Rounds": _rounds(draft_pb2.GenerateDraftsRequest, generate_drafts),
-    }
-    return _handlers(DRAFT_SERVICE, methods, drafter)
+    def __init__(self, worker: Drafter | Verifier, num_sessions: Callable[[], int] = lambda: 0) -> None:
+        """Serve `worker`, which stays the caller's to close; a drain waits while `num_sessions` is above 0."""
+        self._worker, self._num_sessions = worker, num_sessions
+        self._is_draining = False
 
+    @property
+    def num_sessions(self) -> int:
+        return self._num_sessions()
 
-def target_handlers(verifier: Verifier, is_draining: IsDraining) -> grpc.GenericRpcHandler:
-    """Return TargetService over `verifier`; a worker that drains opens no session."""
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Return the service's calls for a gRPC server."""
+        common = {
+            "EndSession": _unary(common_pb2.EndSessionRequest, self._end_session),
+            "Ping": _unary(common_pb2.PingRequest, self._ping),
+        }
+        return grpc.method_handlers_generic_handler(self.name, {**self._methods(), **common})
 
-    async def verify_drafts(request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
-        turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
-        _check_open(turn, is_draining)
-        verdict = await verifier.verify(turn, proposal)
-        return calls.encode_verdict(verdict, proposal, spans.current_span_id())
+    def refuse(self) -> None:
+        """Open no session any more; those that are open go on."""
+        self._is_draining = True
 
-    async def score(request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
-        scores = await verifier.score(*calls.decode_score_request(request))
-        return calls.encode_scores(scores, spans.current_span_id())
+    async def aclose(self) -> None:
+        """Do nothing: the worker is the caller's."""
 
-    async def get_tokenizer(data: bytes, context: Context) -> AsyncGenerator[bytes]:
-        request = calls.parse(target_pb2.GetTokenizerRequest, data)
-        for piece in encode_tokenizer(await verifier.tokenizer_files(request.known_hash)):
-            yield piece.SerializeToString()
+    def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        raise NotImplementedError
 
-    async def verify_stream(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
-        check_open = partial(_check_open, is_draining=is_draining)
-        async with aclosing(serve_stream(verifier, requests, check_open)) as responses:
-            async for response in responses:
-                yield response
+    def _check_open(self, turn: Turn) -> None:
+        # A session that goes on in a new epoch has a base, so only a new session is refused.
+        if self._is_draining and turn.opening is not None and turn.base_length == 0:
+            raise draining()
 
-    methods = {
-        "VerifyStream": _duplex(verify_stream),
-        "VerifyDrafts": _unary(target_pb2.VerifyDraftsRequest, verify_drafts),
-        "Rounds": _rounds(target_pb2.VerifyDraftsRequest, verify_drafts),
-        "Score": _unary(target_pb2.ScoreRequest, score),
-        "GetTokenizer": _server_stream(get_tokenizer),
-    }
-    return _handlers(TARGET_SERVICE, methods, verifier)
-
-
-def _check_open(turn: Turn, is_draining: IsDraining) -> None:
-    if turn.opening is not None and turn.base_length == 0 and is_draining():
-        raise draining()  # what goes on in a new epoch is no new session
-
-
-def _handlers(
-    service: str, methods: dict[str, grpc.RpcMethodHandler[Any, Any]], worker: Drafter | Verifier
-) -> grpc.GenericRpcHandler:
-    """Return the service's own methods with those that every worker has."""
-
-    async def end_session(request: common_pb2.EndSessionRequest) -> common_pb2.EndSessionResponse:
-        await worker.close(codec.decode_session(request.session))
+    async def _end_session(self, request: common_pb2.EndSessionRequest) -> common_pb2.EndSessionResponse:
+        await self._worker.close(codec.decode_session(request.session))
         return common_pb2.EndSessionResponse()
 
-    async def ping(request: common_pb2.PingRequest) -> common_pb2.PingResponse:
-        identity: Identity = await worker.ping()
+    async def _ping(self, request: common_pb2.PingRequest) -> common_pb2.PingResponse:
+        identity: Identity = await self._worker.ping()
         return common_pb2.PingResponse(
             identity=codec.encode_identity(identity, VERSION), time_us=time.time_ns() // 1000
         )
 
-    every = {
-        "EndSession": _unary(common_pb2.EndSessionRequest, end_session),
-        "Ping": _unary(common_pb2.PingRequest, ping),
-    }
-    return grpc.method_handlers_generic_handler(service, {**methods, **every})
+
+class DraftService(WorkerService):
+    """DraftService over a drafter."""
+
+    name = DRAFT_SERVICE
+
+    def __init__(self, drafter: Drafter, num_sessions: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(drafter, num_sessions)
+        self._drafter = drafter
+
+    def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        return {
+            "GenerateDrafts": _unary(draft_pb2.GenerateDraftsRequest, self._generate_drafts),
+            "Rounds": _rounds(draft_pb2.GenerateDraftsRequest, self._generate_drafts),
+        }
+
+    async def _generate_drafts(self, request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
+        turn, known_nodes, budget = calls.decode_drafts_request(request)
+        self._check_open(turn)
+        proposal = await self._drafter.propose(turn, known_nodes, budget)
+        telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
+        return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
+
+
+class TargetService(WorkerService):
+    """TargetService over a verifier."""
+
+    name = TARGET_SERVICE
+
+    def __init__(self, verifier: Verifier, num_sessions: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(verifier, num_sessions)
+        self._verifier = verifier
+
+    def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        return {
+            "VerifyStream": _duplex(self._verify_stream),
+            "VerifyDrafts": _unary(target_pb2.VerifyDraftsRequest, self._verify_drafts),
+            "Rounds": _rounds(target_pb2.VerifyDraftsRequest, self._verify_drafts),
+            "Score": _unary(target_pb2.ScoreRequest, self._score),
+            "GetTokenizer": _server_stream(self._get_tokenizer),
+        }
+
+    async def _verify_drafts(self, request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
+        turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
+        self._check_open(turn)
+        verdict = await self._verifier.verify(turn, proposal)
+        return calls.encode_verdict(verdict, proposal, spans.current_span_id())
+
+    async def _score(self, request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
+        scores = await self._verifier.score(*calls.decode_score_request(request))
+        return calls.encode_scores(scores, spans.current_span_id())
+
+    async def _get_tokenizer(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
+        request = calls.parse(target_pb2.GetTokenizerRequest, data)
+        for piece in encode_tokenizer(await self._verifier.tokenizer_files(request.known_hash)):
+            yield piece.SerializeToString()
+
+    async def _verify_stream(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
+        async with aclosing(serve_stream(self._verifier, requests, self._check_open)) as responses:
+            async for response in responses:
+                yield response
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

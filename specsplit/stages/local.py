@@ -16,9 +16,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
-from specsplit.assembly.links import Note
 from specsplit.core.defaults import STEP_TIMEOUT_S
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.core.types import Note
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 

@@ -6,27 +6,38 @@ Importing it is cheap: torch comes with the models, grpc with the links.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specsplit.assembly.links import Note
-from specsplit.assembly.models import require_worker_extra
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
-from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ModelDamaged, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ModelDamaged, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import StageSettings, TargetSettings
+from specsplit.core.types import Note
+from specsplit.model.extra import require_worker_extra
 from specsplit.stages.planner import even_ranges
 
 if TYPE_CHECKING:
-    from specsplit.stages.chain.runner import Ends
+    from specsplit.engine.engine import Engine
+    from specsplit.rpc.server import Server
+    from specsplit.stages.chain.runner import ChainRunner, Ends
     from specsplit.stages.identity import WantedChain
     from specsplit.stages.shard.ends import ChainModel
     from specsplit.stages.shard.loader import LoadedShard, ShardSpec
     from specsplit.stages.wire.chain import RemoteChain
 
+RECONNECT_S = 2.5
+"""A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
+_LOOK_S = 1.0
+"""Period at which a coordinator looks whether its chain is whole."""
+_log = logging.getLogger(__name__)
 _PAUSES_S = (0.1, 2.0)
 """Between two tries to connect a chain: the first, and the longest."""
 
@@ -177,3 +188,156 @@ async def connect_chain(link: RemoteChain, retry_s: float, note: Note | None = N
 def layers_of(ranges: Sequence[range]) -> list[str]:
     """Return ranges as users write them."""
     return [f"{layers.start}:{layers.stop}" for layers in ranges]
+
+
+@asynccontextmanager
+async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGenerator[Server]:
+    """Serve some layers for the length of the block; which sessions they belong to is the coordinator's to say.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+    """
+    from specsplit.engine.executor import ThreadExecutor
+    from specsplit.rpc.server import serving
+    from specsplit.rpc.supervision import watch_device
+    from specsplit.stages.chain.stage import StageEngine
+    from specsplit.stages.wire.servicer import StageService
+
+    async with AsyncExitStack() as stack:
+        device = ThreadExecutor("stage", shard.threads)
+        stack.push_async_callback(device.close)
+        stage = StageEngine(shard, device=device)
+        stack.push_async_callback(stage.aclose)
+        running = await stack.enter_async_context(serving(settings.listen, [StageService(stage)]))
+        stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
+        yield running
+
+
+@asynccontextmanager
+async def serving_chain(
+    coordinator: Coordinator, settings: TargetSettings, note: Note | None = None
+) -> AsyncGenerator[Server]:
+    """Serve a target over stages elsewhere, or over those that it starts here, for the length of the block.
+
+    `note` is told what the user should know meanwhile.
+
+    Raises:
+        InvalidSettings, ResourceError: it cannot listen there.
+        PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
+    """
+    from specsplit.engine.executor import ThreadExecutor
+    from specsplit.rpc.clients import CALL_TIMEOUT_S
+    from specsplit.rpc.server import ServerLimits, serving
+    from specsplit.rpc.servicers import TargetService
+    from specsplit.rpc.supervision import sweep_sessions
+    from specsplit.rpc.transport import largest_request
+    from specsplit.stages.chain.target import chain_target
+    from specsplit.stages.local import local_stages
+    from specsplit.stages.wire.chain import RemoteChain
+
+    model, ttl_s = coordinator.model, settings.session_ttl
+    async with AsyncExitStack() as stack:
+        stages = settings.stages
+        if coordinator.local_ranges:
+            layers, arguments = layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings)
+            started = local_stages(layers, arguments, note, step_timeout_s=settings.step_timeout)
+            stages = await stack.enter_async_context(started)
+        link = RemoteChain(
+            stages,
+            settings.spares,
+            coordinator.wanted,
+            call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
+            reconnect_s=RECONNECT_S,
+            step_timeout_s=settings.step_timeout,
+        )
+        stack.push_async_callback(link.aclose)
+        await connect_chain(link, settings.retry, note)
+        device = ThreadExecutor("target", settings.threads)
+        stack.push_async_callback(device.close)
+        loop = asyncio.get_running_loop()
+        engine, runner = chain_target(model, link, loop, coordinator.ends, device=device, ttl_s=ttl_s)
+        stack.push_async_callback(engine.aclose)
+        await engine.measure()
+        running = await stack.enter_async_context(
+            serving(
+                settings.listen,
+                [TargetService(engine, lambda: engine.num_sessions)],
+                ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size)),
+            )
+        )
+        incidents = _Incidents(link, runner)
+        stack.callback(incidents.tell)
+        tasks = sweep_sessions(engine, ttl_s / 4), _mend(engine, link), _watch_chain(engine, link, incidents, running)
+        for task in tasks:
+            stack.callback(asyncio.create_task(task).cancel)
+        yield running
+
+
+def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:
+    """Return what stages started here are told, so that nothing of it comes from their own settings."""
+    wanted = coordinator.wanted
+    given: dict[str, object] = {
+        "model": settings.model,
+        "ends": wanted.ends,
+        "dtype": wanted.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
+        "context": wanted.context,
+        "sessions": wanted.num_slots,
+        "drain": settings.drain,
+    }
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+class _Incidents:
+    """What happened to a chain, told to the log once: that it is not whole, and every row that was sent again."""
+
+    def __init__(self, link: RemoteChain, runner: ChainRunner) -> None:
+        self._link, self._statistics = link, runner.chain_statistics
+        self._last: object = None
+        self._was_whole = True
+        self._num_spares = self._num_moved = 0
+
+    def tell(self) -> None:
+        """Log what is new."""
+        trouble = self._link.trouble
+        if (trouble is None) != self._was_whole:
+            self._was_whole = trouble is None
+            if trouble is not None:
+                _log.warning("the chain is not whole: %s", trouble)
+            else:
+                _log.warning("the chain is whole again")
+        link = self._link.statistics
+        for address in link.spares_used[self._num_spares :]:
+            _log.warning("the spare at %s took a stage's place", address)
+        if link.num_moved_slots > self._num_moved:
+            _log.warning("%d slots were moved, with their rows", link.num_moved_slots - self._num_moved)
+        self._num_spares, self._num_moved = len(link.spares_used), link.num_moved_slots
+        resyncs = list(self._statistics.resyncs)
+        known = next((index for index, resync in enumerate(resyncs) if resync is self._last), -1)
+        for resync, count in Counter(resyncs[known + 1 :]).items():  # a chain that is down is tried often
+            times = f", {count} times" if count > 1 else ""
+            _log.warning(
+                "sent again: %d tokens of slot %d (%s)%s", resync.num_tokens, resync.slot, resync.reason, times
+            )
+        self._last = resyncs[-1] if resyncs else None
+
+
+async def _mend(engine: Engine, link: RemoteChain) -> None:
+    """Restore a chain that is not whole, though nobody sends work to a target that is not ready; then try it."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        with contextlib.suppress(SpecSplitError):  # health tells, and the next look tries again
+            if link.trouble is not None:
+                await link.mend()
+            await engine.check_device()
+
+
+async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _Incidents, server: Server) -> None:
+    """Tell health checks whether the chain is whole; a restart would not bring its stages back, so it lives on."""
+    while True:
+        await link.look()
+        incidents.tell()
+        is_ready = link.trouble is None and engine.is_well
+        await server.tell_health(is_ready=is_ready, is_live=engine.is_alive)
+        await asyncio.sleep(_LOOK_S)

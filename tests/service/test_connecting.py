@@ -20,6 +20,7 @@ from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreac
 from specsplit.core.settings import Settings, load_settings
 from specsplit.rpc.connectivity import why_unreachable
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import TargetService
 from tests.support.fakes import FakeTarget, FakeTokenizer
 from tests.support.flaky import Fault, Flaky
 from tests.support.processes import LIMIT_S
@@ -96,7 +97,7 @@ async def test_a_target_that_comes_up_meanwhile_is_taken():
 
         connecting = asyncio.create_task(connect_and_ping())
         await came_up.wait()
-        async with serving(listen=refusing, verifier=FakeTarget()):
+        async with serving(refusing, [TargetService(FakeTarget())]):
             with pytest.raises(SpecSplitError, match="tokenizer"):  # reached: the fake's tokenizer is none
                 await connecting
     assert len(notes) == 1

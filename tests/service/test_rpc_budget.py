@@ -16,7 +16,8 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc import calls
 from specsplit.rpc.budget import SMALL_BYTES, ByteBudget
 from specsplit.rpc.interceptors import Boundary
-from specsplit.rpc.server import serving
+from specsplit.rpc.server import ServerLimits, serving
+from specsplit.rpc.servicers import TargetService
 from specsplit.rpc.transport import largest_request
 from specsplit.speculation.options import Speculation
 from tests.contract.session_contract import PROMPT, Script
@@ -61,7 +62,7 @@ def test_the_largest_request_that_a_model_takes_fits_and_little_more(context: in
 
 async def test_a_request_larger_than_any_that_fits_is_refused_before_it_is_received():
     async with (
-        serving(listen=LOOPBACK, verifier=FakeTarget(), max_message_bytes=100_000) as server,
+        serving(LOOPBACK, [TargetService(FakeTarget())], ServerLimits(max_message_bytes=100_000)) as server,
         verifier_at(server) as verifier,
     ):
         turn = replace(Script().first(), tail=(1 << 31,) * 25_000)
@@ -103,7 +104,7 @@ async def test_a_request_too_many_is_refused_before_it_is_parsed_over_all_connec
     gate = asyncio.Event()
     target = FakeTarget(Faults(gate=gate))
     async with (
-        serving(listen=LOOPBACK, verifier=target, max_request_bytes=4 * SMALL_BYTES) as server,
+        serving(LOOPBACK, [TargetService(target)], ServerLimits(max_request_bytes=4 * SMALL_BYTES)) as server,
         verifier_at(server) as one,
         verifier_at(server) as other,
     ):
@@ -129,7 +130,7 @@ async def test_an_orchestrator_asks_again_until_there_is_room(monkeypatch: pytes
     target, gate, refused = FakeTarget(), asyncio.Event(), asyncio.Event()
     target.faults.gate = gate
     async with (
-        serving(listen=LOOPBACK, verifier=target, max_request_bytes=64) as server,
+        serving(LOOPBACK, [TargetService(target)], ServerLimits(max_request_bytes=64)) as server,
         verifier_at(server) as other,
         verifier_at(server) as verifier,
     ):

@@ -62,7 +62,7 @@ class Health:
 @asynccontextmanager
 async def served(role: Role, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, Sick, grpc.aio.Channel]]:
     """Serve a hash model with a device that a test can make sick, and look at it often."""
-    monkeypatch.setattr(workers, "LOOK_S", 0.01)
+    monkeypatch.setattr("specsplit.rpc.supervision.LOOK_S", 0.01)
     model, runner = hash_model(role, max_sessions=4)
     sick = Sick(runner)
     async with (
@@ -107,7 +107,7 @@ async def test_a_device_that_fails_is_not_ready_until_it_computes_again(
 
 
 async def test_a_device_that_stays_sick_is_not_alive_and_is_so_again_if_it_recovers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("specsplit.rpc.supervision.PATIENCE_S", 0.2)
     async with served("target", monkeypatch) as (address, sick, channel):
         live = Health(channel, "liveness")
         assert await live.next() == SERVING

@@ -25,6 +25,7 @@ from specsplit.rpc import calls
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
@@ -51,7 +52,7 @@ async def address() -> AsyncIterator[str]:
     """Serve both roles on one port."""
     draft, target = DraftEngine(_models["draft"]), TargetEngine(_models["target"])
     try:
-        async with serving(listen=LOOPBACK, drafter=draft, verifier=target) as server:
+        async with serving(LOOPBACK, [DraftService(draft), TargetService(target)]) as server:
             yield server.address
             assert server.num_running == 0
     finally:

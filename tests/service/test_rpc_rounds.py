@@ -25,6 +25,7 @@ from specsplit.rpc import calls, rounds
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import TargetService
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, Faults
@@ -78,7 +79,7 @@ async def told(call: Any) -> list[common_pb2.RoundAnswer]:
 
 async def test_a_round_does_not_wait_for_that_of_another_session():
     target = Gated()
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         slow, quick = Script(), Script()
         gate = target.gates[slow.session] = asyncio.Event()
         first = slow.first()
@@ -94,7 +95,7 @@ async def test_a_round_does_not_wait_for_that_of_another_session():
 
 async def test_a_withdrawn_round_ends_and_the_stream_goes_on():
     target = Gated()
-    async with serving(listen=LOOPBACK, verifier=target) as server:
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
         proxy = CountingProxy(int(server.address.rpartition(":")[2]))
         async with proxy.running(), verifier_at(proxy.address) as verifier:
             script = Script()
@@ -110,7 +111,7 @@ async def test_a_withdrawn_round_ends_and_the_stream_goes_on():
 
 
 async def test_errors_of_rounds_come_back_typed_and_touch_no_other():
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         ahead = Script().turn(PROMPT, 3)
         good = [Script().first() for _ in range(20)]
         answers = await asyncio.gather(
@@ -124,7 +125,7 @@ async def test_errors_of_rounds_come_back_typed_and_touch_no_other():
 
 async def test_a_stream_that_breaks_fails_every_round_in_it_and_the_next_one_opens_another():
     target = Gated()
-    async with serving(listen=LOOPBACK, verifier=target) as server:
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
         proxy = CountingProxy(int(server.address.rpartition(":")[2]))
         scripts = [Script() for _ in range(3)]
         for script in scripts:
@@ -154,7 +155,7 @@ async def test_a_stream_that_breaks_fails_every_round_in_it_and_the_next_one_ope
     ids=["at random", "without an id", "an id again", "an id that falls", "without a body", "withdraws nothing"],
 )
 async def test_a_message_that_makes_no_sense_ends_its_stream_and_no_other(messages: Sequence[bytes]):
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
         async with grpc.aio.insecure_channel(server.address) as channel:
             call = channel.stream_stream(ROUNDS)()
@@ -169,7 +170,7 @@ async def test_a_message_that_makes_no_sense_ends_its_stream_and_no_other(messag
 
 async def test_a_request_that_makes_no_sense_is_answered_and_the_stream_goes_on():
     async with (
-        serving(listen=LOOPBACK, verifier=FakeTarget()) as server,
+        serving(LOOPBACK, [TargetService(FakeTarget())]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_stream(ROUNDS)()
@@ -182,7 +183,7 @@ async def test_a_request_that_makes_no_sense_is_answered_and_the_stream_goes_on(
 
 async def test_a_client_that_ends_its_messages_gets_what_it_asked_for():
     async with (
-        serving(listen=LOOPBACK, verifier=FakeTarget(Faults(pauses=50))) as server,
+        serving(LOOPBACK, [TargetService(FakeTarget(Faults(pauses=50)))]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_stream(ROUNDS)()
@@ -198,7 +199,7 @@ async def test_more_rounds_at_once_than_a_stream_takes_are_refused_and_withdrawn
 ):
     monkeypatch.setattr(rounds, "MAX_AT_ONCE", 3)
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turns = [Script().first() for _ in range(3)]
         running = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for turn in turns]
         await wait_until(lambda: target.num_under_way == 3)
@@ -216,7 +217,7 @@ async def test_more_rounds_at_once_than_a_stream_takes_are_refused_and_withdrawn
 
 async def test_a_stream_takes_no_request_that_is_a_call_of_its_own():
     async with (
-        serving(listen=LOOPBACK, verifier=FakeTarget()) as server,
+        serving(LOOPBACK, [TargetService(FakeTarget())]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_stream(ROUNDS)()
@@ -289,7 +290,7 @@ async def test_rounds_that_are_given_up_before_they_leave_are_never_sent():
 
 
 async def test_streams_that_break_leave_no_task_behind():
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
         proxy = CountingProxy(int(server.address.rpartition(":")[2]))
         async with proxy.running(), verifier_at(proxy.address) as verifier:
             for _ in range(5):
@@ -330,7 +331,7 @@ async def test_a_client_that_is_closing_takes_no_round_and_is_closed_even_if_tha
 
 async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
@@ -364,7 +365,7 @@ async def test_a_large_request_is_a_call_of_its_own():
         with pytest.raises(PeerMismatch):
             await verifier.verify(small := Script().first(), without_tree(small))
     await server.stop(None)
-    async with serving(listen=LOOPBACK, verifier=target) as real, verifier_at(real) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as real, verifier_at(real) as verifier:
         large = Script([5] * SMALL_BYTES).first([5] * SMALL_BYTES)
         assert (await verifier.verify(large, without_tree(large))).length == SMALL_BYTES
 

@@ -25,7 +25,8 @@ from specsplit.core.errors import (
 )
 from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
-from specsplit.rpc.server import serving
+from specsplit.rpc.server import ServerLimits, serving
+from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
@@ -56,7 +57,7 @@ class Target(FakeTarget):
 
 
 async def test_a_ping_tells_who_is_there_and_how_far():
-    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(Target())]) as server, verifier_at(server) as verifier:
         details = await verifier.ping_details()
     assert details.identity == await Target().ping()
     assert details.version
@@ -66,7 +67,7 @@ async def test_a_ping_tells_who_is_there_and_how_far():
 
 async def test_scores_and_biases_travel():
     target = Target()
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),))
     assert scores == Scores((-1.5, -2.0))
     sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
@@ -76,7 +77,7 @@ async def test_scores_and_biases_travel():
 
 
 async def test_a_tokenizer_arrives_whole_and_only_when_it_is_news():
-    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(Target())]) as server, verifier_at(server) as verifier:
         assert await verifier.tokenizer_files() == FILES
         assert await verifier.tokenizer_files("another") == FILES
         assert await verifier.tokenizer_files(FILES.hash) == replace(FILES, files={})
@@ -85,7 +86,7 @@ async def test_a_tokenizer_arrives_whole_and_only_when_it_is_news():
 async def test_an_error_before_a_stream_begins_keeps_its_type():
     target = Target()
     target.is_damaged = True
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         with pytest.raises(ModelDamaged, match="no tokenizer files"):
             await verifier.tokenizer_files()
         assert server.num_running == 0
@@ -93,7 +94,7 @@ async def test_an_error_before_a_stream_begins_keeps_its_type():
 
 async def test_a_mistake_in_the_worker_is_told_without_its_inside(caplog: pytest.LogCaptureFixture):
     target = FakeTarget(Faults(fail_at=0, error=RuntimeError("tensor 7 of user 8")))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         with pytest.raises(WorkerFailed) as raised:
             await verifier.verify(turn, without_tree(turn))
@@ -107,14 +108,14 @@ async def test_an_answer_that_no_message_can_carry_is_the_workers_failure():
         async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
             return Verdict((), (-1,), 6)
 
-    async with serving(listen=LOOPBACK, verifier=Broken()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(Broken())]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         with pytest.raises(WorkerFailed):
             await verifier.verify(turn, without_tree(turn))
 
 
 async def test_timings_come_with_the_bytes_of_both_messages():
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         timings = (await verifier.verify(turn, without_tree(turn))).timings
     assert (timings.num_forwards, timings.device_ms) == (1, 1.0)
@@ -124,9 +125,9 @@ async def test_timings_come_with_the_bytes_of_both_messages():
 
 async def test_the_wrong_role_is_said_by_both_names():
     async with (
-        serving(listen=LOOPBACK, drafter=FakeDraft()) as draft,
+        serving(LOOPBACK, [DraftService(FakeDraft())]) as draft,
         verifier_at(draft) as verifier,
-        serving(listen=LOOPBACK, verifier=FakeTarget()) as target,
+        serving(LOOPBACK, [TargetService(FakeTarget())]) as target,
         drafter_at(target) as drafter,
     ):
         with pytest.raises(PeerMismatch, match=r"is a draft \(fake-FakeDraft\), but a target is needed"):
@@ -143,7 +144,7 @@ async def test_another_protocol_version_is_refused():
         async def ping(self) -> Identity:
             return replace(await super().ping(), protocol_version=7)
 
-    async with serving(listen=LOOPBACK, verifier=OldTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(OldTarget())]) as server, verifier_at(server) as verifier:
         with pytest.raises(PeerMismatch, match="protocol version 7"):
             await verifier.ping()
 
@@ -171,13 +172,13 @@ async def test_an_address_that_refuses_is_unreachable_at_once_and_closing_there_
 
 
 async def test_a_worker_that_returns_is_reached_by_the_same_client():
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         address = server.address
         truth = await decode_plainly(verifier, PROMPT, 4)
         await server.drain(0)
         with pytest.raises(WorkerUnreachable):
             await verifier.ping()
-        async with serving(listen=address, verifier=FakeTarget()), asyncio.timeout(LIMIT_S):
+        async with serving(address, [TargetService(FakeTarget())]), asyncio.timeout(LIMIT_S):
             while True:
                 try:
                     await verifier.ping()
@@ -188,11 +189,11 @@ async def test_a_worker_that_returns_is_reached_by_the_same_client():
 
 
 async def test_a_port_in_use_is_refused_with_a_remedy():
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
         with pytest.raises(InvalidSettings, match=rf"{server.address} is in use; .*another port"):
-            async with serving(listen=server.address, drafter=FakeDraft()):
+            async with serving(server.address, [DraftService(FakeDraft())]):
                 pass
-    async with serving(listen=server.address, drafter=FakeDraft()) as again:
+    async with serving(server.address, [DraftService(FakeDraft())]) as again:
         assert again.address == server.address
 
 
@@ -207,14 +208,14 @@ async def test_a_port_in_use_is_refused_with_a_remedy():
 )
 async def test_an_address_where_nothing_can_listen_is_refused_by_name(listen: str, error: type[Exception]):
     with pytest.raises(error) as raised:
-        async with serving(listen=listen, verifier=FakeTarget()):
+        async with serving(listen, [TargetService(FakeTarget())]):
             pass
     assert listen in str(raised.value)
 
 
 @pytest.mark.parametrize(("listen", "host"), [("0.0.0.0:0", "0.0.0.0"), ("localhost:0", "localhost")])
 async def test_the_address_of_a_server_keeps_its_host_and_names_its_port(listen: str, host: str):
-    async with serving(listen=listen, verifier=FakeTarget()) as server:
+    async with serving(listen, [TargetService(FakeTarget())]) as server:
         name, _, port = server.address.rpartition(":")
         assert (name, int(port) > 0) == (host, True)
         async with verifier_at(f"127.0.0.1:{port}") as verifier:
@@ -226,7 +227,7 @@ async def test_a_message_over_the_limit_is_a_bad_request_either_way():
         async def ping(self) -> Identity:
             return replace(await super().ping(), model="m" * MAX_MESSAGE_BYTES)
 
-    async with serving(listen=LOOPBACK, verifier=Talkative()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(Talkative())]) as server, verifier_at(server) as verifier:
         turn = replace(Script().first(), tail=(1 << 31,) * (MAX_MESSAGE_BYTES // 5 + 1))
         with pytest.raises(InvalidRequest, match="too large"):
             await verifier.verify(turn, without_tree(turn))
@@ -240,7 +241,7 @@ async def test_a_message_over_the_limit_is_a_bad_request_either_way():
 
 
 async def test_a_message_larger_than_grpcs_own_default_passes():
-    async with serving(listen=LOOPBACK, verifier=Target()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(Target())]) as server, verifier_at(server) as verifier:
         scored = (1 << 31,) * (1 << 20)
         assert len((await verifier.score((1,), scored)).log_probs) == len(scored)
 
@@ -248,7 +249,7 @@ async def test_a_message_larger_than_grpcs_own_default_passes():
 async def test_a_deadline_cancels_the_work_and_is_said():
     faults = Faults(gate=asyncio.Event())
     target = FakeTarget(faults)
-    async with serving(listen=LOOPBACK, verifier=target) as server:
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
         verifier = RemoteVerifier(server.address, call_timeout_s=0.2)
         turn = Script().first()
         with pytest.raises(DeadlineExceeded, match="no answer in time"):
@@ -260,7 +261,10 @@ async def test_a_deadline_cancels_the_work_and_is_said():
 
 async def test_a_server_ends_calls_that_set_no_deadline_of_their_own():
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target, max_call_s=0.2) as server, verifier_at(server) as verifier:
+    async with (
+        serving(LOOPBACK, [TargetService(target)], ServerLimits(max_call_s=0.2)) as server,
+        verifier_at(server) as verifier,
+    ):
         turn = Script().first()
         with pytest.raises(DeadlineExceeded, match=r"longer than the 0\.2 s"):
             await verifier.verify(turn, without_tree(turn))
@@ -269,7 +273,7 @@ async def test_a_server_ends_calls_that_set_no_deadline_of_their_own():
 
 async def test_cancelling_the_caller_cancels_the_work():
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         call = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
@@ -281,7 +285,7 @@ async def test_cancelling_the_caller_cancels_the_work():
 
 async def test_a_client_closed_during_a_call_says_so_and_takes_no_more():
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         call = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
@@ -296,7 +300,7 @@ async def test_a_client_closed_during_a_call_says_so_and_takes_no_more():
 async def test_draining_refuses_new_calls_and_lets_running_ones_end():
     gate = asyncio.Event()
     target = FakeTarget(Faults(gate=gate))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
@@ -319,11 +323,8 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end():
 
 async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
     target = FakeTarget()
-    sessions = lambda: len(target.slots)  # noqa: E731
-    async with (
-        serving(listen=LOOPBACK, verifier=target, num_sessions=sessions) as server,
-        verifier_at(server) as verifier,
-    ):
+    service = TargetService(target, lambda: len(target.slots))
+    async with serving(LOOPBACK, [service]) as server, verifier_at(server) as verifier:
         script = Script()
         first = script.first()
         ids = [*PROMPT, (await verifier.verify(first, without_tree(first))).bonus_token]
@@ -341,7 +342,7 @@ async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
 
 async def test_a_drain_does_not_wait_beyond_its_grace():
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turn = Script().first()
         running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
         await wait_until(lambda: target.num_under_way == 1)
@@ -359,8 +360,8 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
 
 @pytest.mark.parametrize("role", ["DraftService", "TargetService"])
 async def test_health_and_reflection_name_what_is_served(role: str):
-    workers: dict[str, Any] = {"drafter": FakeDraft()} if role == "DraftService" else {"verifier": FakeTarget()}
-    async with serving(listen=LOOPBACK, **workers) as server, grpc.aio.insecure_channel(server.address) as channel:
+    worker = DraftService(FakeDraft()) if role == "DraftService" else TargetService(FakeTarget())
+    async with serving(LOOPBACK, [worker]) as server, grpc.aio.insecure_channel(server.address) as channel:
         for name in ("", "liveness", "readiness", f"specsplit.v1.{role}"):
             assert await health_of(channel, name) == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -384,7 +385,7 @@ async def reflected(channel: grpc.aio.Channel, request: Any) -> Any:
 
 async def test_many_sessions_leave_no_task_behind():
     draft = FakeDraft()
-    async with serving(listen=LOOPBACK, drafter=draft) as server:
+    async with serving(LOOPBACK, [DraftService(draft)]) as server:
         idle = len(asyncio.all_tasks())
         drafter = RemoteDrafter(server.address)
         for _ in range(50):

@@ -11,6 +11,7 @@ import pytest
 from specsplit.rpc import calls
 from specsplit.rpc.pb import target_pb2
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import TargetService
 from specsplit.telemetry import names, spans
 from specsplit.telemetry.setup import trace_to_file
 from tests.contract.session_contract import Script
@@ -33,7 +34,7 @@ async def answered_span(address: str, metadata: Metadata) -> str:
 
 async def test_the_workers_span_is_a_child_of_the_callers(tmp_path: Path):
     file = tmp_path / "trace.jsonl"
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server, verifier_at(server) as verifier:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         with trace_to_file(file), spans.span("verify"):
             turn = Script().first()
             await verifier.verify(turn, without_tree(turn))
@@ -51,7 +52,7 @@ async def test_the_workers_span_is_a_child_of_the_callers(tmp_path: Path):
 @pytest.mark.parametrize("traceparent", ["", "00-0-0-00", "x" * 1000, f"00-{'0' * 32}-{'0' * 16}-01"])
 async def test_a_malformed_trace_context_costs_no_request(tmp_path: Path, traceparent: str):
     file = tmp_path / "trace.jsonl"
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
         with trace_to_file(file):
             answered = await answered_span(server.address, (("traceparent", traceparent),))
     (served,) = (json.loads(line) for line in file.read_text().splitlines())

@@ -22,6 +22,7 @@ from specsplit.rpc import calls, codec
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.pb import draft_pb2
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import DraftService, TargetService
 from tests.support.rpc_servers import LOOPBACK, CountingProxy, drafter_at, verifier_at
 
 MAX_ROUND_BYTES = 400
@@ -115,8 +116,8 @@ def vars_of(turn: Turn) -> dict[str, object]:
 @pytest.mark.parametrize("link", ["draft", "target"])
 async def test_a_round_in_steady_state_stays_under_400_bytes_on_the_wire_each_way(link: str):
     session = secrets.token_hex(16)
-    workers = {"drafter": Echo()} if link == "draft" else {"verifier": Echo()}
-    async with serving(listen=LOOPBACK, **workers) as server:  # type: ignore[arg-type]
+    service = DraftService(Echo()) if link == "draft" else TargetService(Echo())
+    async with serving(LOOPBACK, [service]) as server:
         proxy = CountingProxy(int(server.address.rpartition(":")[2]))
         async with proxy.running(), drafter_at(proxy.address) as drafter, verifier_at(proxy.address) as verifier:
             counts: list[tuple[int, int]] = []

@@ -22,6 +22,7 @@ from specsplit import Pipeline
 from specsplit.cli.main import main
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import DraftService
 from specsplit.telemetry import names
 from tests.support.fakes import FakeDraft
 from tests.support.processes import LIMIT_S, WorkerProcess, environment, run
@@ -278,7 +279,7 @@ def test_a_worker_that_cannot_serve_says_why(
 
 
 async def test_a_draft_of_another_vocabulary_is_refused_naming_both(target: WorkerProcess):
-    async with serving(listen="127.0.0.1:0", drafter=FakeDraft()) as strange:
+    async with serving("127.0.0.1:0", [DraftService(FakeDraft())]) as strange:
         arguments = ["--target", target.address, "--draft", strange.address]
         code, out, err = await asyncio.to_thread(run, "orchestrate", *arguments, *SHORT)
         assert (code, out) == (1, "")

@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from specsplit.assembly.workers import RECONNECT_S
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.rpc.channel import Duplex
 from specsplit.stages.packet import Packet
+from specsplit.stages.serve import RECONNECT_S
 from specsplit.stages.wire.next_stage import NextLink
 from tests.service.test_stage_faults import (
     PARAMS,

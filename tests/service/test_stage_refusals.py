@@ -29,6 +29,7 @@ from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import TargetService
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Ask, Packet, PacketSession, PayloadType, StepKind
 from specsplit.stages.planner import Ends
@@ -112,7 +113,7 @@ async def test_a_spare_that_does_not_fit_is_refused_with_the_reason() -> None:
 
 
 async def test_what_is_no_stage_and_what_is_not_there_is_named() -> None:
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as target:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as target:
         for address, error, sentence in (
             (target.address, PeerMismatch, f"At {target.address} is no stage"),
             ("127.0.0.1:1", WorkerUnreachable, "The stage at 127.0.0.1:1 cannot be reached"),

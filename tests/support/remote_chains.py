@@ -21,6 +21,7 @@ from specsplit.stages.planner import Ends
 from specsplit.stages.serve import connect_chain
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.wire.chain import RemoteChain
+from specsplit.stages.wire.servicer import StageService
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards
 from tests.support.processes import LIMIT_S
@@ -69,7 +70,7 @@ class StageHost:
     async def start(self) -> None:
         self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked)
         self._stack.push_async_callback(self.stage.engine.aclose)
-        self.server: Server = await self._stack.enter_async_context(serving(listen=self.address, stage=self.stage))  # type: ignore[arg-type]
+        self.server: Server = await self._stack.enter_async_context(serving(self.address, [StageService(self.stage)]))  # type: ignore[arg-type]
         self.address = self.server.address
         self.num_starts += 1
         self.is_serving = True

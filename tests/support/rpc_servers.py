@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import Server, serving
+from specsplit.rpc.servicers import DraftService, TargetService
 from tests.support.fakes import FakeTarget
 from tests.support.processes import LIMIT_S
 
@@ -23,8 +24,8 @@ LOOPBACK = "127.0.0.1:0"
 async def connected(drafter: Drafter, verifier: Verifier) -> AsyncIterator[tuple[RemoteDrafter, RemoteVerifier]]:
     """Serve the two on a port each, and give clients of them."""
     async with (
-        serving(listen=LOOPBACK, drafter=drafter) as draft,
-        serving(listen=LOOPBACK, verifier=verifier) as target,
+        serving(LOOPBACK, [DraftService(drafter)]) as draft,
+        serving(LOOPBACK, [TargetService(verifier)]) as target,
         drafter_at(draft) as remote_drafter,
         verifier_at(target) as remote_verifier,
     ):
@@ -102,7 +103,7 @@ class CountingProxy:
 
 
 async def _serve_alone() -> None:
-    async with serving(listen=LOOPBACK, verifier=FakeTarget()) as server:
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
         sys.stdout.write(server.address + "\n")
         sys.stdout.flush()
         await server.wait()

@@ -12,10 +12,9 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from specsplit.assembly.workers import serving_stage
 from specsplit.cli.main import main
 from specsplit.core.sections import StageSettings
-from specsplit.stages.serve import load_stage
+from specsplit.stages.serve import load_stage, serving_stage
 from tests.support.processes import LIMIT_S, ROOT, WorkerProcess
 
 EMBEDDED_TARGET = ROOT / "specsplit" / "model" / "embedded" / "target"

@@ -252,7 +252,7 @@ async def test_what_the_probes_ask_for_is_served(workloads: dict[str, Workload])
         for kind, probe in workloads[name].container.items()
         if kind.endswith("Probe")
     }
-    async with serving(listen="127.0.0.1:0") as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with serving("127.0.0.1:0", []) as server, grpc.aio.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in asked:
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)

@@ -12,6 +12,7 @@ from specsplit.core.errors import DeadlineExceeded, InvalidRequest, NoFreeSlot, 
 from specsplit.core.types import Proposal, StreamLimits, Turn
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.server import serving
+from specsplit.rpc.servicers import TargetService
 from specsplit.target.engine import TargetEngine
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream import TargetStream
@@ -110,7 +111,7 @@ def test_a_stream_names_only_so_many_nodes_without_going_on() -> None:
 
 
 async def test_a_worker_that_drains_goes_on_with_its_sessions_in_streams_and_in_rounds() -> None:
-    held = serving(listen=LOOPBACK, verifier=FakeTarget(), num_sessions=lambda: 1)
+    held = serving(LOOPBACK, [TargetService(FakeTarget(), lambda: 1)])
     async with held as server, verifier_at(server) as worker:
         script = Script()
         first = await worker.verify(turn := script.first(), without_tree(turn))
@@ -132,7 +133,7 @@ async def test_a_worker_that_drains_goes_on_with_its_sessions_in_streams_and_in_
 
 async def test_a_target_that_never_answers_a_stream_is_an_error_after_the_calls_own_limit() -> None:
     target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(listen=LOOPBACK, verifier=target) as server:
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
         worker = RemoteVerifier(server.address, call_timeout_s=0.2)
         async with opened(worker, Script().first()) as stream:
             with pytest.raises(DeadlineExceeded):

@@ -39,6 +39,7 @@ from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, Place, Stopwatch
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+_METHODS = frozenset(method.name for method in stage_pb2.DESCRIPTOR.services_by_name["StageService"].methods)
 GRACE_S = 10.0
 HELLO_S = 2.0
 MAX_STAGES = 1024
@@ -52,6 +53,10 @@ _PREVIOUS = stage_pb2.STREAM_ROLE_PREVIOUS
 class StageService:
     """The state behind the service's calls; `aclose` ends what it began."""
 
+    name = STAGE_SERVICE
+    # A draining stage answers everything until its coordinator has moved its sessions elsewhere.
+    methods_while_draining = _METHODS
+
     def __init__(self, stage: Stage, *, grace_s: float = GRACE_S) -> None:
         self._stage, self._grace_s = stage, grace_s
         self._process = secrets.token_hex(8)
@@ -63,8 +68,8 @@ class StageService:
         self._received_bytes = self._sent_bytes = 0
 
     @property
-    def num_coordinators(self) -> int:
-        """Return 1 while a coordinator has a stream open, else 0."""
+    def num_sessions(self) -> int:
+        """Return 1 while a coordinator has a stream open, else 0: its sessions are its own to count."""
         return int(self._place is not None and self._place.coordinator is not None)
 
     def refuse(self) -> None:

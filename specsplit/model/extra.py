@@ -1,0 +1,23 @@
+"""Whether this installation can run models. Importing it is cheap: torch comes only with the check."""
+
+from __future__ import annotations
+
+import importlib
+
+from specsplit.core.errors import MissingExtra
+
+_WORKER_PACKAGES = ("torch", "transformers", "safetensors")
+
+
+def require_worker_extra() -> None:
+    """Import what runs models.
+
+    Raises:
+        MissingExtra: torch or one of its companions is not installed.
+    """
+    try:
+        importlib.import_module("specsplit.model.loader")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
+            raise
+        raise MissingExtra(f"Running a model here needs {error.name}: pip install 'specsplit[worker]'.") from error
