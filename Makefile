@@ -15,7 +15,7 @@ RUNS   := $(VENV)/.runs
 TOOLS  := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench research-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -60,6 +60,10 @@ bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one 
 
 bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
 	$(BIN)/python -m benchmarks figures
+
+research-test: $(TOOLS)  ## Run the tests of benchmarks/research: training the pair and the studies (not part of CI)
+	$(PIP) --editable '.[research]'
+	$(BIN)/python -m pytest -q benchmarks/research/tests
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from benchmarks import calibration_study, report
+from benchmarks import report
 from benchmarks.pair import chosen_pair
+from benchmarks.research.calibration.study import calibration
+from benchmarks.research.tree_shapes import sweep_tree
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
@@ -176,40 +178,6 @@ def checkouts(
     report.emit(sides.to_record(settings, found), output)
 
 
-@app.command("sweep-tree")
-def sweep_tree(
-    nodes: Grid = "4,6,8,12",
-    depths: Grid = "3,4,6",
-    branchings: Grid = "1,2,3",
-    temperatures: Grid = "0,0.6,1",
-    prompts: Prompts = 4,
-    new_tokens: NewTokens = 64,
-    rounds: Rounds = 5,
-    threads: Threads = 2,
-    output: Output = None,
-) -> None:
-    """Compare tree shapes with plain decoding at several temperatures."""
-    report.check_output(output)
-    require_worker_extra()
-    from benchmarks import sweep as tree
-
-    console = report.new_console()
-    settings = tree.SweepSettings(
-        nodes=_ints(nodes),
-        depths=_ints(depths),
-        branchings=_ints(branchings),
-        temperatures=_floats(temperatures),
-        num_prompts=prompts,
-        num_new_tokens=new_tokens,
-        num_rounds=rounds,
-        threads=threads,
-    )
-    found = _whole(console, tree.run(settings, report.Progress(console)))
-    tree.show(console, found)
-    report.emit(found.to_dict(), output)
-    raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
-
-
 @app.command()
 def sweep(
     modes: Annotated[str, typer.Option(help="Of the orchestrator, separated by commas.")] = "plain,pingpong,overlap",
@@ -370,7 +338,9 @@ def figures(
     raise typer.Exit(code)
 
 
-app.command()(calibration_study.calibration)
+# Studies of benchmarks.research that `make bench` and the documentation name as sub-commands.
+app.command()(calibration)
+app.command("sweep-tree")(sweep_tree)
 
 
 def _whole(console: Console, found: T | None) -> T:

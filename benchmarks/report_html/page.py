@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calibration_study, draft_kinds, plots, results_file, sweep_file, trace
+from benchmarks import draft_kinds, plots, results_file, sweep_file, trace
 from benchmarks.plots import DARK, LIGHT, Palette, Plot
-from benchmarks.report_html import calibration, sections
 from benchmarks.report_html import draft_kinds as draft_kinds_section
+from benchmarks.report_html import sections
 from benchmarks.report_html.html import Section
+from benchmarks.research.calibration import section as calibration_section
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
 _KINDS = (
@@ -68,8 +69,8 @@ def _sections(path: Path, first: Mapping[str, Any], name: str) -> list[Section]:
         return [sections.of_run(results_file.read(path), name)]
     if first.get("kind") == sweep_file.KIND:
         return [sections.of_sweep(sweep_file.read(path), name)]
-    if first.get("kind") == calibration_study.KIND:
-        return [calibration.of_calibration(path, name)]
+    if first.get("kind") == calibration_section.KIND:
+        return [calibration_section.of_calibration(path, name)]
     if first.get("benchmark") == draft_kinds.BENCHMARK:
         return [draft_kinds_section.of_draft_kinds(path)]
     makers = {

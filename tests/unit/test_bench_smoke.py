@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bars, environment, report, smoke, sweep, workloads
+from benchmarks import bars, environment, report, smoke, workloads
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
 from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs, running_order
 from benchmarks.metrics import acceptance, decode_forwards, decode_tokens_per_s, overhead_ms, tokens_per_s
 from benchmarks.peers.factories import Shape
+from benchmarks.research import tree_shapes as sweep
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings

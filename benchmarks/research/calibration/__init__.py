@@ -1,0 +1,1 @@
+"""Judges the estimates of acceptance that steer the trees."""
