@@ -14,7 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Beside another process of `make test`, a second thread would only wait for the first.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 for name in list(os.environ):
     if name.startswith("SPECSPLIT_") and not name.startswith("SPECSPLIT_TEST_"):
         del os.environ[name]  # a developer's own settings must not change what a test sees

@@ -39,7 +39,7 @@ Answer = dict[str, Any]
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     """Start a target and a draft as a user does, once for all tests; a test that ends one starts it again."""
     folder = tmp_path_factory.mktemp("workers")
-    started = {role: WorkerProcess(role, folder, is_fresh=True) for role in ("target", "draft")}
+    started = {role: WorkerProcess(role, folder, "--drain", "2", is_fresh=True) for role in ("target", "draft")}
     yield started
     for worker in started.values():
         worker.close()
@@ -347,26 +347,14 @@ def test_a_worker_told_to_stop_under_load_drains_and_exits_0(
     trace.unlink()
     capfd.readouterr()
     with _when_rounds_have_begun(lambda: codes.append(target.stop()), tmp_path) as trace:
-        code = main(
-            [
-                "orchestrate",
-                "--target",
-                target.address,
-                "--mode",
-                "plain",
-                *LONG,
-                "--retry",
-                "0",
-                "--trace-file",
-                str(trace),
-            ]
-        )
+        plain = ["--target", target.address, "--mode", "plain", *LONG, "--retry", "0", "--trace-file", str(trace)]
+        code = main(["orchestrate", *plain])
     out, err = capfd.readouterr()
     assert (code, out, codes) == (1, "", [0, 0])
     assert err.startswith("Error: The target ")
     for worker in (target, draft):
         assert worker.rest_of_stdout() == b""
-        assert worker.stderr == "Draining for up to 10 s; a second signal ends at once.\n"
+        assert worker.stderr == "Draining for up to 2 s; a second signal ends at once.\n"
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def run(*arguments: str, stdin: bytes = b"", **changes: str) -> tuple[int, str, 
 class WorkerProcess:
     """A worker of the embedded pair; it keeps its port over restarts. Starting does not wait, `address` does.
 
-    It is forked from a process that has the imports (see `forked`), unless it `is_fresh`: then it starts as a user's.
+    It is forked from a process that has the imports (see `forked`); if it `is_fresh`, its first start is a user's.
     """
 
     def __init__(self, role: str, folder: Path, *arguments: str, is_fresh: bool = False) -> None:
@@ -69,7 +69,7 @@ class WorkerProcess:
             env = environment(OMP_NUM_THREADS="1")
             self._process = (
                 subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=log, env=env)
-                if self._is_fresh
+                if self._is_fresh and self._num_starts == 1
                 else ForkedProcess("specsplit", *arguments, stdout=subprocess.PIPE, stderr=log, env=env)
             )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
