@@ -18,10 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tools.house.clock import simulated
 from tools.house.measure import Measure, at_most
 from tools.house.sources import ROOT
+
+if TYPE_CHECKING:
+    from specsplit.api import Pipeline
 
 BARS: dict[str, tuple[int, int]] = {"plain": (45, 13), "pingpong": (180, 20), "auto": (380, 24)}
 """Calls and files that a round may take, by mode."""
@@ -93,13 +97,10 @@ def measure(mode: str) -> list[Round]:
 
     For `auto` these are rounds that ask the draft; fewer than wanted if it does not, prompt after prompt.
     """
-    import specsplit
-    from specsplit import Pipeline
-
-    recorder = Recorder(Path(specsplit.__file__).parent)
     prompts = [json.loads(line)["prompt"] for line in _PROMPTS.read_text(encoding="utf-8").splitlines()]
+    options: dict[str, Any] = {"mode": mode, "temperature": 0.0, "threads": 1, **_OPTIONS.get(mode, {})}
     found: list[Round] = []
-    with _recorded(recorder), Pipeline(mode=mode, temperature=0.0, threads=1, **_OPTIONS.get(mode, {})) as pipeline:
+    with simulated(), _recorded() as recorder, _pipeline(options) as pipeline:
         for number, prompt in enumerate(prompts):
             pipeline.generate(prompt, max_new_tokens=_NUM_TOKENS, ignore_eos=True)
             recorder.end()
@@ -110,12 +111,20 @@ def measure(mode: str) -> list[Round]:
     return found
 
 
+def _pipeline(options: dict[str, Any]) -> Pipeline:
+    from specsplit.api import Pipeline
+
+    return Pipeline(**options)
+
+
 @contextmanager
-def _recorded(recorder: Recorder) -> Iterator[None]:
+def _recorded() -> Iterator[Recorder]:
     """Count the calls of all threads begun inside the block; engines mark where rounds begin and which ask a draft."""
+    import specsplit
     from specsplit.draft.engine import DraftEngine
     from specsplit.target.engine import TargetEngine
 
+    recorder = Recorder(Path(specsplit.__file__).parent)
     verify, propose = TargetEngine.verify, DraftEngine.propose
 
     def marked_verify(engine: Any, *arguments: Any, **named: Any) -> Any:
@@ -129,7 +138,7 @@ def _recorded(recorder: Recorder) -> Iterator[None]:
     TargetEngine.verify, DraftEngine.propose = marked_verify, marked_propose  # type: ignore[method-assign]
     threading.setprofile(recorder)
     try:
-        yield
+        yield recorder
     finally:
         threading.setprofile(None)
         TargetEngine.verify, DraftEngine.propose = verify, propose  # type: ignore[method-assign]
