@@ -84,7 +84,7 @@ class SessionContract(Generic[Worker, Answer]):
             await self.ask(worker, Script().turn(PROMPT, 4))
         assert raised.value.have == 0
 
-    async def test_a_shorter_slot_says_what_it_has_and_takes_the_rest_as_the_next_round(self, worker: Worker) -> None:
+    async def test_a_shorter_slot_says_what_it_has_and_takes_the_rest_next(self, worker: Worker) -> None:
         script, fresh = Script(), Script()
         await self.ask(worker, script.first())
         with pytest.raises(SlotBehind) as raised:
@@ -205,7 +205,7 @@ class SessionContract(Generic[Worker, Answer]):
         with pytest.raises(InvalidRequest):
             await self.ask(worker, replace(turn, tail=OTHER))
 
-    async def test_a_closed_session_is_unknown_and_closing_an_unknown_one_is_ignored(self, worker: Worker) -> None:
+    async def test_a_closed_session_is_unknown_and_may_be_closed_again(self, worker: Worker) -> None:
         script = Script()
         await worker.close(script.session)
         await self.ask(worker, script.first())

@@ -198,7 +198,7 @@ async def test_with_ends_on_stages_no_logits_travel() -> None:
 
 
 @pytest.mark.parametrize(("window", "most"), [(1, 1), (2, 2), (8, 3)])
-async def test_chunks_of_a_prompt_follow_each_other_down_the_chain_within_the_window(window: int, most: int) -> None:
+async def test_chunks_of_a_prompt_follow_each_other_within_the_window(window: int, most: int) -> None:
     async with opened(shards("llama", (1, 2), "stages"), window=window) as chain:
         send, under_way, seen = chain.wire.send, 0, list[int]()
 

@@ -149,9 +149,7 @@ def test_whatever_goes_wrong_the_verdicts_are_the_same(part: int) -> None:
 
 
 @pytest.mark.parametrize(("fault", "error"), [("corrupt", CorruptPacket), ("lost", WorkerUnreachable)])
-def test_a_link_that_never_works_again_is_an_error_and_the_session_survives_it(
-    fault: Fault, error: type[Exception]
-) -> None:
+def test_a_link_that_stays_broken_is_an_error_the_session_survives(fault: Fault, error: type[Exception]) -> None:
     async def main() -> None:
         text = await asyncio.to_thread(truth)
         async with opened(shards("stages"), max_attempts=3) as chain:

@@ -69,7 +69,7 @@ def test_the_schedules_do_what_they_say() -> None:
 
 @pytest.mark.parametrize("mode", ["pingpong", "overlap", "auto"])
 @pytest.mark.parametrize("mute", MUTES)
-def test_a_draft_that_never_answers_costs_a_healthy_request_seconds_at_most(mute: tuple[str, ...], mode: Mode) -> None:
+def test_a_draft_that_never_answers_costs_seconds_at_most(mute: tuple[str, ...], mode: Mode) -> None:
     for seed in range(5):
         healthy = Schedule(seed, rate=0.0, mute=(), mode=mode, lookup=False)
         alone = Schedule(seed, rate=0.0, mute=mute, mode=mode, lookup=False)

@@ -128,7 +128,7 @@ async def several(chain: RemoteOpen) -> list[list[Verdict]]:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-async def test_whatever_goes_wrong_the_verdicts_of_several_sessions_are_the_same(part: int) -> None:
+async def test_whatever_goes_wrong_the_verdicts_of_sessions_are_the_same(part: int) -> None:
     await asyncio.to_thread(truth)
     ends = ENDS[part % 2]
     async with farm_of(shards(ends), spares(ends)) as farm:

@@ -160,7 +160,7 @@ def test_a_stream_made_before_the_end_and_begun_after_it_says_so():
         asyncio.run(anext(later))
 
 
-def test_closing_while_requests_begin_ends_each_with_an_answer_or_the_reason():
+def test_closing_as_requests_begin_gives_each_an_answer_or_a_reason():
     pipeline = Pipeline(mode="plain", max_new_tokens=2)
     gate = threading.Barrier(9)
     outcomes: list[str] = []

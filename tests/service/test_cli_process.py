@@ -231,7 +231,7 @@ def test_what_only_the_model_can_refuse_is_one_sentence_and_exit_2(
 
 
 @pytest.mark.slow
-def test_a_prompt_beyond_the_context_is_one_sentence_and_none_of_the_libraries():
+def test_a_prompt_beyond_the_context_is_one_sentence_of_our_own():
     code, out, err = run("orchestrate", "--prompt-file", "-", stdin=b"x = 1\n" * 2000)
     assert (code, out) == (2, "")
     assert re.match(r"Error: The prompt has \d{4,5} tokens and leaves no room in a context of 4096; ", err), err

@@ -19,9 +19,7 @@ def _mirror(*arguments: str, **changes: str) -> ForkedProcess:
     return ForkedProcess("tests.support.mirror", *arguments, env=env, stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
 
-def test_a_process_has_its_own_arguments_environment_streams_and_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_arguments_environment_streams_and_exit_code_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     process = _mirror("--an", "argument", OMP_NUM_THREADS="3", ONLY_HERE="yes")
     out, err = process.communicate(b"one\ntwo\n", LIMIT_S)

@@ -30,7 +30,7 @@ LARGE = (1 << 31,) * (2 * SMALL_BYTES // 5)
 """Tokens of a tail of twice the size that counts as small."""
 
 
-def test_large_requests_leave_room_for_small_ones_and_nothing_goes_beyond_the_limit():
+def test_large_requests_leave_room_for_small_ones_within_the_limit():
     budget = ByteBudget(8 * SMALL_BYTES)
     assert budget.take(6 * SMALL_BYTES)
     assert not budget.take(SMALL_BYTES + 1)
@@ -60,7 +60,7 @@ def test_the_largest_request_that_a_model_takes_fits_and_little_more(context: in
     assert max(scored, verified) < largest_request(context, vocab_size) < 3 * max(scored, verified) + (1 << 20)
 
 
-async def test_a_request_larger_than_any_that_fits_is_refused_before_it_is_received():
+async def test_a_request_that_can_never_fit_is_refused_unreceived():
     async with (
         serving(LOOPBACK, [TargetService(FakeTarget())], ServerLimits(max_message_bytes=100_000)) as server,
         verifier_at(server) as verifier,
@@ -77,7 +77,7 @@ class Decoded:
     """What a request was decoded to."""
 
 
-async def test_what_a_refused_request_was_decoded_to_is_gone_before_its_status_is_sent():
+async def test_a_refused_request_is_freed_before_its_status_is_sent():
     alive: list[bool] = []
     decoded: list[weakref.ref[Decoded]] = []
 
@@ -100,7 +100,7 @@ async def test_what_a_refused_request_was_decoded_to_is_gone_before_its_status_i
     assert alive == [False]
 
 
-async def test_a_request_too_many_is_refused_before_it_is_parsed_over_all_connections():
+async def test_one_request_too_many_is_refused_over_all_connections():
     gate = asyncio.Event()
     target = FakeTarget(Faults(gate=gate))
     async with (

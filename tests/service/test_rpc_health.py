@@ -106,7 +106,7 @@ async def test_a_device_that_fails_is_not_ready_until_it_computes_again(
         await ask(role, address)
 
 
-async def test_a_device_that_stays_sick_is_not_alive_and_is_so_again_if_it_recovers(monkeypatch: pytest.MonkeyPatch):
+async def test_a_device_that_stays_sick_is_not_alive_until_it_recovers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("specsplit.rpc.supervision.PATIENCE_S", 0.2)
     async with served("target", monkeypatch) as (address, sick, channel):
         live = Health(channel, "liveness")
@@ -121,7 +121,7 @@ async def test_a_device_that_stays_sick_is_not_alive_and_is_so_again_if_it_recov
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_device_that_ended_fails_what_it_had_and_what_comes_and_is_neither_ready_nor_alive(
+async def test_a_device_that_ended_fails_all_work_and_is_not_ready_or_alive(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with served("target", monkeypatch) as (address, sick, channel):
@@ -148,7 +148,7 @@ async def test_a_step_that_outlives_every_call_means_a_hung_device(monkeypatch: 
         await asking
 
 
-async def test_what_requests_do_wrong_says_nothing_and_one_failure_is_looked_into(monkeypatch: pytest.MonkeyPatch):
+async def test_faults_of_requests_do_not_count_and_one_failure_is_checked(monkeypatch: pytest.MonkeyPatch):
     async with served("target", monkeypatch) as (address, sick, channel):
         ready = Health(channel, "readiness")
         assert await ready.next() == SERVING

@@ -33,7 +33,7 @@ def worker_process() -> Iterator[tuple[ForkedProcess, str]]:
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-async def test_a_worker_that_hangs_is_unreachable_within_three_seconds_and_back_when_it_wakes(is_connected: bool):
+async def test_a_hung_worker_is_unreachable_in_three_seconds_until_it_wakes(is_connected: bool):
     with worker_process() as (process, address):
         await check_noticed_soon(address, process.pid, is_connected=is_connected)
         async with verifier_at(address) as verifier:

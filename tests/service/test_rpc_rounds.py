@@ -123,7 +123,7 @@ async def test_errors_of_rounds_come_back_typed_and_touch_no_other():
     assert all(isinstance(answer, Verdict) for answer in answers[:10] + answers[11:])
 
 
-async def test_a_stream_that_breaks_fails_every_round_in_it_and_the_next_one_opens_another():
+async def test_a_broken_stream_fails_its_rounds_and_the_next_opens_another():
     target = Gated()
     async with serving(LOOPBACK, [TargetService(target)]) as server:
         proxy = CountingProxy(int(server.address.rpartition(":")[2]))
@@ -194,7 +194,7 @@ async def test_a_client_that_ends_its_messages_gets_what_it_asked_for():
     assert {answer.id for answer in answers} | {3} == {1, 2, 3, 4, 5}
 
 
-async def test_more_rounds_at_once_than_a_stream_takes_are_refused_and_withdrawn_ones_make_room(
+async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(rounds, "MAX_AT_ONCE", 3)
@@ -305,7 +305,7 @@ async def test_streams_that_break_leave_no_task_behind():
                 await wait_until(lambda: not any("rounds" in task.get_name() for task in asyncio.all_tasks()))
 
 
-async def test_a_client_that_is_closing_takes_no_round_and_is_closed_even_if_that_is_cancelled():
+async def test_a_closing_client_takes_no_round_and_closes_though_cancelled():
     stopped = asyncio.Event()
 
     async def hang(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:

@@ -161,7 +161,7 @@ async def test_what_is_no_worker_at_all_is_unreachable_or_a_mismatch():
             await verifier.ping()
 
 
-async def test_an_address_that_refuses_is_unreachable_at_once_and_closing_there_is_harmless():
+async def test_an_address_that_refuses_is_unreachable_at_once():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         async with asyncio.timeout(LIMIT_S / 4), verifier_at(f"127.0.0.1:{reserved.getsockname()[1]}") as verifier:

@@ -114,7 +114,7 @@ def vars_of(turn: Turn) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("link", ["draft", "target"])
-async def test_a_round_in_steady_state_stays_under_400_bytes_on_the_wire_each_way(link: str):
+async def test_a_steady_round_stays_under_400_bytes_each_way(link: str):
     session = secrets.token_hex(16)
     service = DraftService(Echo()) if link == "draft" else TargetService(Echo())
     async with serving(LOOPBACK, [service]) as server:

@@ -45,7 +45,7 @@ def test_a_chain_is_equal_to_one_process_at_every_boundary(ends: str, capfd: Cap
         assert [stage["num_other_picks"] for stage in found] == [None, None, 0]
 
 
-def test_the_first_stage_that_differs_is_named_though_its_hash_is_the_same(tmp_path: Path, capfd: Capture):
+def test_the_first_stage_that_differs_is_named_at_an_equal_hash(tmp_path: Path, capfd: Capture):
     other = str(altered_model(tmp_path / "other", ALTERED, 0.25))  # where no hash looks
     same = str(EMBEDDED_TARGET)
     with served_stages(_stage("0:2"), _stage("2:5", other), _stage("5:10")) as addresses:
@@ -59,7 +59,7 @@ def test_the_first_stage_that_differs_is_named_though_its_hash_is_the_same(tmp_p
     ]  # fmt: skip
 
 
-def test_weights_that_a_hash_tells_apart_are_refused_before_anything_is_sent(tmp_path: Path, capfd: Capture):
+def test_weights_of_another_hash_are_refused_before_any_packet(tmp_path: Path, capfd: Capture):
     other = str(altered_model(tmp_path / "other", ALTERED, 0.0))
     with served_stages(_stage("0:2"), _stage("2:10", other)) as addresses:
         code, report, err = _check(capfd, addresses)
@@ -74,7 +74,7 @@ def test_a_stage_that_is_not_there_is_one_sentence(capfd: Capture):
     assert err.count("\n") == 1
 
 
-async def test_a_local_stage_that_dies_is_started_again_at_its_address_and_ends_with_the_block():
+async def test_a_local_stage_that_dies_is_started_again_at_its_address():
     told: list[str] = []
 
     def pids() -> list[int]:

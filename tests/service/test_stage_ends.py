@@ -143,7 +143,7 @@ async def test_stages_forget_what_expired_what_failed_and_what_was_scored() -> N
         await wait_until(lambda: is_forgotten(chain))
 
 
-async def test_a_slot_that_a_new_session_takes_is_safe_from_the_end_of_the_old_one(
+async def test_a_slot_taken_anew_is_safe_from_the_end_of_its_old_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every EndSession arrives only when the slot's next session is at work."""
@@ -187,7 +187,7 @@ async def test_slots_that_are_used_again_and_again_compute_nothing_twice() -> No
         await wait_until(lambda: is_forgotten(chain))
 
 
-async def test_a_stage_that_is_silent_holds_up_no_end_and_forgets_once_it_is_back(
+async def test_a_silent_stage_holds_up_no_end_and_forgets_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     proxy, goes_on = SilentProxy(), asyncio.Event()

@@ -164,7 +164,7 @@ async def test_a_stage_that_returns_stands_by_as_a_spare() -> None:
         assert chain.link.statistics.spares_used == [second.address, first.address]
 
 
-async def test_without_a_spare_the_error_names_the_stage_and_the_session_goes_on_later(
+async def test_without_a_spare_the_error_names_the_stage_until_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = await asyncio.to_thread(truth)
@@ -246,7 +246,7 @@ async def in_front_of(
     return through_proxy, proxies, port
 
 
-async def test_a_stage_whose_device_hangs_ends_in_an_error_and_not_in_eight_deadlines() -> None:
+async def test_a_stage_whose_device_hangs_is_an_error_after_one_deadline() -> None:
     async with opened_remote(shards("stages"), link_options={"call_timeout_s": 0.1}) as chain:
         chain.hosts[1].hangs = lambda packet: True
         with pytest.raises(DeadlineExceeded, match="no answer within"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ async def test_a_packet_that_comes_twice_costs_nothing(hop: int, request_id: int
 
 @pytest.mark.parametrize(("request_id", "rows"), [(1, 40), (DECODE, 3)])
 @pytest.mark.parametrize("hop", range(4))
-async def test_a_packet_that_comes_once_more_behind_later_ones_rolls_back_to_its_start(
+async def test_a_packet_repeated_behind_later_ones_rolls_back_to_its_start(
     hop: int, request_id: int, rows: int
 ) -> None:
     """It comes in front of the next but one, whose rows end at 40 or at 45."""
@@ -83,13 +84,16 @@ async def test_a_packet_that_comes_late_costs_nothing_but_time(hop: int, request
         assert (chain.link.statistics.num_late, chain.link.statistics.num_reconnects) == (0, 0)
 
 
-@pytest.mark.parametrize(("request_id", "rows"), [(PREFILL, 24), (DECODE, 1)])
+LATE = [(1, PREFILL), (WAY_BACK, PREFILL), (WAY_BACK, DECODE)]
+"""Hop and request id of packets that come after their deadline; the other places are tested by `make test-all`."""
+ALSO_LATE = [place for place in product(range(4), (PREFILL, DECODE)) if place not in LATE]
+
+
 @pytest.mark.parametrize(
-    "hop", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+    ("hop", "request_id"), [*LATE, *(pytest.param(*place, marks=pytest.mark.slow) for place in ALSO_LATE)]
 )
-async def test_a_packet_that_comes_after_its_deadline_is_sent_again_and_then_refused(
-    hop: int, request_id: int, rows: int
-) -> None:
+async def test_a_packet_past_its_deadline_is_sent_again_and_then_refused(hop: int, request_id: int) -> None:
+    rows = {PREFILL: 24, DECODE: 1}[request_id]
     async with disturbed(request_id, hop, "delayed") as (farm, chain):
         give_up_soon(chain.link, lambda packet: packet.request_id == request_id)
         goes_on = asyncio.Event()
@@ -103,7 +107,7 @@ async def test_a_packet_that_comes_after_its_deadline_is_sent_again_and_then_ref
 
 
 @pytest.mark.parametrize("hop", range(4))
-async def test_packets_of_a_prompt_that_overtake_each_other_are_sent_again_in_order(hop: int) -> None:
+async def test_packets_of_a_prompt_that_swap_places_are_sent_again_in_order(hop: int) -> None:
     async with disturbed(1, hop, "swapped", window=8) as (farm, chain):
         for proxy in farm.proxies:
             proxy.swap_s = 10.0

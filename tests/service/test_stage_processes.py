@@ -161,7 +161,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "sampling"), [(0, "greedy"), (1, "sampled")])
-async def test_a_killed_local_stage_comes_back_and_gets_what_it_held_and_nothing_else(
+async def test_a_killed_local_stage_comes_back_and_is_sent_what_it_held(
     index: int, sampling: str, local: WorkerProcess
 ):
     async with links(local.address, None) as workers:
@@ -268,7 +268,7 @@ async def _disturbed(cut: Cut, sampling: str, action: Callable[[], Awaitable[Non
 
 
 @pytest.mark.slow
-async def test_a_stage_told_to_stop_hands_its_slots_to_the_spare_and_a_hung_one_is_replaced(spared: Cut):
+async def test_a_stopping_stage_hands_over_its_slots_and_a_hung_one_is_replaced(spared: Cut):
     assert spared.spare is not None
     leaving, spare = spared.stages[1], spared.spare
 

@@ -87,7 +87,7 @@ async def refusal(stages: Sequence[LoadedShard], spares: Sequence[LoadedShard] =
         return str(refused.value), addresses
 
 
-async def test_a_chain_with_a_stage_that_does_not_fit_is_refused_with_the_reason() -> None:
+async def test_a_chain_with_an_unfit_stage_is_refused_with_the_reason() -> None:
     first, second, third = shards().stages
     reason, addresses = await refusal([first, other_shard(1, 2, seed=2), third])
     assert f"The stage at {addresses[1]} has other weights for layers 1:2" in reason
@@ -200,7 +200,7 @@ def lying(data: bytes, at: int, value: int) -> bytes:
     return bytes(lied)
 
 
-async def test_malformed_damaged_and_lying_packets_are_answered_and_the_stage_lives() -> None:
+async def test_malformed_damaged_and_lying_packets_harm_no_stage() -> None:
     async with alone(shards(()).stages[0]) as (_, peer):
         stream = await peer.stream(CHAIN)
         good = b"".join(encode(packet(1)))

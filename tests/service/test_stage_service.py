@@ -157,7 +157,7 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_a_coordinator_that_leaves_frees_the_slots_and_leaves_nothing_behind() -> None:
+async def test_a_coordinator_that_leaves_leaves_nothing_behind() -> None:
     async def use() -> None:
         async with opened_remote(shards((1,), "stages")) as chain:
             await plain_text(chain.target, prompt(9), params("greedy", 9), 2)
@@ -178,7 +178,7 @@ async def test_a_coordinator_that_leaves_frees_the_slots_and_leaves_nothing_behi
     await wait_until(lambda: num_descriptors() <= descriptors)  # gRPC closes them in its own time
 
 
-async def test_a_draining_stage_is_left_for_a_spare_without_a_row_computed_twice() -> None:
+async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() -> None:
     model = shards((1, 2), "coordinator")
     texts, _ = await asyncio.to_thread(expected, "hot", "tree")
     async with opened_remote(model, [Shards.load(folder(), 3, (1, 2), "coordinator").stages[1]]) as chain:

@@ -18,7 +18,7 @@ STEP_TIMEOUT_S = 4.5
 
 
 @pytest.mark.slow
-def test_a_stage_that_answers_and_never_ends_its_step_is_given_up_when_the_setting_says(
+def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     text = generated(capfd, "--mode", "plain")

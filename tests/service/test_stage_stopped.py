@@ -95,7 +95,7 @@ async def test_a_stage_stopped_in_the_prefill_is_replaced(index: int, processes:
 
 
 @pytest.mark.parametrize("index", range(len(LAYERS)))
-async def test_a_stage_stopped_in_the_prefill_without_a_spare_is_an_error_and_mends(
+async def test_a_stage_stopped_in_the_prefill_without_a_spare_is_an_error(
     index: int, processes: list[WorkerProcess]
 ) -> None:
     text = await asyncio.to_thread(truth)

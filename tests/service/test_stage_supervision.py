@@ -51,7 +51,7 @@ async def _answer(peer: StagePeer) -> StagePing:
 
 
 @pytest.mark.slow
-async def test_a_stopped_local_stage_is_killed_and_its_sessions_go_on_at_the_same_address(tmp_path: Path):
+async def test_a_stopped_local_stage_is_killed_and_its_sessions_go_on(tmp_path: Path):
     target = WorkerProcess("target", tmp_path, "--local-stages", "2", "--threads", "1")
     try:
         async with links(target.address, None) as workers:
@@ -79,7 +79,7 @@ async def test_a_stopped_local_stage_is_killed_and_its_sessions_go_on_at_the_sam
 
 
 @pytest.mark.slow
-async def test_a_local_stage_on_a_step_that_does_not_end_is_killed_though_it_answers(
+async def test_a_local_stage_on_an_endless_step_is_killed_though_it_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     start, told = asyncio.create_subprocess_exec, list[str]()

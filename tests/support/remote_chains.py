@@ -177,14 +177,14 @@ async def mended(chain: RemoteOpen, reconnect_s: float = LIMIT_S) -> None:
 
 
 def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
-    """Let the link wait two seconds only for the first packet that `is_late`; one packet is under way at a time."""
+    """Let the link wait one second only for the first packet that `is_late`; one packet is under way at a time."""
     send, is_over = link.send, False
 
     async def send_with_deadline(packet: Packet) -> Packet:
         nonlocal is_over
         is_now = not is_over and is_late(packet)
         is_over = is_over or is_now
-        link._call_timeout_s = 2.0 if is_now else 2 * LIMIT_S
+        link._call_timeout_s = 1.0 if is_now else 2 * LIMIT_S
         return await send(packet)
 
     link.send = send_with_deadline  # type: ignore[method-assign]
