@@ -6,7 +6,7 @@ Legend: V vocabulary. Token ids are ints below V; positions count tokens from th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -252,12 +252,17 @@ class TokenizerFiles:
     """By file name; empty where the asker knew `hash` already."""
 
 
-def quantised_log_prob(log_prob: float) -> float:
-    """Return the nearest log-probability that one byte can say: 0 to -15.9375 in steps of 1/16.
+def quantised_log_probs(log_probs: Iterable[float]) -> tuple[float, ...]:
+    """Return the nearest log-probabilities that one byte can say: 0 to -15.9375 in steps of 1/16.
 
     Every drafter rounds so, in process too, so that a transport changes nothing.
     """
-    return -min(round(min(-log_prob, 16.0) * 16), 255) / 16
+    return tuple([-min(round(min(-log_prob, 16.0) * 16), 255) / 16 for log_prob in log_probs])
+
+
+def quantised_log_prob(log_prob: float) -> float:
+    """Return the nearest log-probability that one byte can say, as `quantised_log_probs` does."""
+    return quantised_log_probs((log_prob,))[0]
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:

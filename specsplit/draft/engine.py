@@ -1,6 +1,6 @@
 """The draft: grows token trees with the small model over its own KV slots. Implements the Drafter port.
 
-Its picks only decide what is offered; the text is the target's whatever happens here.
+Its picks only decide which nodes are offered; the text is the target's whatever happens here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
-from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_prob
+from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_probs
 from specsplit.draft.tree import ROOT_INDEX, DraftTree
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
-from specsplit.engine.session import WorkerSession, prefill
+from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates
@@ -38,7 +38,7 @@ class DraftEngine(Engine):
             raise InvalidRequest("A tree needs a token to hang on; the session has none.", param="tail")
         if length > self._model.context:
             raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
-        if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._model.vocab_size):
+        if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
         if budget.max_new_nodes > self._model.node_limit:
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
@@ -58,7 +58,7 @@ class DraftEngine(Engine):
 
 
 class _Grower:
-    """The tree of one session in one epoch, and the rows it occupies behind the slot's committed tokens."""
+    """The tree of one session in one epoch; the slot's rows are [committed tokens | forwarded nodes | free]."""
 
     def __init__(self, model: LoadedModel, session: WorkerSession) -> None:
         self._model, self._session = model, session
@@ -66,14 +66,30 @@ class _Grower:
         self._last_number = 0
 
     def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
-        """Bring the tree to the turn's tokens, grow it, and return the nodes numbered above `known_nodes`."""
+        """Bring the tree to the turn's tokens, grow it level by level, and return the nodes above `known_nodes`.
+
+        It grows until the best `max_new_nodes` nodes are known, or as many nodes have been forwarded.
+        """
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
         length = turn.base_length + len(turn.tail)
         max_depth = min(budget.max_depth, self._model.context - length)
+        num_forwarded = 0
         try:
             pending = self._align(turn)
-            yield from self._grow(pending, budget, max_depth)
+            if len(pending) > MAX_STEP_TOKENS:
+                pending = yield from prefill(self._session, pending)
+            while max_depth > 0:
+                room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_forwarded)
+                frontier = self._frontier(budget.max_new_nodes, max_depth)[:room]
+                if not frontier:
+                    break
+                num_forwarded += len(frontier) if frontier != [ROOT_INDEX] else 0
+                logits = yield self._sequence_input(pending, frontier)
+                if pending:
+                    self._session.extend(pending)
+                    pending = ()
+                self._expand(frontier, logits, min(budget.max_branching, budget.max_new_nodes))
         except BaseException:
             self._tree = DraftTree()  # a row may have been promised to a node and never written
             raise
@@ -82,7 +98,7 @@ class _Grower:
     def _align(self, turn: Turn) -> Sequence[int]:
         """Bring slot and tree to the turn's committed tokens; return the tokens that still need a forward.
 
-        As far as the tail lies in the tree, the tree re-roots and its rows stay; what lies beside is dropped.
+        If the tail lies in the tree, the tree re-roots and its rows stay; every other branch is dropped.
         """
         session, tree = self._session, self._tree
         keep, held = session.common_length(turn), len(session.ids)
@@ -101,9 +117,13 @@ class _Grower:
         return tail
 
     def _reroot(self, path: list[int], tail: Sequence[int]) -> Sequence[int]:
+        """Commit the nodes of `path`, which spell the tail's first tokens; return the tokens that follow them.
+
+        Rows: [base | tree in the order of forwards] becomes [base | path | kept subtree], by moving rows downwards.
+        """
         session = self._session
         self._tree, path_rows, kept_rows = self._tree.reroot(path)
-        if len(path) < len(tail):  # what follows the path was not drafted: of the tree only the path's rows are of use
+        if len(path) < len(tail):  # the tokens behind the path were not drafted, so no subtree hangs below them
             self._tree, kept_rows = DraftTree(), []
         base = len(session.ids)
         rows = [base + row for row in path_rows + kept_rows]
@@ -111,33 +131,18 @@ class _Grower:
         session.extend(tail[: len(path_rows)])
         return tail[len(path_rows) :]
 
-    def _grow(self, pending: Sequence[int], budget: Budget, max_depth: int) -> Generator[SequenceInput, Tensor, None]:
-        """Forward level by level until the best `max_new_nodes` nodes are known, or as many nodes have been fed."""
-        pending = yield from prefill(self._session, pending)
-        num_fed = 0
-        while max_depth > 0:
-            room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_fed)
-            frontier = self._frontier(budget.max_new_nodes, max_depth)[:room]
-            if not frontier:
-                break
-            num_fed += len(frontier) if frontier != [ROOT_INDEX] else 0
-            logits = yield self._entry(pending, frontier)
-            if pending:
-                self._session.extend(pending)
-                pending = ()
-            self._expand(frontier, logits, min(budget.max_branching, budget.max_new_nodes))
-
     def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
-        """Return the nodes to expand in the next level, the likeliest first."""
+        """Return the nodes to expand in the next level, the likeliest first; nothing grows below an end of text."""
         tree = self._tree
         if not tree.is_root_expanded:
             return [ROOT_INDEX]
         sampler = self._session.sampler
-        assert sampler is not None
+        assert sampler is not None, "the session has begun"
         eos_ids = sampler.params.eos_ids
         return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids]
 
-    def _entry(self, pending: Sequence[int], frontier: list[int]) -> SequenceInput:
+    def _sequence_input(self, pending: Sequence[int], frontier: list[int]) -> SequenceInput:
+        """Return the next forward: the pending tokens to expand the root, or else the frontier's nodes."""
         tree, slot = self._tree, self._session.slot
         if frontier == [ROOT_INDEX]:
             return SequenceInput(slot.index, slot.length, pending)
@@ -147,15 +152,16 @@ class _Grower:
         return SequenceInput(slot.index, slot.length, token_ids, tree.row_parents(), num_logits=len(frontier))
 
     def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
-        """Add the best children of every frontier node."""
+        """Add the best children of every frontier node; `logits` [N, V] has a row for each."""
         tree, session = self._tree, self._session
         sampler = session.sampler
-        assert sampler is not None
+        assert sampler is not None, "the session has begun"
         is_root = frontier == [ROOT_INDEX]
-        row_depths = [0] if is_root else [tree.depths[node] for node in frontier]
-        paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
-        scored = sampler.scores(logits, session.ids, row_depths, paths)
-        token_ids, log_probs = candidate_estimates(scored, branching)
+        if not sampler.changes_nothing:
+            row_depths = [0] if is_root else [tree.depths[node] for node in frontier]
+            paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
+            logits = sampler.scores(logits, session.ids, row_depths, paths)
+        token_ids, log_probs = candidate_estimates(logits, branching)
         if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
             raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")
         tree.is_root_expanded = True
@@ -163,6 +169,7 @@ class _Grower:
             tree.add_children(node, children, estimates)
 
     def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
+        """Return the best nodes that were not sent yet, numbered from now on."""
         tree = self._tree
         new = tree.best_unsent(max_nodes, max_depth)  # parents first: a child ranks behind its parent
         first_node = self._last_number + 1
@@ -174,5 +181,5 @@ class _Grower:
             root_position=root_position,
             token_ids=tuple([tree.token_ids[node] for node in new]),
             parents=tuple([ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new]),
-            log_probs=tuple([quantised_log_prob(tree.log_probs[node]) for node in new]),
+            log_probs=quantised_log_probs([tree.log_probs[node] for node in new]),
         )

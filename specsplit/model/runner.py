@@ -23,7 +23,7 @@ from specsplit.model.attention.metadata import AttentionMetadata, OneTokenMetada
 from specsplit.model.fused_linear import fuse_linears
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import ProbeResult
-from specsplit.sampling.rows import of_array
+from specsplit.sampling.pick import tensor_over
 
 Forward = Callable[..., Tensor]
 _RECORDING_TOLERANCE = 1e-5
@@ -115,7 +115,7 @@ class Runner:
         num_rows = logit_rows.shape[0]
         if self._is_cuda or num_rows * self.vocab_size > _MOST_LOGITS:
             return (self._no_memory,)
-        return (of_array(np.empty((num_rows, self.vocab_size), np.float32)),)
+        return (tensor_over(np.empty((num_rows, self.vocab_size), np.float32)),)
 
     def _model_forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor

@@ -7,17 +7,37 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specsplit.sampling.rows import as_array
-
 _FEW = 3
 """With two more than the best the estimates order growth as well as the sum over the vocabulary does (docs/log.md)."""
+_ARRAY = "specsplit_array"
+"""The attribute by which a tensor knows the numpy array that it was made from."""
+
+
+def tensor_over(array: NDArray[Any]) -> Tensor:
+    """Return a tensor on the memory of `array`, which it keeps at hand for `as_array`.
+
+    Right after a forward, whose weights have swept the caches, `Tensor.numpy` takes longer than finding the best of
+    4,096 tokens; `from_numpy` takes a tenth of it. Views and results of operators are tensors like any other; a tensor
+    made here is neither reshaped in place nor deep-copied.
+    """
+    rows = torch.from_numpy(array)
+    setattr(rows, _ARRAY, array)
+    return rows
+
+
+def as_array(rows: Tensor) -> NDArray[Any]:
+    """Return rows on the CPU as a numpy array: their own memory, or a float32 copy of half precision."""
+    kept: NDArray[Any] | None = getattr(rows, _ARRAY, None)
+    if kept is not None:
+        return kept
+    return (rows if rows.dtype in (torch.float32, torch.float64) else rows.float()).numpy()
 
 
 def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
@@ -36,72 +56,80 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
 
 def pick(scores: Tensor) -> Tensor:
     """Return the best token of each row, int64 [N]; of equal scores the lowest id wins."""
-    if scores.is_cpu:
-        return torch.from_numpy(_best(scores))
+    if scores.is_cpu:  # numpy finds the same first maximum in a tenth of torch's time
+        return torch.from_numpy(as_array(scores).argmax(axis=-1))
     return scores.argmax(dim=-1)
 
 
-def picked(scores: Tensor) -> list[int] | None:
-    """Return `pick` of each row; None where a score is not a number."""
+def try_pick(scores: Tensor) -> list[int] | None:
+    """Return `pick` of each row; None if a score is not a number."""
     if not scores.is_cpu:
         return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
+    # The argmax of a row with a NaN is the NaN, so a look at the best scores finds every one.
     rows = as_array(scores)
     if len(rows) == 1:
         token_id = int(rows.argmax())
         return None if math.isnan(rows.item(token_id)) else [token_id]
-    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # of a row with a NaN, the NaN
-    best = [rows.item(row, token_id) for row, token_id in enumerate(token_ids)]
-    return None if any(map(math.isnan, best)) else token_ids
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()
+    for row, token_id in enumerate(token_ids):
+        if math.isnan(rows.item(row, token_id)):
+            return None
+    return token_ids
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     """Return each row's k (one at least) best token ids, best first, and estimates of their log-probabilities.
 
-    Their law is that of k tokens sampled without replacement; the first is `pick`'s, of equals the lower id is first.
-    An estimate says how likely the target picks the same token: it is the share of exp(score) among the best few, a
-    function of the gaps between perturbed scores (docs/algorithms.md, section 2), which needs no sum over the
-    vocabulary. Left out are tokens that the processors cut and what is not a number.
+    Their law is that of k tokens sampled without replacement; the first is `pick`'s, and among equals the lower id is
+    first. An estimate says how likely the target picks the same token: it is the share of exp(score) among the best
+    few, a function of the gaps between perturbed scores (docs/algorithms.md 2), which needs no sum over the vocabulary.
+    Left out are tokens that the processors cut and scores that are not numbers.
     """
     token_ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    for ids, values in _ranked(scores, max(k + 1, _FEW)):
-        shares = [math.exp(value - values[0]) for value in values]
-        log_sum = math.log(sum(shares)) if shares else 0.0
+    count = max(k + 1, _FEW)
+    for ids, values in _best_of_rows(scores, count):
+        log_sum, best = 0.0, values[0] if values else 0.0
+        if values:
+            log_sum = math.log(sum([math.exp(value - best) for value in values]))
         token_ids.append(ids[:k])
-        log_probs.append([value - values[0] - log_sum for value in values[:k]])
+        log_probs.append([value - best - log_sum for value in values[:k]])
     return token_ids, log_probs
 
 
-def _ranked(scores: Tensor, count: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield per row the ids of the `count` best scores that are numbers, of equals the lower id first, with the scores.
+_Best = tuple[list[int], list[float]]
 
-    `scores` are as they were in the end.
-    """
+
+def _best_of_rows(scores: Tensor, count: int) -> Iterable[_Best]:
+    """Return per row the ids of its `count` best finite scores, and the scores; among equals the lower id is first."""
     if not scores.is_cpu:
-        values, ids = scores.topk(min(count, scores.shape[-1]))  # which may leave out some of many equals
-        for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
-            top: float = row_values[0]
-            held = {best: top} | dict(zip(row_ids, row_values, strict=True)) if math.isfinite(top) else {}
-            ranked = sorted(held, key=lambda token_id: (-held[token_id], token_id))[:count]
-            kept = [token_id for token_id in ranked if math.isfinite(held[token_id])]
-            yield kept, [held[token_id] for token_id in kept]
-        return
-    for row in as_array(scores):
-        found_ids: list[int] = []
-        found: list[float] = []
-        while len(found) < count:
-            token_id = int(row.argmax())  # a scan for each of a few takes less time than a topk
-            value: float = row.item(token_id)
-            if not math.isfinite(value):
-                break
-            found_ids.append(token_id)
-            found.append(value)
-            row[token_id] = -math.inf
-        for token_id, value in zip(found_ids, found, strict=True):
-            row[token_id] = value  # as it was
-        yield found_ids, found
+        return _best_by_topk(scores, count)
+    return [_best_by_scans(row, count) for row in as_array(scores)]
 
 
-def _best(scores: Tensor) -> NDArray[np.integer]:
-    """Return `pick` of scores on the CPU: numpy finds the same first maximum in a tenth of torch's time."""
-    return as_array(scores).argmax(axis=-1)
+def _best_by_scans(row: NDArray[Any], count: int) -> _Best:
+    """Return the best of one row [V], which is as it was in the end; a scan for each of a few is faster than a topk."""
+    ids: list[int] = []
+    values: list[float] = []
+    while len(ids) < count:
+        token_id = int(row.argmax())
+        value: float = row.item(token_id)
+        if not math.isfinite(value):
+            break
+        ids.append(token_id)
+        values.append(value)
+        row[token_id] = -math.inf
+    for token_id, value in zip(ids, values, strict=True):
+        row[token_id] = value
+    return ids, values
+
+
+def _best_by_topk(scores: Tensor, count: int) -> Iterable[_Best]:
+    values, ids = scores.topk(min(count, scores.shape[-1]))
+    for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
+        top: float = row_values[0]
+        # A topk may leave out some of many equals, and with them the lowest id, which is `pick`'s.
+        found = {best: top} | dict(zip(row_ids, row_values, strict=True)) if math.isfinite(top) else {}
+        ranked = sorted(found, key=lambda token_id: (-found[token_id], token_id))[:count]
+        kept = [token_id for token_id in ranked if math.isfinite(found[token_id])]
+        yield kept, [found[token_id] for token_id in kept]

@@ -17,7 +17,8 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.sampling.pick import picked
+from specsplit.sampling.pick import try_pick
+from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
 from specsplit.target.stream import MAX_DEPTH, TargetStream
@@ -77,7 +78,7 @@ class TargetEngine(Engine):
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:
         length = turn.base_length + len(turn.tail)
-        vocab_size = self._model.vocab_size
+        vocab_size = self._vocab_size
         if proposal.token_ids or proposal.parents or proposal.log_probs:
             max_depth = min(MAX_DEPTH, self._model.context - length)
             check_proposal(proposal, vocab_size=vocab_size, max_nodes=self._model.node_limit, max_depth=max_depth)
@@ -95,60 +96,71 @@ class TargetEngine(Engine):
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[SequenceInput, Tensor, Verdict]:
         session = self._sessions.enter(turn, proposal)
         try:
-            if not isinstance(session.answer, Verdict):
-                if proposal.token_ids:
-                    _check_numbers(session, proposal)
-                session.answer = yield from self._verdict(session, turn, proposal)
-                if proposal.token_ids:
-                    session.kept = proposal.first_node + len(proposal.token_ids) - 1
-            return session.answer
+            if isinstance(session.answer, Verdict):
+                return session.answer
+            if proposal.token_ids:
+                _check_numbers(session, proposal)
+            length = turn.base_length + len(turn.tail)
+            keep = turn.base_length
+            if keep < len(session.ids):  # the last token is always forwarded: its logits are needed
+                keep = min(session.common_length(turn), length - 1)
+                session.truncate(keep)
+            tail = turn.tail[keep - turn.base_length :]
+            if len(tail) > MAX_STEP_TOKENS:
+                tail = yield from prefill(session, tail)
+            tree = parent_indices(proposal) if proposal.token_ids else []
+            logits = yield self._sequence_input(session, tail, proposal, tree)
+            session.extend(tail)
+            picks = self._picks(session, logits, proposal, tree)
+            if tree:
+                verdict = self._commit(session, length, proposal, tree, picks)
+            else:
+                verdict = Verdict(accepted=(), token_ids=tuple(picks), length=session.slot.length)
+            session.answer = verdict
+            return verdict
         finally:
             self._sessions.leave(session)
 
-    def _verdict(
-        self, session: WorkerSession, turn: Turn, proposal: Proposal
-    ) -> Generator[SequenceInput, Tensor, Verdict]:
-        length = turn.base_length + len(turn.tail)
-        keep = min(session.common_length(turn), length - 1)  # the last token is always forwarded: its logits are needed
-        session.truncate(keep)
-        tail = turn.tail[keep - turn.base_length :]
-        if len(tail) > MAX_STEP_TOKENS:
-            tail = yield from prefill(session, tail)
-        tree = parent_indices(proposal) if proposal.token_ids else []
-        logits = yield self._entry(session, tail, proposal, tree)
-        session.extend(tail)
-        picks = self._picks(session, logits, proposal, tree)
-        if not tree:
-            return Verdict(accepted=(), token_ids=tuple(picks), length=session.slot.length)
+    def _commit(
+        self, session: WorkerSession, length: int, proposal: Proposal, tree: Sequence[int], picks: Sequence[int]
+    ) -> Verdict:
+        """Keep the rows of the accepted path, and answer it with the bonus token.
+
+        Rows: [committed, `length` of them | the proposal's nodes] becomes [committed | accepted path | free].
+        """
         accepted, token_ids = walk(tree, proposal.token_ids, picks)
         if accepted:
             self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
             session.extend(token_ids[:-1])
+        first, num_nodes = proposal.first_node, len(proposal.token_ids)
+        session.kept = first + num_nodes - 1
         return Verdict(
-            accepted=tuple([proposal.first_node + node for node in accepted]),
+            accepted=tuple([first + node for node in accepted]),
             token_ids=tuple(token_ids),
             length=session.slot.length,
-            verified=tuple(range(proposal.first_node, proposal.first_node + len(proposal.token_ids))),
+            verified=tuple(range(first, first + num_nodes)),
         )
 
     @staticmethod
-    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> SequenceInput:
-        last = len(tail) - 1  # the tree's root among the rows behind base_length
-        is_chain = not tree or all(parent == node - 1 for node, parent in enumerate(tree))
-        parents = None if is_chain else [*range(-1, last), *(last + 1 + parent for parent in tree)]
+    def _sequence_input(
+        session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
+    ) -> SequenceInput:
+        """Return the forward of the tail and the tree: rows [base | tail | nodes], the root being the tail's last."""
+        last = len(tail) - 1  # the root among the rows behind base_length
+        parents = None if is_chain(tree) else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids = [*tail, *proposal.token_ids]
         return SequenceInput(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(tree) + 1)
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the target's pick at the root and at every node."""
         sampler = session.sampler
-        assert sampler is not None
-        paths: list[list[int]] | None = None
-        if sampler.needs_paths:
-            paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
-        row_depths = [0, *depths(tree)] if tree else [0]
-        scored = logits if sampler.changes_nothing else sampler.scores(logits, session.ids, row_depths, paths)
-        token_ids = picked(scored)
+        assert sampler is not None, "the session has begun"
+        if not sampler.changes_nothing:
+            paths: list[list[int]] | None = None
+            if sampler.needs_paths:
+                paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
+            logits = sampler.scores(logits, session.ids, [0, *depths(tree)], paths)
+        token_ids = try_pick(logits)
         if token_ids is None:
             raise ModelDamaged(
                 f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
@@ -161,7 +173,7 @@ def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:
     """Refuse a tree that uses numbers again: an answer about them could mean either node.
 
     Raises:
-        InvalidRequest: it does.
+        InvalidRequest: a number was verified before in this epoch.
     """
     last = session.kept if isinstance(session.kept, int) else 0
     if proposal.first_node <= last:

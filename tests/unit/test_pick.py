@@ -10,8 +10,7 @@ import torch
 
 from specsplit.core.types import quantised_log_prob
 from specsplit.sampling.noise import gumbel_rows
-from specsplit.sampling.pick import candidate_estimates, pick, picked, scores
-from specsplit.sampling.rows import as_array, of_array
+from specsplit.sampling.pick import as_array, candidate_estimates, pick, scores, tensor_over, try_pick
 
 
 def test_scores_are_divided_and_summed_in_float64() -> None:
@@ -114,14 +113,14 @@ def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly_at_the_top() -
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_picks_of_rows_with_something_that_is_not_a_number_are_none(dtype: torch.dtype) -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0], [0.5, float("inf"), -float("inf")]], dtype=dtype)
-    assert picked(rows) == pick(rows).tolist() == [1, 1]
+    assert try_pick(rows) == pick(rows).tolist() == [1, 1]
     rows[1, 2] = float("nan")
-    assert picked(rows) is None
+    assert try_pick(rows) is None
 
 
 def test_rows_made_of_an_array_are_that_array() -> None:
     array = np.zeros((2, 3), np.float32)
-    rows = of_array(array)
+    rows = tensor_over(array)
     rows[1, 2] = 4.0
     assert as_array(rows) is array
     assert array[1, 2] == 4.0

@@ -57,8 +57,10 @@ class ChainTarget(TargetEngine):
         return tuple(values)
 
     @staticmethod
-    def _entry(session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]) -> SequenceInput:
-        entry, sampler = TargetEngine._entry(session, tail, proposal, tree), session.sampler
+    def _sequence_input(
+        session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
+    ) -> SequenceInput:
+        entry, sampler = TargetEngine._sequence_input(session, tail, proposal, tree), session.sampler
         assert sampler is not None
         return ChainInput(
             entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, Ask(sampler.params)
