@@ -29,7 +29,7 @@ from benchmarks.peers.ours_remote import worker
 from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
-from specsplit.assembly.links import connected
+from specsplit.assembly.links import remote_workers
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, TargetSettings
@@ -96,7 +96,7 @@ def on_loopback(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str,
         reached = Settings(
             target=TargetSettings(address=addresses["target"]), draft=DraftSettings(address=addresses["draft"])
         )
-        workers = loop.run(links.enter_async_context(connected(reached)))
+        workers = loop.run(links.enter_async_context(remote_workers(reached)))
         systems = [ours(ServedMode(mode, mode), loop, workers) for mode in modes]
         return measured(systems, settled.tasks(workers.tokenizer.encode), settled.num_rounds, tick, IN_TURNS)
 

@@ -25,7 +25,7 @@ from benchmarks.one_command import run_command
 from benchmarks.proxy import Proxy
 from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.links import connected
+from specsplit.assembly.links import remote_workers
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
 from specsplit.model.extra import require_worker_extra
@@ -104,7 +104,7 @@ class Bench:
         for placement in self._placements:
             address = await self._start(placement)
             settings = Settings(target=TargetSettings(address=address))
-            workers = await self._links.enter_async_context(connected(settings))
+            workers = await self._links.enter_async_context(remote_workers(settings))
             self._owners[placement.name] = Orchestrator(
                 workers.verifier, None, workers.tokenizer, Speculation(mode="plain")
             )

@@ -13,7 +13,7 @@ from benchmarks.pair import Pair
 from benchmarks.peers.at_once import Network
 from benchmarks.peers.factories import Shape
 from benchmarks.peers.ours_remote import worker
-from specsplit.assembly.links import connected
+from specsplit.assembly.links import remote_workers
 from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
@@ -94,7 +94,7 @@ async def _generate(settings: TraceSettings, addresses: dict[str, str], path: Pa
         orchestrator=OrchestratorSettings(),
     )
     text = workloads.load(workloads.CODE, 1)[0].text
-    async with connected(links) as workers:
+    async with remote_workers(links) as workers:
         orchestrator = workers.orchestrator(settings.orchestrator())
         prompt_ids = tuple(workers.tokenizer.encode(text))
         warm_up = Request(prompt_ids=prompt_ids, max_new_tokens=_NUM_WARM_UP_TOKENS, ignore_eos=True)

@@ -13,7 +13,7 @@ from specsplit.core.errors import ResourceError
 ANY_PORT = "127.0.0.1:0"
 _HELD = """
 import json, sys
-import specsplit.assembly.workers, specsplit.cli.serve, specsplit.model.loader, specsplit.rpc.server
+import specsplit.assembly.serving, specsplit.cli.serve, specsplit.model.loader, specsplit.rpc.server
 print(json.dumps({"event": "held"}), flush=True)
 if sys.stdin.readline():  # nothing where whoever holds it has ended
     from specsplit.cli.main import main

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from specsplit.assembly.models import load_models
+from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request
-from specsplit.assembly.workers import opened
 from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.event_loop import new_event_loop
@@ -110,7 +110,7 @@ class Pipeline:
         self._gate = threading.Lock()
         """Held where a request begins and where closing does, so that none begins afterwards."""
         self._is_closed = False
-        self._opened = opened(settings, models)
+        self._opened = open_workers(settings, models)
         opening = self._submit(self._opened.__aenter__())
         try:
             self._workers = opening.result()

@@ -23,8 +23,8 @@ from benchmarks.proxy import Conditions, Proxy
 from benchmarks.statistics import median
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.links import connected
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.links import remote_workers
+from specsplit.assembly.workers import Workers
 from specsplit.core import defaults, event_loop
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
@@ -130,7 +130,7 @@ class Points:
             draft=DraftSettings(address=addresses.get("draft")),
             orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
         )
-        workers = await self._links.enter_async_context(connected(settings))
+        workers = await self._links.enter_async_context(remote_workers(settings))
         for mode in self._setup.modes:
             served = ServedMode(mode, mode, self._setup.shape, self._setup.lookup)
             self._systems[point, mode] = AtOnce(mode, self._loop, orchestrator(served, workers))

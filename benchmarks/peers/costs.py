@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from benchmarks.limits import ROWS, Costs
 from benchmarks.statistics import median
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.workers import Workers
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import ROOT, Budget, Proposal, SessionParams, Turn, prefix_hash
 

@@ -18,7 +18,7 @@ from benchmarks.peers.ours import Ours, orchestrator, request_of
 from benchmarks.peers.ours_remote import worker
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.links import connected
+from specsplit.assembly.links import remote_workers
 from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
@@ -163,7 +163,7 @@ class FatefulPair:
             draft=DraftSettings(address=self._draft.address),
             orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
         )
-        workers = await self._links.enter_async_context(connected(settings))
+        workers = await self._links.enter_async_context(remote_workers(settings))
         setup = self._setup
         plain, auto = (
             orchestrator(ServedMode(mode, mode, setup.shape, setup.lookup), workers) for mode in (PLAIN, AUTO)

@@ -13,8 +13,8 @@ from benchmarks.peers import costs
 from benchmarks.peers.factories import ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.assembly.models import load_models
-from specsplit.assembly.orchestrators import Workers
-from specsplit.assembly.workers import opened
+from specsplit.assembly.opening import open_workers
+from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
@@ -37,7 +37,7 @@ class InProcess:
         self._engines = AsyncExitStack()
 
     def __enter__(self) -> InProcess:
-        self._workers = self._loop.run(self._engines.enter_async_context(opened(self._settings, self._models)))
+        self._workers = self._loop.run(self._engines.enter_async_context(open_workers(self._settings, self._models)))
         self.systems = [ours(mode, self._loop, self._workers) for mode in self._modes]
         return self
 

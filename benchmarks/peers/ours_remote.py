@@ -13,8 +13,8 @@ from benchmarks.peers.factories import ServedMode, Shape
 from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
 from benchmarks.worker_process import ANY_PORT, WorkerProcess
-from specsplit.assembly.links import connected
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.links import remote_workers
+from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
@@ -139,7 +139,7 @@ async def _connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Worke
         draft=DraftSettings(address=addresses.get("draft")),
         orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
     )
-    return await stack.enter_async_context(connected(settings))
+    return await stack.enter_async_context(remote_workers(settings))
 
 
 def _speculating(workers: Workers, shape: Shape) -> Orchestrator:

@@ -1,4 +1,4 @@
-"""Settings to objects: engines over models loaded here, or clients of workers elsewhere, and orchestrators over either.
+"""Settings to objects: engines over models loaded here or clients of workers elsewhere, and orchestrators over either.
 
-Importing it is cheap: torch comes with the models, grpc with the links.
+Imports stay cheap: torch comes with the models, grpc with the links.
 """

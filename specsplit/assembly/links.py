@@ -1,4 +1,4 @@
-"""Connections to workers elsewhere, and the target's tokenizer from there. Knows no engines."""
+"""Workers elsewhere: clients of their addresses, and the target's tokenizer fetched from it. Knows no engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.workers import Workers
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
 from specsplit.core.ports import Tokenizer
 from specsplit.core.settings import Settings
@@ -23,25 +23,25 @@ from specsplit.rpc.connectivity import why_unreachable
 
 T = TypeVar("T")
 _PROPOSE_S, _VERIFY_S = 10.0, 600.0
-"""What one call may take: a draft's prefill that is cut off goes on from there, a hung target shows without it."""
+"""Longest time of one call. A draft's prefill that is cut off goes on from there; a hung target shows otherwise."""
 _ONE_TRY_S = 5.0
-"""What a worker gets for one answer while patience ends, unless there is less of it: a dead link shows within it."""
+"""Longest wait for one answer while connecting, if the settings allow that much: a dead link shows within it."""
 
 
 @asynccontextmanager
-async def connected(settings: Settings, note: Note | None = None) -> AsyncGenerator[Workers]:
+async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncGenerator[Workers]:
     """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
 
-    `note` is told once if the target has to be tried again.
+    `note` is called once if the target has to be tried again.
 
     Raises:
-        LinkError: the target cannot be reached for as long as the settings allow, or is none.
+        LinkError: the target cannot be reached within the time of the settings, or the worker there is no target.
         ModelDamaged: its tokenizer cannot be read.
     """
     from specsplit.model.tokenizer import held_tokenizer_hash
     from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 
-    assert settings.target.address is not None, "whoever connects has an address"
+    assert settings.target.address is not None, "remote workers have an address"
     async with AsyncExitStack() as stack:
         verifier = RemoteVerifier(settings.target.address, call_timeout_s=_VERIFY_S)
         stack.push_async_callback(verifier.aclose)
@@ -53,18 +53,19 @@ async def connected(settings: Settings, note: Note | None = None) -> AsyncGenera
 
         async def fetch() -> TokenizerFiles:
             named = (await verifier.ping()).tokenizer_hash
+            # Files that lie in the cache already are not sent again: the target compares the hash.
             return await verifier.tokenizer_files(held_tokenizer_hash(cache / named) if cache and named else "")
 
         chosen = settings.orchestrator
         connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note)
-        files = await connecting.retried(fetch)
+        files = await connecting.retry(fetch)
         workers = Workers(verifier, drafter, _load_tokenizer(files, cache), are_remote=True)
         stack.push_async_callback(workers.aclose)
         yield workers
 
 
 class _Connecting:
-    """The tries at one target, within the time that the settings allow, counted from now."""
+    """Retries calls to one target until the times of the settings are over, which begin when this is made."""
 
     def __init__(self, address: str, retry_s: float, timeout_s: float | None, note: Note | None) -> None:
         limit_s = math.inf if timeout_s is None else timeout_s
@@ -77,12 +78,12 @@ class _Connecting:
     def _left_s(self) -> float:
         return self._give_up_s - time.monotonic()
 
-    async def retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call until the worker answers, for as long as is allowed and at least once.
+    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call until the worker answers, at least once, and return its answer.
 
         Raises:
-            WorkerUnreachable: it never did, and why.
-            SpecSplitError: what it answered.
+            WorkerUnreachable: the worker never answered; the message says why.
+            SpecSplitError: the worker answered with this error.
         """
         pause_s = 0.05
         while True:
@@ -91,37 +92,40 @@ class _Connecting:
             except (WorkerUnreachable, DeadlineExceeded) as error:
                 reason = await why_unreachable(self._address, max(0.1, min(1.0, self._left_s)))
                 if self._left_s < pause_s:
-                    raise self._given_up(error, reason) from error
-                self._tell(error, reason)
+                    raise self._final_error(error, reason) from error
+                self._notify(error, reason)
+            # Random pauses keep clients of a restarted target from coming back all at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, 1.0)
 
     async def _try(self, call: Callable[[], Awaitable[T]]) -> T:
+        # The last try may outlast the time for retries, but never the deadline of the request.
         limit_s = min(max(self._left_s, self._one_try_s), self._deadline_s - time.monotonic())
         try:
             return await asyncio.wait_for(call(), limit_s)
         except TimeoutError as error:
             raise DeadlineExceeded(f"The target at {self._address} gave no answer in time; allow it more.") from error
 
-    def _tell(self, error: SpecSplitError, reason: str | None) -> None:
-        note, self._note = self._note, None  # once is enough
+    def _notify(self, error: SpecSplitError, reason: str | None) -> None:
+        note, self._note = self._note, None
         if note is not None:
             why = reason or str(error).rstrip(".")
             left_s = math.ceil(self._left_s)
             note(f"The target at {self._address} cannot be reached ({why}); trying again for {left_s} s.")
 
-    def _given_up(self, error: SpecSplitError, reason: str | None) -> SpecSplitError:
-        if reason is None:  # something listens there, so that the error says more
+    def _final_error(self, error: SpecSplitError, reason: str | None) -> SpecSplitError:
+        # Without a reason something listens there, and its error says more.
+        if reason is None:
             return error
         return WorkerUnreachable(f"The target at {self._address} cannot be reached: {reason}; check the address.")
 
 
 def _load_tokenizer(files: TokenizerFiles, cache: Path | None) -> Tokenizer:
-    """Return the tokenizer; its files stay in `cache` under their hash, or for want of a writable one nowhere."""
+    """Return the tokenizer; its files stay in `cache` under their hash if that folder can be written."""
     from specsplit.model.tokenizer import tokenizer_from_files
 
     if cache is not None:
-        with contextlib.suppress(ResourceError):  # a folder that cannot be written
+        with contextlib.suppress(ResourceError):
             return tokenizer_from_files(files, cache / files.hash)
     try:
         scratch = tempfile.TemporaryDirectory(prefix="specsplit-")
@@ -135,6 +139,7 @@ def _cache_folder() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         home = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # a user without a home, as in many containers
+    except RuntimeError:
+        # In many containers the user has no home.
         return None
     return home / "specsplit" / "tokenizers"

@@ -55,11 +55,11 @@ def not_recorded(model: LoadedModel) -> str:
 
 
 def load_models(settings: Settings, progress: Progress | None = None) -> Models:
-    """Load the target, and the draft where the settings name one.
+    """Load the target, and the draft if the settings name one.
 
     Raises:
-        MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here, and why.
-        VocabularyMismatch: the two do not speak the same tokens.
+        MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here; the message says why.
+        VocabularyMismatch: draft and target have different tokens.
     """
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
@@ -67,6 +67,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
+    # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
     node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes)
     target = load_model(
         settings.target.model,
@@ -95,6 +96,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
     )
+    # Equal sizes prove nothing: only the tokens themselves, hashed, tell whether the two mean the same by an id.
     if draft.tokenizer is None:
         raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
     check_vocabularies(target.identity, draft.identity)
@@ -105,7 +107,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     """Load the model of a worker that serves.
 
     Raises:
-        MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
+        MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here; the message says why.
     """
     require_worker_extra()
     from specsplit.model.loader import load_model
@@ -133,7 +135,7 @@ def check_vocabularies(target: Identity, draft: Identity) -> None:
     """Refuse a draft of another vocabulary.
 
     Raises:
-        VocabularyMismatch: naming both models.
+        VocabularyMismatch: the two differ; the message names both models.
     """
     if target.vocab_hash != draft.vocab_hash:
         raise VocabularyMismatch(

@@ -1,4 +1,4 @@
-"""What a user asks for to a request. Knows neither models nor workers."""
+"""Turns a prompt and settings into a request. Knows neither models nor workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def check_prompt(prompt: str | Sequence[int]) -> None:
     """
     if not len(prompt):
         raise InvalidRequest("The prompt is empty; give it at least one character.", param="prompt")
+    # A lone surrogate comes from bytes that are no UTF-8; no tokenizer could encode it.
     if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise InvalidRequest("The prompt is not valid UTF-8; convert it first.", param="prompt")
 
 
 def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: OrchestratorSettings) -> Request:
-    """Return the request for `prompt`, a text or token ids; without a seed, 64 random bits are drawn here.
+    """Return the request for `prompt`, a text or token ids; if the settings have no seed, draw one of 64 bits.
 
     Raises:
         InvalidRequest: a value is out of range, or the model has no chat template.

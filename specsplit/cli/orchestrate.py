@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from specsplit.assembly.models import Models, load_models
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request
-from specsplit.assembly.workers import opened
+from specsplit.assembly.workers import Workers
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
@@ -233,7 +233,7 @@ async def _generate(job: _Job, models: Models | None) -> int:
     async with AsyncExitStack() as stack:
         chosen, began_s = job.settings.orchestrator, time.monotonic()
         with _fast_start():
-            workers = await stack.enter_async_context(opened(job.settings, models, render.note))
+            workers = await stack.enter_async_context(open_workers(job.settings, models, render.note))
         load_s = time.perf_counter() - job.started_s
         if chosen.timeout is not None and models is None:  # connecting is part of what the user waits for
             left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specsplit.assembly.models import load_worker, not_recorded
-from specsplit.assembly.workers import serving
+from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config

@@ -1,4 +1,4 @@
-"""Every span and attribute name once, with its unit; knows nothing of who records them."""
+"""Every span and attribute name once, with its meaning and unit."""
 
 from __future__ import annotations
 

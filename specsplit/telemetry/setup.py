@@ -1,4 +1,4 @@
-"""Switches spans on: into a file, one JSON object a line, in the order in which they end. For the command line only."""
+"""Writes spans to a file, one JSON object a line, in the order in which they end. Only the command line imports it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class JsonLinesExporter(SpanExporter):
         """Write each span as one line."""
         lines = [json.dumps(_record(span), separators=(",", ":")) + "\n" for span in spans]
         with self._lock:
-            if self._file.closed:  # a thread that outlived the block; its span has no home
+            # A thread may outlive the block that traces; its spans come too late to be written.
+            if self._file.closed:
                 return SpanExportResult.FAILURE
             self._file.writelines(lines)
         return SpanExportResult.SUCCESS
@@ -59,7 +60,7 @@ def _record(span: ReadableSpan) -> dict[str, object]:
 
 @contextmanager
 def trace_to_file(path: Path) -> Generator[None]:
-    """Record every span of the block in `path`, written anew; whole lines also where the process is killed.
+    """Record every span of the block in `path`, which is overwritten; a process that is killed leaves whole lines.
 
     Raises:
         InvalidSettings: the file cannot be written.

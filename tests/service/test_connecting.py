@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from specsplit.assembly import links
-from specsplit.assembly.links import connected
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.links import remote_workers
+from specsplit.assembly.workers import Workers
 from specsplit.cli import orchestrate
 from specsplit.cli.main import main
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
@@ -50,7 +50,7 @@ def settings(address: str, **given: object) -> Settings:
 
 
 async def connect(address: str, notes: list[str], **given: object) -> None:
-    async with connected(settings(address, **given), notes.append):
+    async with remote_workers(settings(address, **given), notes.append):
         pass
 
 
@@ -92,7 +92,7 @@ async def test_a_target_that_comes_up_meanwhile_is_taken():
             came_up.set()
 
         async def connect_and_ping() -> str:
-            async with connected(settings(refusing, retry=20), note) as workers:
+            async with remote_workers(settings(refusing, retry=20), note) as workers:
                 return (await workers.verifier.ping()).role
 
         connecting = asyncio.create_task(connect_and_ping())
@@ -152,12 +152,12 @@ def test_the_timeout_counts_from_the_start_of_connecting(
     )
 
     @asynccontextmanager
-    async def opened(*args: object) -> AsyncIterator[Workers]:
+    async def open_workers(*args: object) -> AsyncIterator[Workers]:
         target = Flaky(FakeTarget())
         target.after = Fault.HUNG
         yield Workers(target, None, FakeTokenizer(), are_remote=True)
 
-    monkeypatch.setattr(orchestrate, "opened", opened)
+    monkeypatch.setattr(orchestrate, "open_workers", open_workers)
     given = ["--target", "127.0.0.1:1", "--mode", "plain", "--prompt", "x", "--timeout", "5"]
     assert main(["orchestrate", *given]) == 1
     assert "The request was not finished within its 0.25 s" in capsys.readouterr().err

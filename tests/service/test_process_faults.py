@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.proxy import Proxy
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.workers import Workers
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.request import Replay

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
-from specsplit.assembly import workers
+from specsplit.assembly.serving import serving
 from specsplit.core.errors import InvalidRequest, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.types import Budget
@@ -66,7 +66,7 @@ async def served(role: Role, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[t
     model, runner = hash_model(role, max_sessions=4)
     sick = Sick(runner)
     async with (
-        workers.serving(model, WorkerSettings(listen=LOOPBACK, session_ttl=0.1)) as server,
+        serving(model, WorkerSettings(listen=LOOPBACK, session_ttl=0.1)) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         yield server.address, sick, channel

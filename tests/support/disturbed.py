@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import pytest
 
-from specsplit.assembly.links import connected
-from specsplit.assembly.orchestrators import Workers
+from specsplit.assembly.links import remote_workers
 from specsplit.assembly.requests import make_request
+from specsplit.assembly.workers import Workers
 from specsplit.core.errors import LinkError, WorkerUnreachable
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings
@@ -64,7 +64,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @asynccontextmanager
 async def links(target: str, draft: str | None) -> AsyncGenerator[Workers]:
     settings = Settings(target=TargetSettings(address=target), draft=DraftSettings(address=draft))
-    async with connected(settings) as workers:
+    async with remote_workers(settings) as workers:
         yield workers
 
 

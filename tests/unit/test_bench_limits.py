@@ -72,16 +72,16 @@ def test_costs_survive_their_json():
 
 def test_the_costs_of_a_pair_are_measured_through_its_ports():
     from benchmarks.peers import costs
+    from specsplit.assembly.local import local_workers
     from specsplit.assembly.models import load_models
-    from specsplit.assembly.orchestrators import Workers
-    from specsplit.assembly.workers import running
+    from specsplit.assembly.workers import Workers
     from specsplit.core.sections import DraftSettings, TargetSettings
     from specsplit.core.settings import Settings
 
     settings = Settings(target=TargetSettings(context=64, threads=1), draft=DraftSettings(context=64, threads=1))
 
     async def measured() -> tuple[Costs, Costs]:
-        async with running(load_models(settings)) as workers:
+        async with local_workers(load_models(settings)) as workers:
             alone = Workers(workers.verifier, None, workers.tokenizer)
             here = await costs.measure(workers, 20, travels=False)
             return here, await costs.measure(alone, 10**6, travels=True)

@@ -16,7 +16,7 @@ from benchmarks.research.calibration.merits import Node, Source
 from benchmarks.research.calibration.settings import StudySettings
 from benchmarks.workloads import Prompt
 from specsplit.assembly.models import Models, load_models
-from specsplit.assembly.workers import opened
+from specsplit.assembly.opening import open_workers
 from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
@@ -196,7 +196,7 @@ async def _measure(
     chosen, words = _settings(settings, mode), Words()
     sampling, experience, num_tokens = SamplingParams(temperature=temperature), WatchedExperience(words), 0
     with overheard(words):
-        async with opened(chosen, models) as workers:
+        async with open_workers(chosen, models) as workers:
             orchestrator = workers.orchestrator(chosen.orchestrator)
             orchestrator._stats_by_greedy[sampling.is_greedy] = experience
             for number, prompt in enumerate(prompts):

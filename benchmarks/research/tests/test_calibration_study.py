@@ -25,7 +25,7 @@ from benchmarks.research.calibration.measure import Found, WatchedExperience, Wo
 from benchmarks.research.calibration.merits import Node, Sample, Source
 from benchmarks.research.calibration.study import StudySettings
 from specsplit.assembly.models import Models
-from specsplit.assembly.workers import opened
+from specsplit.assembly.opening import open_workers
 from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.types import Proposal, SamplingParams
 from specsplit.draft import engine as draft_engine
@@ -281,7 +281,7 @@ def _texts(models: Models, temperature: float) -> list[list[int]]:
     async def write() -> list[list[int]]:
         settings = measuring._settings(SETTINGS, "plain")
         texts: list[list[int]] = []
-        async with opened(settings, models) as workers:
+        async with open_workers(settings, models) as workers:
             orchestrator = workers.orchestrator(settings.orchestrator)
             for number, prompt in enumerate(workloads.read_prompts(workloads.CODE_PROMPTS, 2)):
                 request = Request(

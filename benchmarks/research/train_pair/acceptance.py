@@ -15,9 +15,9 @@ from benchmarks.research.train_pair.corpus import Document
 from benchmarks.research.train_pair.filters import without_header
 from benchmarks.research.train_pair.text_checks import has_coherent_indentation, has_matching_brackets, is_loop
 from benchmarks.workloads import Prompt
+from specsplit.assembly.local import local_workers
 from specsplit.assembly.models import Models, load_models
-from specsplit.assembly.orchestrators import Workers
-from specsplit.assembly.workers import running
+from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.core.types import SamplingParams
@@ -144,7 +144,7 @@ async def _measured(
     models: Models, code: Sequence[Prompt], held_out: Sequence[Prompt], num_table_prompts: int, tell: Tell
 ) -> dict[str, object]:
     found: dict[str, object] = {}
-    async with running(models) as workers:
+    async with local_workers(models) as workers:
         probe = Probe(workers)
         for name, prompts in (("code_prompts", code), ("held_out_files", held_out)):
             for temperature in (0.0, 1.0):

@@ -1,0 +1,88 @@
+"""Workers in this process: an engine over each loaded model, on the event loop or on a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from specsplit.assembly.models import Models
+from specsplit.assembly.workers import Workers
+from specsplit.speculation.cost_model import RoundMode
+
+if TYPE_CHECKING:
+    from specsplit.engine.executor import Executor
+
+_MIN_CORES, _NUM_TIMED_FORWARDS = 2, 8
+_MIN_FORWARD_S = 0.008
+"""A target forward has to take longer for threads to pay off: four hand-overs a round cost about a millisecond."""
+
+
+@asynccontextmanager
+async def local_workers(
+    models: Models, *, side_by_side: bool = False, measures: bool = False
+) -> AsyncGenerator[Workers]:
+    """Run an engine over each model for the length of the block.
+
+    With `side_by_side` each engine has its own thread, so that the draft works while the target does; otherwise they
+    take turns on the event loop, which saves handing work over. `measures` times forwards first, as `auto` needs.
+    """
+    from specsplit.draft.engine import DraftEngine
+    from specsplit.target.engine import TargetEngine
+
+    target_executor, draft_executor = _executors(models, side_by_side=side_by_side)
+    target = TargetEngine(models.target, target_executor)
+    draft = DraftEngine(models.draft, draft_executor) if models.draft is not None else None
+    are_on_loop = target_executor is draft_executor
+    draft_modes: list[RoundMode] = ["pingpong"] if are_on_loop else ["overlap", "pingpong"]
+    workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, draft_modes=draft_modes)
+    try:
+        for engine in (target, draft) if measures else ():
+            if engine is not None:
+                await engine.measure()
+        yield workers
+    finally:
+        # From the top down: a request may use an engine, and an engine its executor, until the one above has ended.
+        await workers.aclose()
+        await target.aclose()
+        if draft is not None:
+            await draft.aclose()
+        for executor in {target_executor, draft_executor}:
+            await executor.close()
+
+
+def is_worth_threads(models: Models) -> bool:
+    """Return whether the target is so slow that drafting beside it gains more than handing over to threads costs."""
+    if models.draft is None or _available_cores() < _MIN_CORES:
+        return False
+    from specsplit.model.attention.metadata import SequenceInput
+
+    times: list[float] = []
+    # The minimum counts, since the first forwards also compile what was recorded.
+    for _ in range(_NUM_TIMED_FORWARDS):
+        start_s = time.perf_counter()
+        models.target.runner.forward([SequenceInput(0, 0, [0])])
+        times.append(time.perf_counter() - start_s)
+    return min(times) > _MIN_FORWARD_S
+
+
+def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:
+    """Return the executors of target and draft: the event loop for both, or a thread each.
+
+    If the settings name no number of threads, the draft's operators take one core and the target's all others.
+    """
+    from specsplit.engine.executor import LoopExecutor, ThreadExecutor
+
+    if models.draft is None or not side_by_side:
+        executor = LoopExecutor(models.target.threads)
+        return executor, executor
+    num_others = max(1, _available_cores() - 1)
+    target = ThreadExecutor("target", models.target.threads or num_others)
+    return target, ThreadExecutor("draft", models.draft.threads or 1)
+
+
+def _available_cores() -> int:
+    # A container or `taskset` may give this process fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
