@@ -66,7 +66,8 @@ def likeliest_first(nodes: Iterable[int], parents: Sequence[int], log_probs: Seq
     `parents` are indices, -1 for the root; `log_probs` are estimates given the parent's. Of equals the earlier first.
     """
     children: dict[int, list[int]] = {}
-    for node in sorted(nodes, key=lambda node: (log_probs[node], -node)):
+    # A stack gives back what was put last, so the likeliest come last; the sort keeps the order of equals.
+    for node in sorted(sorted(nodes, reverse=True), key=log_probs.__getitem__):
         children.setdefault(parents[node], []).append(node)
     stack = children.get(-1, [])
     order: list[int] = []

@@ -105,7 +105,7 @@ class Drafting:
         if isinstance(answer, Proposal):
             self.asked_s = asked_s
             wall_s = None if is_probe else self._loop.time() - asked_s
-            self._stats.observe_propose(answer.timings, wall_s)
+            self._stats.times.observe_propose(answer.timings, wall_s)
         return answer
 
     def observe(self, token_ids: Sequence[int], verify_s: float) -> None:

@@ -211,10 +211,10 @@ class Growing:
         now_s = self._loop.time()
         if outcome.is_streamed:
             if outcome.verdict.timings.num_tokens == 1 + len(outcome.verdict.verified):  # else it took in text as well
-                stats.observe_verify(outcome.verdict.timings, None, is_concurrent=self._is_concurrent)
+                stats.times.observe_verify(outcome.verdict.timings, None, is_concurrent=self._is_concurrent)
         elif self._observed_s is not None:
-            stats.observe_verify(outcome.verdict.timings, outcome.verify_s, is_concurrent=self._is_concurrent)
-            stats.observe_overhead(now_s - self._observed_s - outcome.verify_s - self._waited_s)
+            stats.times.observe_verify(outcome.verdict.timings, outcome.verify_s, is_concurrent=self._is_concurrent)
+            stats.times.observe_overhead(now_s - self._observed_s - outcome.verify_s - self._waited_s)
         self._observed_s, self._waited_s = now_s, 0.0
         if self._drafting is not None:
             self._drafting.observe(token_ids, outcome.verify_s)
@@ -361,7 +361,7 @@ class Growing:
         """Ask for more nodes until the tree is full or the draft has none; its failures show in the round they cost."""
         assert self._drafting is not None
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
-        steps = self._stats.steps_away(num_nodes) if self.on_news is not None else 0
+        steps = self._stats.times.count_steps_away(num_nodes) if self.on_news is not None else 0
         branching = max(budget.max_branching, AHEAD_BRANCHING) if budget.max_branching > 1 else 1
         depth = (2 + steps) * (budget.max_depth + 1) - 1
         ahead = Budget(num_nodes, depth, branching)

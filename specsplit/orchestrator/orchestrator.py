@@ -100,7 +100,7 @@ class Orchestrator:
         began_s = asyncio.get_running_loop().time()
         target = await persistence.ask(self.verifier.ping)  # every request: it may be another one since the last
         for stats in self._stats_by_greedy.values():
-            stats.observe_ping(asyncio.get_running_loop().time() - began_s)
+            stats.times.observe_ping(asyncio.get_running_loop().time() - began_s)
         if target != self._target:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(

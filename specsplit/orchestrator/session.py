@@ -97,7 +97,7 @@ class Session:
         self._target = TargetLink(serving.verifier, target, key, self._committed, opening, persistence, incidents)
         self._mode: Mode = resolved_mode(serving.speculation, serving.modes)
         self._stats = serving.stats_by_greedy[request.sampling.is_greedy]
-        self._stats.meet(target, serving.draft.identity if serving.draft is not None else None)
+        self._stats.times.adopt(target, serving.draft.identity if serving.draft is not None else None)
         self._drafting: Drafting | None = None
         self._draft: DraftLink | None = None
         self._source: Source | None = None

@@ -1,4 +1,4 @@
-"""What the sources' guesses are worth: acceptance learned online from verdicts, and how to judge such estimates.
+"""Acceptance learned online from verdicts: the estimate of each kind of node, and a profile by depth to plan with.
 
 Knows no worker and no tree but parallel arrays, in which a parent is an index, -1 for the root.
 """
@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from specsplit.speculation.constants import (
+    AGREED_SHARE,
+    FIRST_CHILD_PRIOR,
+    HALF_LIFE,
+    LOOKUP_PRIOR_BY_MATCH,
+    LOOKUP_PRIOR_BY_RANK,
+    MAX_DRAFT_PRIOR,
+    PRIOR_WEIGHT,
+    PROFILE_STEP,
+)
 from specsplit.speculation.cost_model import Profile
 
-HALF_LIFE = 128.0
-"""Observations of a cell after which an older one counts half. The estimate of a rate p then spreads by
-sqrt(p (1 - p) ln 2 / (2 HALF_LIFE)), at most 0.026: less than the step of 1/16 in which estimates travel; and a change
-of text is followed within some dozens of rounds, since a round observes the common cells several times."""
-PRIOR_WEIGHT = 4.0
-"""Observations that the prior is worth."""
-_FIRST_PRIOR = 0.5
-"""Of a first child at the first depth."""
-NO_CELL = -1
-"""Of a node that no estimate is kept for."""
+# Cells lie one behind the other: [draft's nodes | those that lookup proposes too | lookup's nodes], in each part by
+# bucket and then by rank among the siblings.
 _NUM_STEPS = 256
+"""Estimates that one byte can say, in sixteenths of -log p."""
 _NUM_RANKS = 4
 _STEPS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26, 34, 46, 62, 84, 128)
-"""Where the next bucket begins, in sixteenths of -log p: finer where p is large and most nodes are."""
+"""The first step of each further bucket: finer where p is large and most nodes are."""
 _MATCHES = (2, 3, 4, 6, 9, 16)
 _DEPTHS = (2, 3, 5, 9)
 _BUCKET_OF_STEP = tuple(bisect_right(_STEPS, step) for step in range(_NUM_STEPS))
@@ -49,10 +51,14 @@ def agreed_cell(log_prob: float, rank: int) -> int:
     return _FIRST_AGREED + draft_cell(log_prob, rank)
 
 
-def lookup_cell(match_length: int, depth: int, rank: int) -> int:
-    """Return the cell of a node that only lookup proposes; depth is 1 for the root's children."""
-    bucket = bisect_right(_MATCHES, match_length) * _NUM_DEPTHS + bisect_right(_DEPTHS, depth)
-    return _FIRST_LOOKUP + bucket * _NUM_RANKS + (rank if rank < _NUM_RANKS else _NUM_RANKS - 1)
+def lookup_cells(match_lengths: Sequence[int], depths: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Return the cells of nodes that only lookup proposes; depth is 1 for the root's children."""
+    last_rank = _NUM_RANKS - 1
+    cells: list[int] = []
+    for match_length, depth, rank in zip(match_lengths, depths, ranks, strict=True):
+        bucket = bisect_right(_MATCHES, match_length) * _NUM_DEPTHS + bisect_right(_DEPTHS, depth)
+        cells.append(_FIRST_LOOKUP + bucket * _NUM_RANKS + (min(last_rank, rank)))
+    return cells
 
 
 class Acceptance:
@@ -63,140 +69,77 @@ class Acceptance:
     """
 
     def __init__(self, *, half_life: float = HALF_LIFE, prior_weight: float = PRIOR_WEIGHT) -> None:
-        self._remembered = 0.5 ** (1 / half_life)
+        self.log_probs = list(_LOG_PRIORS)
+        """By cell, the log-probability that a node of it is accepted, given that its parent is."""
+        self._memory = 0.5 ** (1 / half_life)
         self._prior_weight = prior_weight
         self._num_seen = [0.0] * NUM_CELLS
         self._num_accepted = [0.0] * NUM_CELLS
-        self._log_probs = list(_LOG_PRIORS)
 
-    def estimate(self, cell: int) -> float:
-        """Return the log-probability that a node of this cell is accepted, given that its parent is."""
-        return self._log_probs[cell]
-
-    def estimates(self, cells: Sequence[int]) -> list[float]:
-        """Return `estimate` of each cell."""
-        log_probs = self._log_probs
-        return [log_probs[cell] for cell in cells]
-
-    def observe(self, cell: int, *, is_accepted: bool) -> None:
-        """Count one node whose parent was accepted."""
-        seen = self._num_seen[cell] = self._num_seen[cell] * self._remembered + 1
-        accepted = self._num_accepted[cell] = self._num_accepted[cell] * self._remembered + is_accepted
-        weight = self._prior_weight
-        self._log_probs[cell] = math.log((accepted + weight * _PRIORS[cell]) / (seen + weight))
-
-    def observe_tree(
-        self,
-        cells: Sequence[int],
-        parents: Sequence[int],
-        accepted: Collection[int],
-        verified: Collection[int] | None = None,
-    ) -> None:
-        """Count a verdict on a tree: `accepted` and `verified` are indices of its nodes, None says all were verified.
-
-        A node counts if it was verified and its parent lies on the accepted path or is the root: of others nothing
-        was learned. One without a cell (NO_CELL) does not count.
-        """
-        path = {-1, *accepted}
-        for node in judged(parents, path, verified):
-            if cells[node] != NO_CELL:
-                self.observe(cells[node], is_accepted=node in path)
+    def observe(self, nodes: Iterable[tuple[int, bool]]) -> None:
+        """Count nodes whose parents were accepted: of each the cell, and whether the node was accepted, too."""
+        memory, weight, num_seen, num_accepted = self._memory, self._prior_weight, self._num_seen, self._num_accepted
+        for cell, is_accepted in nodes:
+            seen = num_seen[cell] = num_seen[cell] * memory + 1
+            accepted = num_accepted[cell] = num_accepted[cell] * memory + is_accepted
+            self.log_probs[cell] = math.log((accepted + weight * _PRIORS[cell]) / (seen + weight))
 
 
 class DepthProfile:
-    """Counts, for the controller, how often a parent's first child is accepted, by depth, and which sibling if not."""
+    """How often a parent's first child is accepted, by depth, and how often a further sibling is where it is not.
 
-    def __init__(
-        self,
-        max_depth: int,
-        max_branching: int,
-        *,
-        half_life: float = HALF_LIFE,
-    ) -> None:
-        self._remembered = 0.5 ** (1 / half_life)
+    Each count is a pair of observations and hits; older ones count less.
+    """
+
+    def __init__(self, max_depth: int, max_branching: int, *, half_life: float = HALF_LIFE) -> None:
+        self._memory = 0.5 ** (1 / half_life)
         self._first = [(0.0, 0.0)] * max_depth
         self._further = [(0.0, 0.0)] * (max_branching - 1)
 
     def observe_tree(
-        self,
-        parents: Sequence[int],
-        ranks: Sequence[int],
-        accepted: Collection[int],
-        verified: Collection[int] | None = None,
+        self, parents: Sequence[int], ranks: Sequence[int], accepted: Sequence[int], judged: Iterable[int]
     ) -> None:
-        """Count a verdict on a tree; arguments as for `Acceptance.observe_tree`, `ranks` among siblings, 0 first."""
+        """Count what became of a tree: `judged` are the nodes whose parents were accepted, `ranks` are by siblings.
+
+        The accepted nodes lie on one path, and their indices rise along it.
+        """
+        memory = self._memory
         path = {-1, *accepted}
         depth_of = {node: depth for depth, node in enumerate(sorted(path))}
         taken = {parents[node]: ranks[node] for node in accepted}
-        for node in judged(parents, path, verified):
+        for node in judged:
             parent, rank = parents[node], ranks[node]
             if rank == 0:
-                self._count(self._first, depth_of[parent], is_hit=node in path)
+                counts, index = self._first, depth_of[parent]
             elif taken.get(parent) != 0:
-                self._count(self._further, rank - 1, is_hit=node in path)
-
-    def _count(self, counts: list[tuple[float, float]], index: int, *, is_hit: bool) -> None:
-        if index < len(counts):
-            seen, hits = counts[index]
-            counts[index] = seen * self._remembered + 1, hits * self._remembered + is_hit
+                counts, index = self._further, rank - 1
+            else:
+                continue  # the first child was accepted, which says nothing of its siblings
+            if index < len(counts):
+                seen, hits = counts[index]
+                counts[index] = seen * memory + 1, hits * memory + (node in path)
 
     @property
     def profile(self) -> Profile:
-        """What was counted, with the prior, rounded to 1/32 so that the same answer comes again and again.
+        """The counts with their prior, rounded so that the same profile comes again and again.
 
         A depth not reached yet takes the one above for its prior; of the misses of a first child, its siblings' prior
         is to catch a quarter, an eighth, and so on.
         """
         first: list[float] = []
+        prior = FIRST_CHILD_PRIOR
         for seen, hits in self._first:
-            prior = first[-1] if first else _FIRST_PRIOR
-            first.append((hits + PRIOR_WEIGHT * prior) / (seen + PRIOR_WEIGHT))
+            prior = (hits + PRIOR_WEIGHT * prior) / (seen + PRIOR_WEIGHT)
+            first.append(prior)
         further = [
             (hits + PRIOR_WEIGHT / 2 ** (rank + 2)) / (seen + PRIOR_WEIGHT)
             for rank, (seen, hits) in enumerate(self._further)
         ]
-        return Profile(tuple(round(rate * 32) / 32 for rate in first), tuple(round(rate * 32) / 32 for rate in further))
+        return Profile(_rounded(first), _rounded(further))
 
 
-def judged(parents: Sequence[int], path: Collection[int], verified: Collection[int] | None) -> Iterator[int]:
-    """Yield the nodes of which a verdict says something; `path` holds the accepted ones and -1."""
-    scored = range(len(parents)) if verified is None else verified
-    return (node for node in scored if parents[node] in path)
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Estimates from `lower` to `upper`, their mean, and how often they came true."""
-
-    lower: float
-    upper: float
-    count: int
-    predicted: float
-    observed: float
-
-
-def reliability(predicted: Sequence[float], outcomes: Sequence[bool], num_bins: int = 10) -> list[Bin]:
-    """Return the bins of a reliability diagram, equally wide, without the empty ones; `predicted` are probabilities."""
-    members: list[list[int]] = [[] for _ in range(num_bins)]
-    for index, value in enumerate(predicted):
-        members[min(int(value * num_bins), num_bins - 1)].append(index)
-    return [
-        Bin(
-            lower=number / num_bins,
-            upper=(number + 1) / num_bins,
-            count=len(inside),
-            predicted=sum(predicted[index] for index in inside) / len(inside),
-            observed=sum(outcomes[index] for index in inside) / len(inside),
-        )
-        for number, inside in enumerate(members)
-        if inside
-    ]
-
-
-def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """Return the mean distance of estimate and observation, weighted by count; 0 where there are no bins."""
-    total = sum(bin_.count for bin_ in bins)
-    return sum(bin_.count * abs(bin_.predicted - bin_.observed) for bin_ in bins) / total if total else 0.0
+def _rounded(rates: Sequence[float]) -> tuple[float, ...]:
+    return tuple([round(rate / PROFILE_STEP) * PROFILE_STEP for rate in rates])
 
 
 def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float:
@@ -226,25 +169,23 @@ def _draft_priors() -> list[float]:
     """Return the draft's own word per cell: the probability in the middle of its bucket, whatever the rank."""
     edges = [0, *_STEPS, _STEPS[-1] + 32]
     middles = [(low + high - 1) / 2 for low, high in pairwise(edges)]
-    return [min(math.exp(-middle / 16), 0.98) for middle in middles for _ in range(_NUM_RANKS)]
+    return [min(math.exp(-middle / 16), MAX_DRAFT_PRIOR) for middle in middles for _ in range(_NUM_RANKS)]
 
 
 def _lookup_priors() -> list[float]:
     """Return a guess per cell: a longer match is worth more, and every accepted level makes it longer by one."""
-    by_length = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92)
-    by_rank = (1.0, 0.3, 0.15, 0.1)
     matches, depths = (1, *_MATCHES), (1, *_DEPTHS)
     return [
-        by_length[bisect_right(_MATCHES, match + depth - 1)] * share
+        LOOKUP_PRIOR_BY_MATCH[bisect_right(_MATCHES, match + depth - 1)] * share
         for match in matches
         for depth in depths
-        for share in by_rank
+        for share in LOOKUP_PRIOR_BY_RANK
     ]
 
 
 _PRIORS = (
     *_draft_priors(),
-    *(prior + (1 - prior) / 2 for prior in _draft_priors()),  # lookup agrees
+    *(prior + (1 - prior) * AGREED_SHARE for prior in _draft_priors()),  # lookup agrees
     *_lookup_priors(),
 )
 _LOG_PRIORS = tuple(map(math.log, _PRIORS))

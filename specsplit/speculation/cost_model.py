@@ -1,48 +1,53 @@
-"""How far speculating pays: measured times and estimated acceptance in, tokens per second and a plan out.
+"""The cost model: from measured times and estimated acceptance to tokens per second, and to the best plan.
 
-Knows no worker, link or session. Seconds throughout. `log_probs` are a tree's conditional estimates (a node is
-accepted, given that its parent is); `parents` are indices, -1 for the root. n nodes are verified with n + 1 rows: the
-bonus token of the last round goes with them.
+Pure functions over seconds; knows no worker, link or session. `log_probs` are a tree's conditional estimates (a node
+is accepted, given that its parent is). A tree of n nodes is verified in n + 1 rows: the bonus token of the last round
+goes with them. docs/auto.md tells how the parts work together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Literal
 
 from specsplit.core.record import record
+from specsplit.speculation.constants import SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
 from specsplit.speculation.step_times import DraftTimes, StepTimes
 
 RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
-"""`lookup` is rounds whose trees come from lookup alone: no draft is waited for."""
+"""How a round is run; a `lookup` round verifies lookup's nodes and waits for no draft."""
 PLAIN: RoundMode = "plain"
-Expect = Callable[[RoundMode, float], float]
-_BESIDE = ("overlap", "stream")
+RateCorrector = Callable[[RoundMode, float], float]
+"""Returns the tokens per second to expect of a mode for which the model predicts so many."""
+_CONCURRENT = ("overlap", "stream")
+_RATE = attrgetter("tokens_per_s")
+_Tree = tuple[int, int, float]
+"""Nodes, levels, and the seconds in which the draft grows them."""
 
 
 @record
 class Costs:
-    """What a round is made of, as measured by now."""
+    """The parts of a round's time, as measured by now."""
 
     verify: StepTimes
     draft: DraftTimes | None = None
-    """None where trees cost nothing."""
+    """None if trees cost nothing."""
     round_trip_s: float = 0.0
-    """What lies between two verdicts beside the forward: the way to the target and back, and the orchestrator's own."""
+    """Seconds between two verdicts beside the forward: the way to the target and back, and the orchestrator's own."""
     hit_rate: float = 0.0
     """Share of rounds whose outcome was already drafted when the verdict came."""
     max_unacknowledged: int = 8
     """Commits that a streaming target may be ahead."""
-    verify_beside: StepTimes | None = None
-    """While the draft drafts, where that was measured: on one machine the two slow each other down."""
+    verify_concurrent: StepTimes | None = None
+    """Forward times while the draft drafts, if measured: on one machine the two slow each other down."""
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
-        return self.verify_beside if self.verify_beside is not None and mode in _BESIDE else self.verify
+        return self.verify_concurrent if self.verify_concurrent is not None and mode in _CONCURRENT else self.verify
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
@@ -52,15 +57,16 @@ class Costs:
 def count_worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
     """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
 
-    `log_probs` are of the nodes' paths, the likeliest first; `rows` are those of the step without them, all sessions
-    together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on a staircase the
-    nodes of one stair are weighed together.
+    `log_probs` are the nodes' path estimates, the likeliest first; `rows` are the rows of the step without them, all
+    sessions together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on a
+    staircase the nodes of one stair are weighed together.
     """
+    curve = times.curve(rows + len(log_probs))
     gain = best = 0.0
-    count, before_s = 0, times.seconds(rows)
+    count, before_s = 0, curve[rows]
     for node, log_prob in enumerate(log_probs, 1):
         gain += math.exp(log_prob)
-        net = gain - tokens_per_s * (times.seconds(rows + node) - before_s)
+        net = gain - tokens_per_s * (curve[rows + node] - before_s)
         if net > best:
             count, best = node, net
     return count
@@ -81,22 +87,28 @@ class Profile:
     def children(self, depth: int, branching: int) -> list[float]:
         """Return the acceptance of each child of an accepted node, at `depth` (1 below the root)."""
         first = self.accept_by_depth[min(depth, len(self.accept_by_depth)) - 1]
-        return [first, *((1 - first) * share for share in self.catch_by_rank[: branching - 1])]
+        return [first, *[(1 - first) * share for share in self.catch_by_rank[: branching - 1]]]
+
+
+@lru_cache(maxsize=64)
+def _children_by_depth(profile: Profile, branching: int) -> list[list[float]]:
+    return [profile.children(depth, branching) for depth in range(1, len(profile.accept_by_depth) + 1)]
 
 
 @lru_cache(maxsize=256)
 def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[float, ...]:
     """Return E[A] of a tree grown best first, at every n from 0 to `max_nodes` or to where the limits end it."""
-    children = [profile.children(level, branching) for level in range(1, depth + 1)]
+    children_by_depth = _children_by_depth(profile, branching)
+    last = len(children_by_depth) - 1
     frontier: list[tuple[float, int]] = []
-    for probability in children[0]:
+    for probability in children_by_depth[0]:
         heappush(frontier, (-probability, 1))
     expected = [1.0]
     while frontier and len(expected) <= max_nodes:
-        negative, level = heappop(frontier)
+        negative, level = heappop(frontier)  # the likeliest node that is not in the tree; its level counts from 1
         expected.append(expected[-1] - negative)
         if level < depth:
-            for probability in children[level]:
+            for probability in children_by_depth[min(level, last)]:
                 heappush(frontier, (negative * probability, level + 1))
     return tuple(expected)
 
@@ -108,20 +120,28 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs) -> float:
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
-    return _round_s(mode, nodes, costs.verify_in(mode).seconds(nodes + 1), costs.draft_s(nodes, depth), costs)
+    trees = [(nodes, depth, costs.draft_s(nodes, depth))]
+    return _rounds_s(mode, trees, costs.verify_in(mode).curve(nodes + 1), costs)[0]
 
 
-def _round_s(mode: RoundMode, nodes: int, verify_s: float, draft_s: float, costs: Costs) -> float:
+def _rounds_s(mode: RoundMode, trees: Sequence[_Tree], verify: Sequence[float], costs: Costs) -> list[float]:
+    """Return the seconds of a round with each of the trees; `verify` is the curve of forward times by rows."""
     round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
     if mode == "pingpong":
-        return draft_s + round_trip_s + verify_s
+        return [draft_s + round_trip_s + verify[nodes + 1] for nodes, _, draft_s in trees]
     if mode == "overlap":
-        return max(verify_s + round_trip_s, draft_s) + (1 - hit_rate) * draft_s
-    if mode == "stream":
-        way_s = round_trip_s + draft_s
+        return [
+            max(verify[nodes + 1] + round_trip_s, draft_s) + (1 - hit_rate) * draft_s for nodes, _, draft_s in trees
+        ]
+    if mode != "stream":
+        return [verify[nodes + 1] + round_trip_s for nodes, _, _ in trees]
+    seconds: list[float] = []
+    for nodes, _, draft_s in trees:
+        verify_s, way_s = verify[nodes + 1], round_trip_s + draft_s
+        # On a hit only the part of the way that a verify does not cover is waited for, on a miss all of it.
         wait_s = hit_rate * max(0.0, way_s - verify_s) + (1 - hit_rate) * way_s if nodes else 0.0
-        return max(verify_s + wait_s, round_trip_s / costs.max_unacknowledged)
-    return verify_s + round_trip_s
+        seconds.append(max(verify_s + wait_s, round_trip_s / costs.max_unacknowledged))
+    return seconds
 
 
 def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs: Costs) -> float:
@@ -131,128 +151,126 @@ def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs
 
 @record
 class Limits:
-    """What may be chosen: `nodes` is the grid of n beside 0, ascending."""
+    """The plans that a decision compares, and when it replaces the present one.
 
-    nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    Another plan has to be faster by `margin` at `patience` decisions in a row.
+    """
+
+    nodes: tuple[int, ...] = TREE_SIZES
+    """Tree sizes beside 0, ascending."""
     max_depth: int = 8
     branching: int = 3
+    margin: float = SWITCH_MARGIN
+    patience: int = SWITCH_PATIENCE
 
 
 @record
 class ModePlan:
-    """One way to run rounds, and the tokens per second that are to be expected of it."""
+    """One way to run rounds, and the tokens per second to expect of it."""
 
     mode: RoundMode
     nodes: int
     depth: int
     tokens_per_s: float
     predicted_tokens_per_s: float = 0.0
-    """What the model gives it, whatever came of its promises before."""
+    """The model's own prediction, before measured rates correct it."""
 
 
 @record
 class Decision(ModePlan):
-    """The plan to follow, and why: the best plan of each mode, the best of all first."""
+    """The plan to follow, and its reason: the best plan of each mode, the best of all first."""
 
     alternatives: tuple[ModePlan, ...] = ()
     num_beaten: int = 0
     """Decisions in a row at which another plan was clearly better."""
     without_lookup: float = 0.0
-    """Its tokens per second in rounds that lookup has nothing better for, which is what lookup has to beat."""
+    """Its tokens per second in rounds for which lookup has nothing better: the rate that lookup has to beat."""
     has_draft: bool = True
-    """Whether there was one to choose with."""
+    """Whether the decision was made among modes with a draft."""
 
 
-def choose(
+def choose_plan(
     profiles: Mapping[RoundMode, Profile],
     costs: Costs,
     limits: Limits,
     last: Decision | None = None,
-    *,
-    expect: Expect = lambda mode, predicted_tokens_per_s: predicted_tokens_per_s,
-    margin: float = 0.05,
-    patience: int = 3,
+    correct: RateCorrector = lambda mode, predicted: predicted,
 ) -> Decision:
     """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
 
-    `expect` says what is to be expected where the model promises a mode so many tokens per second.
-    The `last` choice stands until another one is better by `margin` at `patience` decisions in a row; plain decoding
-    and the same mode without nodes need no margin, so that speculating never stays where it only costs. A mode no
-    longer offered is left at once.
+    The `last` decision stands until another plan beats it as `limits` require; plain decoding and the same mode
+    without nodes need no margin, so that speculating never stays where it only costs. A mode that is not offered any
+    more is left at once.
     """
-    plans = _scaled(_best_plans(profiles, costs, limits), expect)
-    best = plans[0]
-    revised = _revised(last, profiles, costs, limits) if last is not None else None
-    current = _scaled((revised,), expect)[0] if revised is not None else None
-    if last is None or current is None:
-        return _chosen(best, plans)
+    trees = _trees(costs, limits)
+    plans = [ModePlan(PLAIN, 0, 0, 1 / round_s(PLAIN, 0, 0, costs))]
+    plans += [_best_plan(mode, profile, trees, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
+    corrected = tuple(sorted(_corrected(plans, correct), key=_RATE, reverse=True))
+    best = corrected[0]
+    if last is None:
+        return _decision(best, corrected)
+    revised = _revised(last, profiles, costs, limits)
+    if revised is None:
+        return _decision(best, corrected)
+    (current,) = _corrected([revised], correct)
     is_less_of_it = best.nodes == 0 and best.mode in (PLAIN, current.mode)
-    needed = current.tokens_per_s * (1 if is_less_of_it else 1 + margin)
+    needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:
-        return _chosen(current, plans)
-    if last.num_beaten + 1 >= patience:
-        return _chosen(best, plans)
-    return _chosen(current, plans, last.num_beaten + 1)
+        return _decision(current, corrected)
+    if last.num_beaten + 1 >= limits.patience:
+        return _decision(best, corrected)
+    return _decision(current, corrected, last.num_beaten + 1)
 
 
-def _scaled(plans: Sequence[ModePlan], expect: Expect) -> tuple[ModePlan, ...]:
-    """Return the plans with the rates that are to be expected, the best first."""
-    rates = [plan.tokens_per_s for plan in plans]
-    told = [
-        replace(plan, tokens_per_s=expect(plan.mode, rate), predicted_tokens_per_s=rate)
-        for plan, rate in zip(plans, rates, strict=True)
+def _corrected(plans: Sequence[ModePlan], correct: RateCorrector) -> list[ModePlan]:
+    """Return the plans with the rates that are to be expected."""
+    return [
+        ModePlan(plan.mode, plan.nodes, plan.depth, correct(plan.mode, plan.tokens_per_s), plan.tokens_per_s)
+        for plan in plans
     ]
-    return tuple(sorted(told, key=lambda plan: -plan.tokens_per_s))
 
 
-def _chosen(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
-    return Decision(
-        plan.mode, plan.nodes, plan.depth, plan.tokens_per_s, plan.predicted_tokens_per_s, plans, num_beaten
-    )
+def _decision(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
+    rate, predicted = plan.tokens_per_s, plan.predicted_tokens_per_s
+    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten)
 
 
-def _best_plans(profiles: Mapping[RoundMode, Profile], costs: Costs, limits: Limits) -> tuple[ModePlan, ...]:
-    """Return the best plan of each mode; of equals the smaller tree."""
-    shapes = [
-        (depth, [(nodes, costs.draft_s(nodes, depth)) for nodes in limits.nodes if nodes >= depth])
+def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
+    """Return every shape that the limits allow, by depth, with the draft's seconds for it."""
+    if costs.draft is None:
+        call_s, level = 0.0, [0.0] * (limits.nodes[-1] + 1)
+    else:
+        call_s, level = costs.draft.call_s, costs.draft.level.curve(limits.nodes[-1])
+    return [
+        (nodes, depth, call_s + depth * level[-(-nodes // depth)])
         for depth in range(1, limits.max_depth + 1)
+        for nodes in limits.nodes
+        if nodes >= depth
     ]
-    plans = [ModePlan(PLAIN, 0, 0, 1 / _round_s(PLAIN, 0, costs.verify.seconds(1), 0.0, costs))]
-    plans += [_best_plan(mode, profile, shapes, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
-    return tuple(plans)
 
 
-def _best_plan(
-    mode: RoundMode,
-    profile: Profile,
-    shapes: Sequence[tuple[int, Sequence[tuple[int, float]]]],
-    costs: Costs,
-    limits: Limits,
-) -> ModePlan:
-    """Return the best plan of one mode among `shapes`: by depth, each number of nodes and its draft's seconds."""
-    times = costs.verify_in(mode)
-    verify_s = {nodes: times.seconds(nodes + 1) for nodes in (0, *limits.nodes)}
-    best = ModePlan(mode, 0, 0, 1 / _round_s(mode, 0, verify_s[0], 0.0, costs) if mode == "stream" else 0.0)
-    for depth, sizes in shapes:
-        expected = expected_by_nodes(profile, depth, limits.branching, max(limits.nodes))
-        for nodes, draft_s in sizes:
-            if nodes >= len(expected):
-                break
-            rate = expected[nodes] / _round_s(mode, nodes, verify_s[nodes], draft_s, costs)
-            if rate > best.tokens_per_s:
-                best = ModePlan(mode, nodes, depth, rate)
-    return best
+def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
+    """Return the best plan of one mode; of equals the smaller tree."""
+    max_nodes, verify = limits.nodes[-1], costs.verify_in(mode).curve(limits.nodes[-1] + 1)
+    best_rate = 1 / _rounds_s(mode, [(0, 0, 0.0)], verify, costs)[0] if mode == "stream" else 0.0
+    best_nodes = best_depth = expected_depth = 0
+    expected: tuple[float, ...] = ()
+    for (nodes, depth, _), seconds in zip(trees, _rounds_s(mode, trees, verify, costs), strict=True):
+        if depth != expected_depth:
+            expected, expected_depth = expected_by_nodes(profile, depth, limits.branching, max_nodes), depth
+        if nodes < len(expected) and expected[nodes] / seconds > best_rate:
+            best_rate, best_nodes, best_depth = expected[nodes] / seconds, nodes, depth
+    return ModePlan(mode, best_nodes, best_depth, best_rate)
 
 
 def _revised(last: ModePlan, profiles: Mapping[RoundMode, Profile], costs: Costs, limits: Limits) -> ModePlan | None:
-    """Return the same plan at today's costs, None where it is not offered any more."""
-    if last.mode != PLAIN and last.mode not in profiles:
+    """Return the same plan at today's costs, None if it is not offered any more."""
+    mode, nodes, depth = last.mode, last.nodes, last.depth
+    if mode != PLAIN and mode not in profiles:
         return None
-    if last.nodes == 0:
-        return ModePlan(last.mode, 0, 0, tokens_per_s(last.mode, 1.0, 0, 0, costs))
-    expected = expected_by_nodes(profiles[last.mode], last.depth, limits.branching, max(limits.nodes))
-    if last.depth > limits.max_depth or not last.nodes < len(expected):
+    if nodes == 0:
+        return ModePlan(mode, 0, 0, tokens_per_s(mode, 1.0, 0, 0, costs))
+    expected = expected_by_nodes(profiles[mode], depth, limits.branching, limits.nodes[-1])
+    if depth > limits.max_depth or nodes >= len(expected):
         return None
-    return ModePlan(
-        last.mode, last.nodes, last.depth, tokens_per_s(last.mode, expected[last.nodes], last.nodes, last.depth, costs)
-    )
+    return ModePlan(mode, nodes, depth, tokens_per_s(mode, expected[nodes], nodes, depth, costs))

@@ -12,22 +12,18 @@ from functools import lru_cache
 from specsplit.core.defaults import Mode
 from specsplit.core.record import record
 from specsplit.core.types import Budget, StreamLimits
+from specsplit.speculation.constants import (
+    AUTO_DEPTH,
+    DECIDE_EVERY,
+    EXPLORED_ROUNDS,
+    LOOKUP_NODES,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    TREE_SIZES,
+)
 from specsplit.speculation.cost_model import Decision, Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.statistics import SpeculationStats
-
-DECIDE_EVERY = 8
-"""Rounds from one decision to the next: rates hardly change within fewer, and a decision takes a quarter of a
-millisecond."""
-PROBE_EVERY_ROUNDS = 16
-"""Rounds without the draft from one probe to the next, at least."""
-PROBE_SHARE = 0.03
-"""What probes may cost of the time: in one process the draft takes the target's turn."""
-EXPLORED_ROUNDS = 3
-"""Proposals before the first decision; a draft that gives none has twice as many rounds for it."""
-AUTO_MAX_DEPTH = 12
-LOOKUP_NODES = 16
-"""What lookup is asked for at least in `auto`, since it costs no draft; what is worth its rows is verified."""
 
 
 @record
@@ -108,10 +104,10 @@ class RoundPlanner:
     def _plan_auto(self, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
-        is_explored = stats.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
+        is_explored = stats.times.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
         if has_draft and modes and not is_explored:
             return RoundPlan(modes[0], self._first, self._first)
-        if not stats.has_seen_plain:
+        if not stats.times.has_seen_plain:
             return _PLAIN
         decision = stats.last_decision(modes, has_draft=has_draft)
         if self._num_rounds % DECIDE_EVERY == 1 or decision is None:
@@ -135,9 +131,9 @@ class RoundPlanner:
 
     def _is_probe_due(self, decision: Decision) -> bool:
         """Return whether the rounds since the draft was last asked pay for a probe."""
-        if self._num_without_draft < PROBE_EVERY_ROUNDS:
+        if self._num_without_draft < PROBE_EVERY:
             return False
-        draft_s = self._stats.draft_s(self._first.max_new_nodes, self._first.max_depth)
+        draft_s = self._stats.times.draft_s(self._first.max_new_nodes, self._first.max_depth)
         return draft_s * decision.without_lookup <= PROBE_SHARE * self._num_without_draft
 
 
@@ -149,14 +145,14 @@ def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
 def stream_limits(speculation: Speculation, max_nodes: int) -> StreamLimits:
     """Return the limits of a stream: the user's shape, or in `auto` all that the target may find worth it."""
     if speculation.mode == "auto":
-        return StreamLimits(min(speculation.max_nodes, max_nodes), AUTO_MAX_DEPTH)
+        return StreamLimits(min(speculation.max_nodes, max_nodes), AUTO_DEPTH)
     return StreamLimits(min(speculation.nodes, max_nodes), speculation.depth)
 
 
 @lru_cache(maxsize=64)
 def _auto_limits(max_nodes: int, branching: int) -> Limits:
-    nodes = tuple(count for count in Limits().nodes if count < max_nodes)
-    return Limits((*nodes, max_nodes), min(AUTO_MAX_DEPTH, max_nodes), branching)
+    nodes = tuple(count for count in TREE_SIZES if count < max_nodes)
+    return Limits((*nodes, max_nodes), min(AUTO_DEPTH, max_nodes), branching)
 
 
 @lru_cache(maxsize=64)

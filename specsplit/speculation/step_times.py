@@ -1,6 +1,6 @@
-"""Times of forwards as they were measured and as they are corrected online. Seconds throughout.
+"""Times of forwards as they were measured, and as every round corrects them. Seconds throughout.
 
-Knows no worker and no mode.
+Knows no worker and no mode; the table of constants says what the windows and steps are.
 """
 
 from __future__ import annotations
@@ -8,39 +8,35 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import le, mul
 
-_WINDOW = 5
-_MIN_OBSERVED = 3
-_MOST_WAITING = 32
-"""Observations that a curve takes in at once, if nobody asks it before."""
-_STEP = 0.25
-"""How much of an error one observation corrects; the first ones of a place correct more, being all that is known."""
-_HALVING = 3.0
-"""Doublings of the number of rows over which half of a correction is believed."""
+from specsplit.speculation.constants import (
+    CORRECTION_HALVING,
+    CORRECTION_STEP,
+    MAX_PENDING,
+    MEDIAN_WINDOW,
+    MIN_OBSERVED,
+    RATIO_WINDOW,
+)
 
 
 class RunningMedian:
     """The median of the last few values, so that a machine that stalls now and then changes nothing."""
 
-    def __init__(self, initial: float = 0.0, window: int = 9) -> None:
-        self._recent: deque[float] = deque(maxlen=window)
-        self._value: float | None = initial
+    __slots__ = ("_recent", "value")
 
-    @property
-    def value(self) -> float:
-        """The median; `initial` before the first value."""
-        if self._value is None:
-            self._value = _median(self._recent)
-        return self._value
+    def __init__(self, initial: float = 0.0, window: int = MEDIAN_WINDOW) -> None:
+        self._recent: deque[float] = deque(maxlen=window)
+        self.value = initial
+        """The median, of two middle values the lower; `initial` before the first value."""
 
     def observe(self, value: float) -> None:
-        """Count a value; what is not finite is none."""
+        """Count a value, unless it is infinite or no number."""
         if math.isfinite(value):
             self._recent.append(value)
-            self._value = None
+            self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
 
 
 class StepTimes:
@@ -58,21 +54,20 @@ class StepTimes:
         self._rows = sorted(measured)
         self._measured = _non_decreasing([measured[rows] for rows in self._rows])
         self._seconds = self._measured
-        self._known: dict[float, float] = {}
-        """What was asked for since the last correction: a decision asks for the same rows many times."""
+        self._curve: list[float] = []
+        """Seconds by number of rows, as far as they were asked for since the last correction."""
+        # A grid point ends where another one becomes the nearest, in ratio.
         self._middles = [math.sqrt(low * high) for low, high in pairwise(self._rows)]
-        """Where another grid point becomes the nearest, in ratio."""
-        self._parts = [
-            [0.5 ** (abs(math.log2(other / rows)) / _HALVING) for other in self._rows] for rows in self._rows
+        # A correction of point p counts for point q by _weights[p][q].
+        self._weights = [
+            [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self._rows] for rows in self._rows
         ]
-        """Which part of a point's correction each of the others believes."""
         self._corrections = [0.0] * len(self._rows)
-        """Logarithms of what the measured times are multiplied by."""
-        self._ratios: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._rows]
+        """Logarithms of the factors on the measured times."""
+        self._ratios: list[deque[float]] = [deque(maxlen=RATIO_WINDOW) for _ in self._rows]
         self._num_observed = [0] * len(self._rows)
-        """At each point."""
-        self._observed: list[tuple[float, float]] = []
-        """Rows and seconds that the curve does not know yet: a round observes, and not every round asks."""
+        self._pending: list[tuple[float, float]] = []
+        """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
 
     @property
     def grid(self) -> dict[int, float]:
@@ -82,40 +77,50 @@ class StepTimes:
 
     def seconds(self, rows: float) -> float:
         """Return the seconds of a forward of this many rows."""
-        if self._observed:
+        if self._pending:
             self._catch_up()
-        seconds = self._known.get(rows)
-        if seconds is None:
-            seconds = self._known[rows] = _interpolate(self._rows, self._seconds, rows)
-        return seconds
+        return _interpolate(self._rows, self._seconds, (rows,))[0]
+
+    def curve(self, max_rows: int) -> Sequence[float]:
+        """Return the seconds by number of rows up to `max_rows` at least; entry 0 stands for no forward.
+
+        A decision compares many trees, so it reads this list instead of asking for each.
+        """
+        if self._pending:
+            self._catch_up()
+        curve = self._curve
+        if len(curve) <= max_rows:
+            curve += _interpolate(self._rows, self._seconds, range(len(curve), max_rows + 1))
+        return curve
 
     def observe(self, rows: float, seconds: float) -> None:
         """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
         if rows <= 0 or not 0 < seconds < math.inf:
             return
-        self._observed.append((rows, seconds))
-        if len(self._observed) == _MOST_WAITING:
+        self._pending.append((rows, seconds))
+        if len(self._pending) == MAX_PENDING:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        observed, self._observed = self._observed, []
-        for rows, seconds in observed:
-            self._correct(rows, seconds)
+        pending, self._pending = self._pending, []
+        for rows, seconds in pending:
+            nearest = bisect_left(self._middles, rows)
+            ratios = self._ratios[nearest]
+            (measured,) = _interpolate(self._rows, self._measured, (rows,))
+            ratios.append(math.log(seconds / measured))
+            count = self._num_observed[nearest] = self._num_observed[nearest] + 1
+            if count >= MIN_OBSERVED:
+                median = sorted(ratios)[(len(ratios) - 1) // 2]
+                self._correct(nearest, median - self._corrections[nearest])
 
-    def _correct(self, rows: float, seconds: float) -> None:
-        nearest = bisect_left(self._middles, rows)
-        ratios = self._ratios[nearest]
-        ratios.append(math.log(seconds / _interpolate(self._rows, self._measured, rows)))
-        count = self._num_observed[nearest] = self._num_observed[nearest] + 1
-        if count < _MIN_OBSERVED:
-            return
-        error = _median(ratios) - self._corrections[nearest]
-        step = max(_STEP, 1 / (count - _MIN_OBSERVED + 1))
-        for point, part in enumerate(self._parts[nearest]):
-            is_new = point == nearest or self._num_observed[point] < _MIN_OBSERVED
-            self._corrections[point] += (step if is_new else _STEP) * part * error
+    def _correct(self, nearest: int, error: float) -> None:
+        # The first correction of a point is the whole error, the next half of it, and so on down to CORRECTION_STEP.
+        step = max(CORRECTION_STEP, 1 / (self._num_observed[nearest] - MIN_OBSERVED + 1))
+        for point, weight in enumerate(self._weights[nearest]):
+            is_new = point == nearest or self._num_observed[point] < MIN_OBSERVED
+            self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
         self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
-        self._known.clear()
+        self._curve = []
 
 
 class DraftTimes:
@@ -129,7 +134,7 @@ class DraftTimes:
     def call_s(self) -> float:
         return self._call.value
 
-    def seconds(self, num_levels: float, rows: float) -> float:
+    def seconds(self, num_levels: int, rows: float) -> float:
         """Return the seconds until a tree of this many levels, each of `rows` rows, is here."""
         return self.call_s + num_levels * self.level.seconds(rows) if num_levels else 0.0
 
@@ -141,12 +146,17 @@ class DraftTimes:
                 self._call.observe(max(wall_s - device_s, 0.0))
 
 
-def _interpolate(rows: Sequence[int], seconds: Sequence[float], at: float) -> float:
-    if at <= rows[0] or len(rows) == 1:
-        return seconds[0]
-    high = min(bisect_left(rows, at), len(rows) - 1)
-    slope = (seconds[high] - seconds[high - 1]) / (rows[high] - rows[high - 1])
-    return seconds[high] + (at - rows[high]) * slope
+def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:
+    """Return the curve at each of the points; many at once, since a call costs more than the arithmetic."""
+    found: list[float] = []
+    for at in points:
+        if at <= rows[0] or len(rows) == 1:
+            found.append(seconds[0])
+            continue
+        high = min(bisect_left(rows, at), len(rows) - 1)  # beyond the grid the last slope goes on
+        slope = (seconds[high] - seconds[high - 1]) / (rows[high] - rows[high - 1])
+        found.append(seconds[high] + (at - rows[high]) * slope)
+    return found
 
 
 def _non_decreasing(values: Sequence[float]) -> list[float]:
@@ -161,8 +171,3 @@ def _non_decreasing(values: Sequence[float]) -> list[float]:
             total, count = total + above, count + num_above
         blocks.append((total, count))
     return [total / count for total, count in blocks for _ in range(count)]
-
-
-def _median(values: Sequence[float] | deque[float]) -> float:
-    """Return the middle one; of two the lower."""
-    return sorted(values)[(len(values) - 1) // 2]

@@ -7,11 +7,11 @@ workers nor rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from specsplit.core.tree import likeliest_first
 from specsplit.core.types import ROOT, Proposal, quantised_log_prob
-from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cell
+from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cells
 from specsplit.speculation.lookup import LookupTree
 
 ROOT_INDEX = -1
@@ -101,10 +101,9 @@ class TokenTree:
     def merge(self, found: LookupTree) -> None:
         """Add what lookup found below the root."""
         node_of = [ROOT_INDEX] * (len(found) + 1)  # the last one stands for the root, whose index is -1
-        nodes = zip(found.token_ids, found.parents, found.depths, found.match_lengths, found.ranks, strict=True)
-        for index, (token_id, parent, depth, match_length, rank) in enumerate(nodes):
+        cells = lookup_cells(found.match_lengths, found.depths, found.ranks)
+        for index, (token_id, parent, cell) in enumerate(zip(found.token_ids, found.parents, cells, strict=True)):
             above = node_of[parent]
-            cell = lookup_cell(match_length, depth, rank)
             node = self._index_by_token.get((above, token_id))
             if node is None:
                 node = self._add(above, token_id, cell)
@@ -123,7 +122,7 @@ class TokenTree:
         self.parents.append(parent)
         self.depths.append(1 if parent == ROOT_INDEX else self.depths[parent] + 1)
         self.cells.append(cell)
-        self.log_probs.append(self._acceptance.estimate(cell))
+        self.log_probs.append(self._acceptance.log_probs[cell])
         self.draft_numbers.append(UNNUMBERED)
         self.sent_numbers.append(UNNUMBERED)
         self._draft_log_probs.append(0.0)
@@ -132,7 +131,7 @@ class TokenTree:
 
     def _assign(self, node: int, cell: int) -> None:
         self.cells[node] = cell
-        self.log_probs[node] = self._acceptance.estimate(cell)
+        self.log_probs[node] = self._acceptance.log_probs[cell]
 
     def _rank(self) -> None:
         paths: list[float] = []
@@ -145,7 +144,7 @@ class TokenTree:
         chosen: Sequence[int] = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
         if len(chosen) > count:
             ranks = self.path_log_probs
-            chosen = sorted(chosen, key=lambda node: (-ranks[node], node))[:count]
+            chosen = sorted(chosen, key=ranks.__getitem__, reverse=True)[:count]  # of equals the earlier node stays
         return likeliest_first(chosen, self.parents, self.log_probs)
 
     def take_unsent(self, first_node: int) -> Proposal:
@@ -176,21 +175,22 @@ class TokenTree:
             at = child
         return len(token_ids), at
 
-    def tested(self, token_ids: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Yield each node that the committed `token_ids` decide, and whether it was right.
+    def tested(self, token_ids: Sequence[int]) -> list[tuple[int, bool]]:
+        """Return each node that the committed `token_ids` decide, and whether it was right.
 
         A committed token decides every child of the node before it, verified or not: the target's pick there is known.
         """
-        at = ROOT_INDEX
+        at, decided = ROOT_INDEX, list[tuple[int, bool]]()
         for token_id in token_ids:
             following = None
             for child in self._children.get(at, ()):
                 is_right = self.token_ids[child] == token_id
-                yield child, is_right
+                decided.append((child, is_right))
                 following = child if is_right else following
             if following is None:
-                return
+                break
             at = following
+        return decided
 
     def sibling_ranks(self) -> list[int]:
         """Return each node's place among its siblings by estimate, 0 for the likeliest."""

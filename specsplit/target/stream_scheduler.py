@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specsplit.core.types import Timings
+from specsplit.speculation.constants import PACE_MEMORY, ROW_GRID
 from specsplit.speculation.cost_model import count_worth_verifying
 from specsplit.speculation.step_times import RunningMedian, StepTimes
-
-_GRID = (1, 2, 3, 5, 9, 17, 33)
-_MEMORY = 0.9
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class Pace:
         device_s = timings.device_ms / 1e3
         if timings.num_forwards == 1 and timings.num_tokens > 0 and device_s > 0:
             if self._verify is None:
-                self._verify = StepTimes(dict.fromkeys(_GRID, device_s))
+                self._verify = StepTimes(dict.fromkeys(ROW_GRID, device_s))
             self._verify.observe(timings.num_tokens, device_s)
         if elapsed_s > 0:
             self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
@@ -107,4 +105,4 @@ def _expected(path_log_probs: Sequence[float]) -> float:
 
 
 def _mean(mean: float, value: float) -> float:
-    return mean + (value - mean) * (1 - _MEMORY) if mean else value
+    return mean + (value - mean) * (1 - PACE_MEMORY) if mean else value

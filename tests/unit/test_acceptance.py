@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 
 from specsplit.core.types import quantised_log_prob
 from specsplit.speculation.acceptance import (
-    NO_CELL,
     NUM_CELLS,
-    PRIOR_WEIGHT,
     Acceptance,
-    Bin,
     DepthProfile,
     agreed_cell,
     auc,
     draft_cell,
-    expected_calibration_error,
-    lookup_cell,
-    reliability,
+    lookup_cells,
 )
+from specsplit.speculation.constants import PRIOR_WEIGHT
 from specsplit.speculation.cost_model import Profile
 
 LIKELY, UNLIKELY = draft_cell(math.log(0.9), 0), draft_cell(math.log(0.1), 1)
@@ -36,24 +32,18 @@ RANKS = (0, 1, 0, 1, 0, 0)
 
 
 def probability(table: Acceptance, cell: int) -> float:
-    return math.exp(table.estimate(cell))
+    return math.exp(table.log_probs[cell])
 
 
-def counted(accepted: list[int], verified: list[int] | None = None) -> dict[int, bool]:
-    """Return which nodes of the tree above moved their cell, and whether upwards."""
-    table, cells = Acceptance(), [lookup_cell(4, depth, 0) for depth in (1, 2, 3, 5, 9)]
-    cells.append(draft_cell(-1.0, 0))
-    before = table.estimates(cells)
-    table.observe_tree(cells, PARENTS, accepted, verified)
-    after = table.estimates(cells)
-    return {node: after[node] > before[node] for node in range(len(cells)) if after[node] != before[node]}
+def lookup_cell(match_length: int, depth: int, rank: int) -> int:
+    return lookup_cells([match_length], [depth], [rank])[0]
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.3, 0.5, 0.97])
 def test_estimates_converge_to_the_true_rate(rate: float):
     table, source = Acceptance(half_life=2000), random.Random(1)
     for _ in range(8000):
-        table.observe(UNLIKELY, is_accepted=source.random() < rate)
+        table.observe([(UNLIKELY, source.random() < rate)])
     assert probability(table, UNLIKELY) == pytest.approx(rate, abs=0.03)
 
 
@@ -63,16 +53,16 @@ def test_a_source_with_different_rates_is_told_apart_by_cell():
     table, source = Acceptance(half_life=1000), random.Random(2)
     for _ in range(4000):
         for cell, rate in truth.items():
-            table.observe(cell, is_accepted=source.random() < rate)
+            table.observe([(cell, source.random() < rate)])
     assert [probability(table, cell) for cell in truth] == pytest.approx(list(truth.values()), abs=0.05)
 
 
 def test_a_change_of_text_is_followed():
     table = Acceptance()
     for _ in range(2000):
-        table.observe(LIKELY, is_accepted=True)
+        table.observe([(LIKELY, True)])
     for _ in range(128):
-        table.observe(LIKELY, is_accepted=False)
+        table.observe([(LIKELY, False)])
     assert probability(table, LIKELY) == pytest.approx(0.5, abs=0.02), "one half-life"
 
 
@@ -80,7 +70,7 @@ def test_a_few_observations_hardly_move_the_prior():
     table = Acceptance()
     prior = probability(table, LIKELY)
     assert prior == pytest.approx(0.9, abs=0.05), "the draft's own word"
-    table.observe(LIKELY, is_accepted=False)
+    table.observe([(LIKELY, False)])
     assert probability(table, LIKELY) == pytest.approx(prior * PRIOR_WEIGHT / (1 + PRIOR_WEIGHT))
 
 
@@ -88,52 +78,28 @@ def test_estimates_are_proper_log_probabilities_whatever_was_observed():
     table = Acceptance()
     for cell in range(NUM_CELLS):
         for _ in range(1000):
-            table.observe(cell, is_accepted=cell % 2 == 0)
-    assert all(-math.inf < table.estimate(cell) < 0 for cell in range(NUM_CELLS))
+            table.observe([(cell, cell % 2 == 0)])
+    assert all(-math.inf < table.log_probs[cell] < 0 for cell in range(NUM_CELLS))
 
 
 def test_before_any_verdict_a_better_word_of_the_source_is_a_better_estimate():
     table = Acceptance()
-    by_own_word = [table.estimate(draft_cell(quantised_log_prob(-step / 16), 0)) for step in range(256)]
+    by_own_word = [table.log_probs[draft_cell(quantised_log_prob(-step / 16), 0)] for step in range(256)]
     assert by_own_word == sorted(by_own_word, reverse=True)
     assert len(set(by_own_word)) >= 10
-    by_match = [table.estimate(lookup_cell(length, 1, 0)) for length in range(1, 20)]
+    by_match = [table.log_probs[lookup_cell(length, 1, 0)] for length in range(1, 20)]
     assert by_match == sorted(by_match)
-    by_depth = [table.estimate(lookup_cell(1, depth, 0)) for depth in range(1, 20)]
+    by_depth = [table.log_probs[lookup_cell(1, depth, 0)] for depth in range(1, 20)]
     assert by_depth == sorted(by_depth), "a level that was accepted makes the match longer"
-    by_rank = [table.estimate(lookup_cell(3, 1, rank)) for rank in range(6)]
+    by_rank = [table.log_probs[lookup_cell(3, 1, rank)] for rank in range(6)]
     assert by_rank == sorted(by_rank, reverse=True)
-    assert table.estimate(agreed_cell(-1.0, 0)) > table.estimate(draft_cell(-1.0, 0))
+    assert table.log_probs[agreed_cell(-1.0, 0)] > table.log_probs[draft_cell(-1.0, 0)]
 
 
 @given(st.floats(-1000, 0), st.integers(0, 100), st.integers(1, 10_000), st.integers(1, 1000))
 def test_every_node_has_a_cell_of_its_source(log_prob: float, rank: int, match_length: int, depth: int):
     draft, agreed = draft_cell(log_prob, rank), agreed_cell(log_prob, rank)
     assert 0 <= draft < agreed < lookup_cell(match_length, depth, rank) < NUM_CELLS
-
-
-@pytest.mark.parametrize(
-    ("accepted", "verified", "expected"),
-    [
-        ([], None, {0: False, 1: False}),
-        ([0], None, {0: True, 1: False, 2: False, 3: False}),
-        ([0, 2, 5], None, {0: True, 1: False, 2: True, 3: False, 5: True}),
-        ([1], None, {0: False, 1: True, 4: False}),
-        ([0], [0, 2], {0: True, 2: False}),
-        ([], [], {}),
-    ],
-)
-def test_a_node_counts_if_it_was_verified_below_the_accepted_path(
-    accepted: list[int], verified: list[int] | None, expected: dict[int, bool]
-):
-    assert counted(accepted, verified) == expected
-
-
-def test_a_node_without_a_cell_does_not_count():
-    table = Acceptance()
-    before = table.estimates(range(NUM_CELLS))
-    table.observe_tree([NO_CELL, NO_CELL], [-1, 0], [0])
-    assert table.estimates(range(NUM_CELLS)) == before
 
 
 def test_the_profile_learns_first_children_by_depth_and_what_their_siblings_catch():
@@ -149,7 +115,8 @@ def test_the_profile_learns_first_children_by_depth_and_what_their_siblings_catc
             second = source.random() < rates[1]
             if second or source.random() < catch:
                 path.append(2 if second else 3)
-        counts.observe_tree(parents, ranks, path)
+        judged = [node for node, parent in enumerate(parents) if parent in (-1, *path)]
+        counts.observe_tree(parents, ranks, path, judged)
     profile = counts.profile
     assert profile.accept_by_depth == pytest.approx(rates, abs=0.05)
     assert profile.catch_by_rank == pytest.approx((catch,), abs=0.05)
@@ -157,7 +124,7 @@ def test_the_profile_learns_first_children_by_depth_and_what_their_siblings_catc
 
 def test_the_profile_counts_no_node_that_a_verdict_says_nothing_of():
     counts = DepthProfile(3, 2)
-    counts.observe_tree(PARENTS, RANKS, accepted=[1], verified=[0, 1])  # 4 was trimmed, 2, 3 and 5 lie off the path
+    counts.observe_tree(PARENTS, RANKS, accepted=[1], judged=[0, 1])  # 4 was trimmed, 2, 3 and 5 lie off the path
     seen_once = (PRIOR_WEIGHT * 0.5) / (PRIOR_WEIGHT + 1)
     caught_once = (1 + PRIOR_WEIGHT / 4) / (PRIOR_WEIGHT + 1)
     assert counts.profile.accept_by_depth == pytest.approx((seen_once,) * 3, abs=1 / 64), "deeper ones are as above"
@@ -167,7 +134,7 @@ def test_the_profile_counts_no_node_that_a_verdict_says_nothing_of():
 def test_a_sibling_is_not_blamed_where_the_first_child_was_accepted():
     counts = DepthProfile(3, 2)
     before = counts.profile.catch_by_rank
-    counts.observe_tree(PARENTS, RANKS, accepted=[0, 2, 5])
+    counts.observe_tree(PARENTS, RANKS, accepted=[0, 2, 5], judged=[0, 1, 2, 3, 5])
     assert counts.profile.catch_by_rank == before
     assert counts.profile.accept_by_depth == pytest.approx((0.6, 0.68, 0.74), abs=1 / 64)
 
@@ -175,7 +142,7 @@ def test_a_sibling_is_not_blamed_where_the_first_child_was_accepted():
 def test_an_empty_tree_says_nothing():
     counts = DepthProfile(2, 2)
     for _ in range(300):
-        counts.observe_tree([], [], [])
+        counts.observe_tree([], [], [], [])
     assert counts.profile == Profile((0.5, 0.5), (0.25,))
 
 
@@ -189,18 +156,3 @@ def test_auc_equals_a_count_of_all_pairs(pairs: list[tuple[float, bool]]):
         return
     wins = sum((above > below) + (above == below) / 2 for above in true for below in false)
     assert value == pytest.approx(wins / len(true) / len(false))
-
-
-def test_reliability_puts_estimates_beside_what_became_of_them():
-    bins = reliability([0.05, 0.15, 0.1, 0.95, 1.0], [False, True, False, True, True])
-    assert bins == [
-        Bin(0.0, 0.1, 1, 0.05, 0.0),
-        Bin(0.1, 0.2, 2, pytest.approx(0.125), 0.5),
-        Bin(0.9, 1.0, 2, pytest.approx(0.975), 1.0),
-    ]
-    assert expected_calibration_error(bins) == pytest.approx((0.05 + 2 * 0.375 + 2 * 0.025) / 5)
-
-
-def test_nothing_observed_has_no_calibration_error():
-    assert reliability([], []) == []
-    assert expected_calibration_error([]) == 0

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from specsplit.speculation.cost_model import (
     Costs,
     Decision,
-    Expect,
     Limits,
     ModePlan,
     Profile,
+    RateCorrector,
     RoundMode,
-    choose,
+    choose_plan,
     count_worth_verifying,
     expected_by_nodes,
     round_s,
@@ -251,7 +251,7 @@ def test_a_longer_way_makes_taking_turns_look_better_beside_plain_decoding(
 @given(profiles, costs_drawn, st.sets(st.sampled_from(SPECULATING)))
 def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, offered: set[RoundMode]):
     limits = Limits((1, 2, 3, 5, 8), max_depth=3, branching=2)
-    decision = choose(dict.fromkeys(sorted(offered), profile), costs, limits)
+    decision = choose_plan(dict.fromkeys(sorted(offered), profile), costs, limits)
     rates_by_mode: dict[RoundMode, list[float]] = {"plain": [tokens_per_s("plain", 1, 0, 0, costs)]}
     for mode in offered:
         rates_by_mode[mode] = [tokens_per_s(mode, 1, 0, 0, costs)] if mode == "stream" else []
@@ -272,18 +272,18 @@ def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, off
 @settings(deadline=None)
 @given(costs_drawn)
 def test_a_useless_draft_is_never_used(costs: Costs):
-    assert choose(dict.fromkeys(SPECULATING, USELESS), costs, LIMITS).nodes == 0
+    assert choose_plan(dict.fromkeys(SPECULATING, USELESS), costs, LIMITS).nodes == 0
 
 
 @settings(deadline=None)
 @given(costs_drawn)
 def test_a_choice_never_promises_less_than_plain_decoding(costs: Costs):
-    decision = choose(dict.fromkeys(SPECULATING, GOOD), costs, LIMITS)
+    decision = choose_plan(dict.fromkeys(SPECULATING, GOOD), costs, LIMITS)
     assert decision.tokens_per_s >= tokens_per_s("plain", 1, 0, 0, costs)
 
 
 def test_a_perfect_draft_with_cheap_levels_goes_as_deep_as_it_may():
-    decision = choose({"pingpong": Profile((1.0,))}, costs_of(FLAT, level_s=1e-5), LIMITS)
+    decision = choose_plan({"pingpong": Profile((1.0,))}, costs_of(FLAT, level_s=1e-5), LIMITS)
     assert (decision.mode, decision.nodes, decision.depth) == ("pingpong", 8, 8)
     assert decision.tokens_per_s == pytest.approx(9 / 10.08e-3)
 
@@ -291,26 +291,26 @@ def test_a_perfect_draft_with_cheap_levels_goes_as_deep_as_it_may():
 def test_a_slow_draft_is_left_for_lookup_and_lookup_for_plain_decoding():
     slow = costs_of(FLAT, level_s=1.0)
     repetitive, other = Profile((0.6,)), Profile((0.0,))
-    assert choose({"overlap": GOOD, "lookup": repetitive}, slow, LIMITS).mode == "lookup"
-    assert choose({"overlap": GOOD, "lookup": other}, slow, LIMITS).mode == "plain"
+    assert choose_plan({"overlap": GOOD, "lookup": repetitive}, slow, LIMITS).mode == "lookup"
+    assert choose_plan({"overlap": GOOD, "lookup": other}, slow, LIMITS).mode == "plain"
 
 
 def test_a_long_way_asks_for_a_stream_and_a_short_one_for_less():
     profiles_by_mode = dict.fromkeys(("pingpong", "overlap", "stream"), GOOD)
     far = costs_of(STAIRCASE, level_s=0.5e-3, round_trip_s=10e-3, hit_rate=0.8)
-    assert choose(profiles_by_mode, far, LIMITS).mode == "stream"
+    assert choose_plan(profiles_by_mode, far, LIMITS).mode == "stream"
     near = costs_of(STAIRCASE, level_s=5e-3, round_trip_s=0, hit_rate=0.0)
-    assert choose({"pingpong": GOOD, "overlap": GOOD}, near, LIMITS).mode == "pingpong"
+    assert choose_plan({"pingpong": GOOD, "overlap": GOOD}, near, LIMITS).mode == "pingpong"
 
 
 def test_a_choice_stands_until_another_is_clearly_better_for_a_while():
     profiles_by_mode = {"pingpong": GOOD}
-    first = choose(profiles_by_mode, costs_of(STAIRCASE), LIMITS)
+    first = choose_plan(profiles_by_mode, costs_of(STAIRCASE), LIMITS)
     stairs = {rows: took_s * (1 if rows < 17 else 0.5) for rows, took_s in STAIRCASE.items()}
     better = costs_of(stairs | {5: 7.6e-3, 17: 7.85e-3}, level_s=1e-4)
     decisions = [first]
     for _ in range(3):
-        decisions.append(choose(profiles_by_mode, better, LIMITS, decisions[-1], patience=3))
+        decisions.append(choose_plan(profiles_by_mode, better, LIMITS, decisions[-1]))
     shapes = [(decision.nodes, decision.depth) for decision in decisions]
     assert shapes[0] == shapes[1] == shapes[2] != shapes[3]
     assert [decision.num_beaten for decision in decisions] == [0, 1, 2, 0]
@@ -320,9 +320,11 @@ def test_a_choice_stands_until_another_is_clearly_better_for_a_while():
 def test_one_better_moment_changes_nothing():
     profiles_by_mode = {"pingpong": GOOD}
     usual, odd = costs_of(STAIRCASE), costs_of(FLAT, level_s=1e-5)
-    decision = first = choose(profiles_by_mode, usual, LIMITS)
+    decision = first = choose_plan(profiles_by_mode, usual, LIMITS)
     for number in range(20):
-        decision = choose(profiles_by_mode, odd if number % 3 == 0 else usual, LIMITS, decision, patience=2)
+        decision = choose_plan(
+            profiles_by_mode, odd if number % 3 == 0 else usual, replace(LIMITS, patience=2), decision
+        )
         assert (decision.nodes, decision.depth) == (first.nodes, first.depth)
 
 
@@ -334,66 +336,66 @@ def test_noise_within_the_margin_never_flaps(noise: list[float]):
     shapes: set[tuple[RoundMode, int, int]] = set()
     for factor in noise:
         grid = {rows: took_s * (factor if rows > 4 else 1 / factor) for rows, took_s in STAIRCASE.items()}
-        decision = choose({"pingpong": GOOD, "overlap": GOOD}, costs_of(grid), LIMITS, decision)
+        decision = choose_plan({"pingpong": GOOD, "overlap": GOOD}, costs_of(grid), LIMITS, decision)
         shapes.add((decision.mode, decision.nodes, decision.depth))
     assert len(shapes) == 1
 
 
 def test_plain_decoding_needs_no_margin_but_patience():
     costs = costs_of(STAIRCASE, level_s=1e-6)
-    decision = choose({"pingpong": GOOD}, costs, LIMITS)
+    decision = choose_plan({"pingpong": GOOD}, costs, LIMITS)
     assert decision.nodes > 0
     hardly_worse = costs_of({1: 10e-3, 64: 10.01e-3}, level_s=1e-9)
     seen = []
     for _ in range(3):
-        decision = choose({"pingpong": USELESS}, hardly_worse, LIMITS, decision, margin=0.5, patience=3)
+        decision = choose_plan({"pingpong": USELESS}, hardly_worse, replace(LIMITS, margin=0.5), decision)
         seen.append(decision.mode)
     assert seen == ["pingpong", "pingpong", "plain"]
 
 
 def test_a_stream_without_nodes_needs_a_margin_over_plain_decoding():
     near, far = (replace(costs_of(STAIRCASE), round_trip_s=share * STAIRCASE[1]) for share in (0.04, 0.2))
-    first = choose({}, near, LIMITS)
+    first = choose_plan({}, near, LIMITS)
     assert first.mode == "plain"
     for costs, expected in ((near, "plain"), (far, "stream")):
         decision = first
         for _ in range(5):
-            decision = choose({"stream": USELESS}, costs, LIMITS, decision, patience=3)
+            decision = choose_plan({"stream": USELESS}, costs, LIMITS, decision)
         assert (decision.mode, decision.nodes) == (expected, 0)
 
 
 def test_a_mode_no_longer_offered_is_left_at_once():
     costs = costs_of(STAIRCASE)
-    decision = choose({"overlap": GOOD}, costs, LIMITS)
+    decision = choose_plan({"overlap": GOOD}, costs, LIMITS)
     assert decision.mode == "overlap"
-    assert choose({}, costs, LIMITS, decision).mode == "plain"
-    assert choose({"overlap": GOOD}, costs, Limits(max_depth=1), replace(decision, depth=4)).depth == 1
+    assert choose_plan({}, costs, LIMITS, decision).mode == "plain"
+    assert choose_plan({"overlap": GOOD}, costs, Limits(max_depth=1), replace(decision, depth=4)).depth == 1
 
 
 def test_a_draft_that_becomes_good_is_taken_up_again():
     costs = costs_of(STAIRCASE)
-    decision = choose({"pingpong": USELESS}, costs, LIMITS)
+    decision = choose_plan({"pingpong": USELESS}, costs, LIMITS)
     assert decision.mode == "plain"
     for _ in range(3):
-        decision = choose({"pingpong": GOOD}, costs, LIMITS, decision)
+        decision = choose_plan({"pingpong": GOOD}, costs, LIMITS, decision)
     assert decision.mode == "pingpong"
 
 
-def kept(share: dict[RoundMode, float]) -> Expect:
-    return lambda mode, predicted_tokens_per_s: predicted_tokens_per_s * share.get(mode, 1.0)
+def scaled_by(share: dict[RoundMode, float]) -> RateCorrector:
+    return lambda mode, predicted: predicted * share.get(mode, 1.0)
 
 
 def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
     profiles: dict[RoundMode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
     costs = costs_of(FLAT)
-    predicted_tokens_per_s = {plan.mode: plan.tokens_per_s for plan in choose(profiles, costs, LIMITS).alternatives}
-    decision = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.7, "stream": 0.9}))
+    predicted = {plan.mode: plan.tokens_per_s for plan in choose_plan(profiles, costs, LIMITS).alternatives}
+    decision = choose_plan(profiles, costs, LIMITS, correct=scaled_by({"overlap": 0.7, "stream": 0.9}))
     assert decision.mode == "stream"
-    assert decision.tokens_per_s == pytest.approx(0.9 * predicted_tokens_per_s["stream"])
-    poor = choose(profiles, costs, LIMITS, expect=kept({"overlap": 0.1, "stream": 0.1}))
+    assert decision.tokens_per_s == pytest.approx(0.9 * predicted["stream"])
+    poor = choose_plan(profiles, costs, LIMITS, correct=scaled_by({"overlap": 0.1, "stream": 0.1}))
     assert poor.mode == "plain"
-    last = choose(profiles, costs, LIMITS, expect=kept({"stream": 0.9}))
+    last = choose_plan(profiles, costs, LIMITS, correct=scaled_by({"stream": 0.9}))
     assert last.mode == "overlap"
     for _ in range(3):
-        last = choose(profiles, costs, LIMITS, last, expect=kept({"overlap": 0.7, "stream": 0.9}))
+        last = choose_plan(profiles, costs, LIMITS, last, correct=scaled_by({"overlap": 0.7, "stream": 0.9}))
     assert last.mode == "stream"

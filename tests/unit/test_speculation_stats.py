@@ -22,14 +22,14 @@ PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0
 
 
 def decided(stats: SpeculationStats) -> Decision:
-    decision = stats.decide(["pingpong"], Limits(), has_draft=True)
+    decision = stats.decide(("pingpong",), Limits(), has_draft=True)
     assert decision is not None
     return decision
 
 
 def begun() -> SpeculationStats:
     stats = SpeculationStats()
-    stats.meet(TARGET, None)
+    stats.times.adopt(TARGET, None)
     return stats
 
 
@@ -77,20 +77,20 @@ def test_lookup_always_has_plain_decoding_to_beat():
 def test_a_session_without_a_draft_chooses_for_itself():
     stats = begun()
     both = decided(stats)
-    alone = stats.decide([], Limits(), has_draft=False)
-    assert stats.last_decision(["pingpong"], has_draft=True) is both
-    assert stats.last_decision([], has_draft=False) is alone
+    alone = stats.decide((), Limits(), has_draft=False)
+    assert stats.last_decision(("pingpong",), has_draft=True) is both
+    assert stats.last_decision((), has_draft=False) is alone
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():
     stats = begun()
     levels = Timings(num_forwards=2, num_tokens=4, device_ms=4.0)
-    stats.observe_propose(levels, None)
+    stats.times.observe_propose(levels, None)
     for _ in range(20):
-        stats.observe_propose(levels, 0.005)
-    assert stats._draft is not None
-    known_s = stats._draft.call_s
+        stats.times.observe_propose(levels, 0.005)
+    assert stats.times.draft is not None
+    known_s = stats.times.draft.call_s
     assert 0.0009 < known_s < 0.0011
     for _ in range(20):
-        stats.observe_propose(levels, None)
-    assert stats._draft.call_s == known_s
+        stats.times.observe_propose(levels, None)
+    assert stats.times.draft.call_s == known_s

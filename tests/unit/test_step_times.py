@@ -68,19 +68,19 @@ def test_step_times_that_cannot_be_are_refused(times: list[tuple[int, float]]):
 
 def test_what_workers_measured_is_where_an_experience_begins():
     stats = SpeculationStats()
-    assert stats.decide([], _limits(), has_draft=False) is None
-    stats.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
-    assert stats.has_seen_plain
-    assert stats.verify is not None
-    assert stats.verify.grid == dict(TIMES)
-    choice = stats.decide(["pingpong"], _limits(), has_draft=True)
+    assert stats.decide((), _limits(), has_draft=False) is None
+    stats.times.adopt(Identity(**{**_fields(), "step_times": TIMES}), None)
+    assert stats.times.has_seen_plain
+    assert stats.times.verify is not None
+    assert stats.times.verify.grid == dict(TIMES)
+    choice = stats.decide(("pingpong",), _limits(), has_draft=True)
     assert choice is not None
     assert {plan.mode for plan in choice.alternatives} == {"plain"}, "no draft has proposed anything yet"
     # What was learned since is not thrown away for what was measured at the start.
     for _ in range(9):
-        stats.verify.observe(1, 0.020)
-    stats.meet(Identity(**{**_fields(), "step_times": TIMES}), None)
-    assert stats.verify.seconds(1) > 0.015
+        stats.times.verify.observe(1, 0.020)
+    stats.times.adopt(Identity(**{**_fields(), "step_times": TIMES}), None)
+    assert stats.times.verify.seconds(1) > 0.015
 
 
 def _limits():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specsplit.core.types import Proposal
-from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cell
+from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cells
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
@@ -72,8 +72,8 @@ def test_a_node_of_both_sources_is_one_node_and_worth_more():
     held.take(Proposal(1, 10, (1, 2), (0, 0), FLAT[:2]), 10)
     held.merge(LookupTree([2, 7], [-1, 0], [1, 2], [3, 3], [0, 0]))
     assert (held.token_ids, held.draft_numbers) == ([1, 2, 7], [1, 2, UNNUMBERED])
-    assert held.cells == [draft_cell(-1.0, 0), agreed_cell(-1.0, 1), lookup_cell(3, 2, 0)]
-    assert held.log_probs[1] > acceptance.estimate(draft_cell(-1.0, 1))
+    assert held.cells == [draft_cell(-1.0, 0), agreed_cell(-1.0, 1), *lookup_cells([3], [2], [0])]
+    assert held.log_probs[1] > acceptance.log_probs[draft_cell(-1.0, 1)]
     assert held.path_log_probs[2] == pytest.approx(held.log_probs[1] + held.log_probs[2])
     # The other way round it is the same.
     other = tree()

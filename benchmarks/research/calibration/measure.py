@@ -24,12 +24,12 @@ from specsplit.core.types import SamplingParams, quantised_log_prob
 from specsplit.draft import engine as draft_engine
 from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
-from specsplit.speculation.acceptance import NUM_CELLS, agreed_cell, lookup_cell
+from specsplit.speculation.acceptance import agreed_cell, lookup_cells
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import TokenTree
 
 _FIRST_AGREED = agreed_cell(0.0, 0)
-_FIRST_LOOKUP = lookup_cell(1, 1, 0)
+(_FIRST_LOOKUP,) = lookup_cells([1], [1], [0])
 """Cells are in this order: the draft's, those where lookup agrees, lookup's alone."""
 
 
@@ -107,7 +107,7 @@ class WatchedExperience(SpeculationStats):
 
     def freeze(self) -> None:
         """From now on tell also what the table of this moment says of each node."""
-        self._frozen = self.acceptance.estimates(range(NUM_CELLS))
+        self._frozen = list(self.acceptance.log_probs)
 
     def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
         """Keep what is decided, before anything is learned from it."""

@@ -221,7 +221,7 @@ def test_decided_nodes_are_kept_with_the_estimates_from_before_their_tokens_were
     assert {each.token_id: each.calibrated for each in experience.nodes} == held
     assert [(each.sent, each.own) for each in experience.nodes] == [(-0.5, -0.6), (-2, -2.1), (-1, -1.1), (None, None)]
     assert [each.rank for each in experience.nodes] == [0, 1, 0, 0], "lookup's best of a child and the draft's"
-    assert experience.acceptance.estimate(draft_cell(-2.0, 1)) < held[6], "and it learns as ever"
+    assert experience.acceptance.log_probs[draft_cell(-2.0, 1)] < held[6], "and it learns as ever"
 
 
 def test_nodes_below_a_wrong_one_are_not_decided_and_the_text_goes_on():
@@ -240,7 +240,7 @@ def test_the_first_halfs_table_learns_no_more():
     experience.observe_tree(_grown(experience), [5, 7])
     assert [each.frozen for each in experience.nodes] == [None] * 4
     experience.freeze()
-    learned = experience.acceptance.estimate(draft_cell(-2.0, 1))
+    learned = experience.acceptance.log_probs[draft_cell(-2.0, 1)]
     for _ in range(3):
         experience.begin([1, 4, 9])
         experience._words.update(SAID)

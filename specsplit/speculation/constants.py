@@ -1,0 +1,99 @@
+"""Every constant of the speculation policy, with its unit and its origin: measured (where) or chosen (why).
+
+docs/auto.md tells the policy that they belong to, docs/log.md has the measurements.
+"""
+
+from __future__ import annotations
+
+# Decisions of `auto` (cost_model, round_plan).
+
+TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Nodes. These are the tree sizes that a decision compares. Chosen: steps of a quarter to a half, as E[A] flattens."""
+DECIDE_EVERY = 8
+"""Rounds from one decision to the next. Chosen: rates hardly change within fewer; a decision took 0.25 ms."""
+SWITCH_MARGIN = 0.05
+"""Share by which another plan must be faster to replace the present one. Chosen: above the noise of the medians."""
+SWITCH_PATIENCE = 3
+"""Decisions in a row that the margin must be exceeded. Chosen: one stretch of text does not flip the mode."""
+AUTO_DEPTH = 12
+"""Levels of the deepest tree in `auto`. Chosen: perfect drafts and repetitive texts gain from it in virtual time."""
+LOOKUP_NODES = 16
+"""Nodes that lookup is asked for at least. Chosen: they cost no draft, and only those worth their rows are verified."""
+EXPLORED_ROUNDS = 3
+"""Proposals before the first decision; twice as many rounds if none comes. Measured in virtual time: 3 are enough."""
+PROBE_EVERY = 16
+"""Rounds without the draft from one probe to the next, at least. Chosen: a draft that improves is noticed in a text."""
+PROBE_SHARE = 0.03
+"""Share of the time that probes may cost. Chosen: below the 5 % that a useless draft may cost in all."""
+DRAFTLESS_STREAM_GAP = 0.25
+"""Forwards. A draftless stream needs at least this gap between two forwards: lookup's nodes come to it a step late.
+
+Measured: without a round trip such a stream lost a tenth, from 10 ms on it gained (26 ms a forward).
+"""
+MAX_STEPS_AWAY = 6
+"""Forwards of the target during a round trip that a stream's tree allows for. Chosen: below its 8 unheard commits."""
+STEPS_AWAY_SLACK = 0.1
+"""Forwards of a round trip that count for none. Chosen: in one process the orchestrator's own time is no step away."""
+
+# Forward times (step_times).
+
+ROW_GRID = (1, 2, 3, 5, 9, 17, 33)
+"""Rows of the points of a curve that nobody measured at the start. Chosen: as workers measure, one point an octave."""
+ROW_COST = 0.04
+"""Forwards of one row that a further row adds before anything is known. Measured: 10 to 20 rows double it on a CPU."""
+RATIO_WINDOW = 5
+"""Observations whose median corrects a point of the curve. Chosen: outlasts two stalls in a row."""
+MIN_OBSERVED = 3
+"""Observations before a point is corrected. Chosen: the smallest median that ignores one outlier."""
+CORRECTION_STEP = 0.25
+"""Share of an error that one observation corrects, once a point is known. Chosen: it follows within a dozen rounds."""
+CORRECTION_HALVING = 3.0
+"""Doublings of the number of rows that halve what of a correction is believed. Chosen: most causes are common."""
+MAX_PENDING = 32
+"""Observations that a curve puts off at most before it takes them in. Chosen: bounds the work of the next reader."""
+MEDIAN_WINDOW = 9
+"""Values of a running median (round trip, overhead, draft call). Chosen: outlasts four stalls in a row."""
+FIRST_HIT_RATE = 0.5
+"""Share of ahead-drafted rounds that are expected to hit before any was seen. Chosen: the middle."""
+HIT_RATE_MEMORY = 0.97
+"""Weight of the past in the hit rate, per round. Chosen: a memory of 33 rounds."""
+PACE_MEMORY = 0.9
+"""Weight of the past in a streaming target's means, per step. Chosen: a memory of 10 steps."""
+
+# Acceptance (acceptance).
+
+HALF_LIFE = 128.0
+"""Observations of a cell after which an older one counts half.
+
+Chosen: the estimate of a rate p then spreads by sqrt(p (1 - p) ln 2 / (2 HALF_LIFE)), at most 0.026: less than the step
+of 1/16 in which estimates travel; a change of text is followed within some dozens of rounds.
+"""
+PRIOR_WEIGHT = 4.0
+"""Observations that a prior is worth. Chosen: a cell's own counts lead from the fifth on."""
+FIRST_CHILD_PRIOR = 0.5
+"""Acceptance of a first child at depth 1 before any was seen. Chosen: the middle; a deeper one takes that above it."""
+AGREED_SHARE = 0.5
+"""Share of the draft's doubt that lookup's agreement removes, a priori. Chosen; corrected after a few observations."""
+MAX_DRAFT_PRIOR = 0.98
+"""Largest prior acceptance of a draft's node. Chosen: no estimate begins at certainty."""
+LOOKUP_PRIOR_BY_MATCH = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92)
+"""Prior acceptance of lookup's nodes by bucket of match length. Chosen: a longer match is worth more."""
+LOOKUP_PRIOR_BY_RANK = (1.0, 0.3, 0.15, 0.1)
+"""Factor on it by rank among the siblings. Chosen: the longest match is right most often."""
+PROFILE_DEPTH = 16
+"""Levels of the acceptance profile that trees are planned with. Chosen: deeper than AUTO_DEPTH."""
+PROFILE_BRANCHING = 4
+"""Children of a node in that profile. Chosen: a further sibling catches next to nothing."""
+PROFILE_STEP = 1 / 32
+"""Rounding of the profile's rates. Chosen: the same profile comes again and again, so that predictions are cached."""
+
+# Correction of predicted rates, lookup's share (rate_correction).
+
+RATE_STEP = 0.04
+"""Weight of one round against those before it. Chosen: two kinds of text are told apart within some dozens."""
+FORGIVENESS = 0.01
+"""Share of a mode's correction that each decision for another mode takes back. Chosen: it is retried after hundreds."""
+MIN_RATE_FACTOR, MAX_RATE_FACTOR = 0.3, 16.0
+"""Bounds of measured over predicted tokens per second. Measured: an upper bound of 1.5 cost 10 % of a warm text."""
+MAX_STALL = 10.0
+"""Times its predicted seconds that a round counts at most. Measured: one stall of 5 s was believed for thousands."""
