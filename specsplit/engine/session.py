@@ -172,6 +172,10 @@ class SessionTable:
     def statistics(self) -> SessionStatistics:
         return SessionStatistics(len(self._sessions), len(self._idle), self._pool.num_used)
 
+    def idle_session(self, key: str) -> WorkerSession | None:
+        """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
+        return self._idle.get(key)
+
     def enter(self, turn: Turn, body: object) -> WorkerSession:
         """Return the turn's session after the checks of the contract; it is in use until `leave`.
 

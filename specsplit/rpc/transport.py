@@ -33,7 +33,7 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-_SERVER_OPTIONS: list[tuple[str, int]] = [
+SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.max_concurrent_streams", 1024),  # per connection; a client's further calls wait at the client
@@ -44,7 +44,7 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
 def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
     """Return a server's options; a request that announces more bytes than that is refused before it is received."""
     limit = ("grpc.max_receive_message_length", min(max_request_bytes, MAX_MESSAGE_BYTES))
-    return [option for option in _SERVER_OPTIONS if option[0] != limit[0]] + [limit]
+    return [option for option in SERVER_OPTIONS if option[0] != limit[0]] + [limit]
 
 
 def largest_request(context: int, vocab_size: int) -> int:

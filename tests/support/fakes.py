@@ -62,7 +62,7 @@ __all__ = [
 
 
 @dataclass
-class _Slot:
+class FakeSlot:
     """One session in a worker; invariant: len(ids) == len(hashes)."""
 
     ids: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _FakeWorker:
     def __init__(self, faults: Faults | None = None, *, context: int = 512, vocab_hash: str = "bytes") -> None:
         self.faults = faults or Faults()
         self.context, self.vocab_hash = context, vocab_hash
-        self.slots: dict[str, _Slot] = {}
+        self.slots: dict[str, FakeSlot] = {}
         self.turns: list[Turn] = []
         self.num_calls = self.num_behind = self.num_forwards = 0
         self.num_tokens = 0
@@ -148,7 +148,7 @@ class _FakeWorker:
         if self._rng.random() < self.faults.evict:
             self.slots.pop(turn.session, None)
 
-    def _begin(self, turn: Turn, body: object) -> tuple[_Slot, object | None]:
+    def _begin(self, turn: Turn, body: object) -> tuple[FakeSlot, object | None]:
         """Apply the contract; return the slot cut to what it shares with the turn, or the cached answer of a repeat."""
         if not self.min_tail <= len(turn.tail) <= self.context - turn.base_length:
             raise InvalidRequest("the tail is empty or longer than the context", param="tail")
@@ -157,7 +157,7 @@ class _FakeWorker:
         slot = self.slots.get(turn.session)
         if slot is None:
             self._require_held(turn, turn.base_length == 0 and turn.opening is not None, have=0)
-            slot = self.slots[turn.session] = _Slot()
+            slot = self.slots[turn.session] = FakeSlot()
         if turn.epoch < slot.epoch:
             raise StaleEpoch("a later epoch was seen")
         if turn.epoch == slot.epoch and turn.round <= slot.round:
@@ -182,7 +182,7 @@ class _FakeWorker:
             raise SlotBehind(have)
 
 
-def _common_length(slot: _Slot, turn: Turn) -> int:
+def _common_length(slot: FakeSlot, turn: Turn) -> int:
     """Return how many of base + tail the slot holds."""
     keep = turn.base_length
     for have, want in zip(slot.ids[keep:], turn.tail, strict=False):
@@ -259,7 +259,7 @@ class FakeTarget(_FakeWorker):
         files = {} if known_hash == FakeTokenizer.hash else {"tokenizer.json": b"{}"}
         return TokenizerFiles(hash=FakeTokenizer.hash, eos_ids=FakeTokenizer.eos_ids, files=files)
 
-    def _walk(self, slot: _Slot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
+    def _walk(self, slot: FakeSlot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
         assert slot.opening is not None
         scored = range(len(proposal))[: self.trim]
         at, accepted, token_ids = -1, [], []
@@ -354,7 +354,7 @@ class FakeDraft(_FakeWorker):
         slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, num_levels)
         return proposal
 
-    def _grow(self, slot: _Slot, tree: _Tree, budget: Budget) -> int:
+    def _grow(self, slot: FakeSlot, tree: _Tree, budget: Budget) -> int:
         """Expand nodes in order of their numbers until the budget is used up; return the number of levels it took."""
         assert slot.opening is not None
         room, max_depth, levels = budget.max_new_nodes * self.oversize, budget.max_depth * self.oversize, set[int]()
@@ -380,7 +380,7 @@ class FakeDraft(_FakeWorker):
         self.num_forwards += len(levels)
         return len(levels)
 
-    def _proposal(self, slot: _Slot, tree: _Tree, known_nodes: int, num_levels: int) -> Proposal:
+    def _proposal(self, slot: FakeSlot, tree: _Tree, known_nodes: int, num_levels: int) -> Proposal:
         new = [number for number in tree.nodes if number > known_nodes]
         return Proposal(
             first_node=new[0] if new else slot.highest_node + 1,

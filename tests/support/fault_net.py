@@ -37,6 +37,8 @@ class Engine(Protocol):
 
     async def close(self, session: str) -> None: ...
 
+    def plant(self, session: str, rng: random.Random) -> bool: ...
+
 
 E = TypeVar("E", bound=Engine)
 A = TypeVar("A")
@@ -160,10 +162,8 @@ class Host(Generic[E]):
     The old engine lives on unseen until its work ends, and must keep its own books even then.
     """
 
-    def __init__(
-        self, net: Net, name: str, make: Callable[[], E], plant: Callable[[E, str, random.Random], bool]
-    ) -> None:
-        self.net, self.name, self._make, self._plant = net, name, make, plant
+    def __init__(self, net: Net, name: str, make: Callable[[], E]) -> None:
+        self.net, self.name, self._make = net, name, make
         self.engines = [make()]
         self.is_up = True
         self.crash = net.loop.create_future()
@@ -206,7 +206,7 @@ class Host(Generic[E]):
         if net.rng.random() < 0.5:
             net.count(f"{self.name} evicts")
             await self.engine.close(session)
-        elif self._plant(self.engine, session, net.rng):
+        elif self.engine.plant(session, net.rng):
             net.count(f"{self.name} has other rows planted")
 
     async def _restart(self) -> None:

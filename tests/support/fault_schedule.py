@@ -34,7 +34,7 @@ from tests.support.hash_model import (
     tied_logits,
 )
 from tests.support.virtual_time import LoopClock, VirtualTimeError, run_virtual
-from tests.support.watched import Account, Ledger, WatchedDraft, WatchedTarget, plant
+from tests.support.watched import Account, Ledger, WatchedDraft, WatchedTarget
 
 _Resync = tuple[str, int, str, int]
 """Worker, round, reason, tokens."""
@@ -186,7 +186,7 @@ class Schedule:
             model = self._model("target", self._target_slots)
             return WatchedTarget(ledger, model, device, ttl_s=ttl_s, grace_s=grace_s, clock=LoopClock())
 
-        self._draft, self._target = Host(net, "draft", draft, plant), Host(net, "target", target, plant)
+        self._draft, self._target = Host(net, "draft", draft), Host(net, "target", target)
         self._drafter = FaultyDrafter(net, self._draft, ledger, mute=self._mute)
         self._verifier = FaultyVerifier(net, self._target, ledger)
         return Orchestrator(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from specsplit.core.types import Proposal, Verdict
-from tests.support.fakes import FakeTarget, _Slot
+from tests.support.fakes import FakeSlot, FakeTarget
 from tests.support.timed_workers import TimedTarget
 
 
 class PeriodicTarget(FakeTarget):
     """A target whose text has a period of seven tokens."""
 
-    def _walk(self, slot: _Slot, proposal: Proposal, parents: list[int]) -> Verdict:  # type: ignore[override]
+    def _walk(self, slot: FakeSlot, proposal: Proposal, parents: list[int]) -> Verdict:  # type: ignore[override]
         at, accepted, token_ids = -1, list[int](), list[int]()
         while True:
             pick = slot.ids[-7]

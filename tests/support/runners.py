@@ -36,9 +36,13 @@ class SteeredRunner(Runner):
     def over(cls, runner: Runner) -> Self:
         steered = cls.__new__(cls)
         steered.__dict__.update(runner.__dict__)
-        steered.steps, steered.logits, steered.failures = [], [], {}
-        steered._entered, steered._permits = threading.Event(), None
+        steered.reset()
         return steered
+
+    def reset(self) -> None:
+        """Forget every step; hold and fail none."""
+        self.steps, self.logits, self.failures = [], [], {}
+        self._entered, self._permits = threading.Event(), None
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         index, permits = len(self.steps), self._permits

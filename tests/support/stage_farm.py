@@ -51,7 +51,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(name, 60_000 if name.endswith(waits) else value) for name, value in options]
 
     monkeypatch.setattr(channel, "CLIENT_OPTIONS", patiently(transport.CLIENT_OPTIONS))
-    monkeypatch.setattr(transport, "_SERVER_OPTIONS", patiently(transport._SERVER_OPTIONS))
+    monkeypatch.setattr(transport, "SERVER_OPTIONS", patiently(transport.SERVER_OPTIONS))
     monkeypatch.setattr(stage_next, "OPEN_S", 60.0)
     monkeypatch.setattr(stage_peer, "CALL_S", 60.0)
     monkeypatch.setattr(stage_servicer, "HELLO_S", 60.0)

@@ -21,8 +21,11 @@ _GRID = (1, 2, 3, 5, 9, 17, 33)
 class TimedTargetEngine:
     """A target whose forward takes `verify_s(rows)`, behind a link of `round_trip_s`."""
 
-    def __init__(self, engine: TargetEngine, verify_s: Callable[[int], float], round_trip_s: float) -> None:
-        self._engine, self._verify_s, self._round_trip_s = engine, verify_s, round_trip_s
+    def __init__(
+        self, model: LoadedModel, engine: TargetEngine, verify_s: Callable[[int], float], round_trip_s: float
+    ) -> None:
+        self._model, self._engine = model, engine
+        self._verify_s, self._round_trip_s = verify_s, round_trip_s
 
     async def ping(self) -> Identity:
         await asyncio.sleep(self._round_trip_s)
@@ -38,7 +41,7 @@ class TimedTargetEngine:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        model = self._engine._model
+        model = self._model
         return DelayedStream(
             lambda: TargetStream(self._step, leave, turn, limits, context=model.context, max_nodes=model.node_limit),
             self._round_trip_s / 2,
@@ -93,9 +96,13 @@ async def timed_pair(
     """Give both over one device, which computes in no time."""
     device = LoopExecutor(1)
     engines = TargetEngine(target, device), DraftEngine(draft, device)
+
+    def verify_s(rows: int) -> float:
+        return pace.verify_s * (1 + (rows - 1) / 50)
+
     try:
         yield (
-            TimedTargetEngine(engines[0], lambda rows: pace.verify_s * (1 + (rows - 1) / 50), pace.round_trip_s),
+            TimedTargetEngine(target, engines[0], verify_s, pace.round_trip_s),
             TimedDraftEngine(engines[1], pace.level_s),
         )
     finally:

@@ -66,8 +66,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @property
     def turns(self) -> int:
-        """Turns of the loop so far."""
+        """Turns of the loop so far, or since `grant_turns`."""
         return self._jumping.turns
+
+    def grant_turns(self) -> None:
+        """Count turns from 0 again."""
+        self._jumping.turns = 0
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         raise VirtualTimeError("a thread was asked for: virtual time knows none")
@@ -100,7 +104,7 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, max_turns: int = 
 
 def _cancel_all(loop: VirtualTimeLoop) -> None:
     """End what a failed run left, so that its tasks do not complain later; a second failure adds nothing."""
-    loop._jumping.turns = 0
+    loop.grant_turns()
     loop.set_exception_handler(lambda loop, context: None)
     tasks = asyncio.all_tasks(loop)
     for task in tasks:

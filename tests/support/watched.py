@@ -24,9 +24,9 @@ from specsplit.core.types import (
     Turn,
     Verdict,
     prefix_hash,
-    prefix_hashes,
 )
 from specsplit.draft.engine import DraftEngine
+from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler
@@ -190,17 +190,16 @@ class _Watch:
             work.close()
 
 
-def plant(engine: TargetEngine | DraftEngine, session: str, rng: random.Random) -> bool:
-    """Give an idle session a slot that holds other tokens, or none, from some position on; return whether."""
-    table = engine._sessions
-    held = table._idle.get(session)
+def _plant(held: WorkerSession | None, runner: HashRunner, rng: random.Random) -> bool:
+    """Give an idle session's slot other tokens, or none, from some position on; return whether there was one."""
     if held is None or not held.ids:
         return False
     cut = rng.randrange(len(held.ids))
     other = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((len(held.ids) - cut, rng.randint(0, 9), 0)))]
-    held.ids = [*held.ids[:cut], *other]
-    held._hashes, held.kept, held.slot.length = prefix_hashes(held.ids), None, len(held.ids)
-    rows: list[Row] = cast("HashRunner", engine._model.runner).cache.rows[held.slot.index]
+    held.truncate(cut)
+    held.extend(other)
+    held.kept = None
+    rows: list[Row] = runner.cache.rows[held.slot.index]
     values = row_values(held.ids)
     rows[: len(values)] = map(Row, values, [START, *values])
     return True
@@ -213,6 +212,10 @@ class WatchedTarget(TargetEngine):
         super().__init__(*args, **options)
         self.watch = _Watch(ledger)
         self._streamed: dict[str, tuple[int, ...]] = {}
+
+    def plant(self, session: str, rng: random.Random) -> bool:
+        """Damage an idle session's slot as `_plant` does."""
+        return _plant(self._sessions.idle_session(session), cast("HashRunner", self._model.runner), rng)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         self._streamed[turn.session] = self.watch.ledger.ids_of(turn)
@@ -238,6 +241,10 @@ class WatchedDraft(DraftEngine):
         """Per session: the epoch, and for every node number in it the tokens from the first one down to the node."""
         self._answers: dict[str, Proposal] = {}
         self._branching: dict[str, tuple[int, int]] = {}
+
+    def plant(self, session: str, rng: random.Random) -> bool:
+        """Damage an idle session's slot as `_plant` does."""
+        return _plant(self._sessions.idle_session(session), cast("HashRunner", self._model.runner), rng)
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Work:
         self._widest(turn, budget)
