@@ -13,7 +13,7 @@ __all__ = ["Pipeline", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Import late what `import specsplit`, and so every start of the command line, need not pay for."""
+    """Import these on first use, since `import specsplit` is part of every start of the command line."""
     if name == "Pipeline":
         from specsplit.api import Pipeline
 
@@ -23,6 +23,7 @@ def __getattr__(name: str) -> object:
 
         try:
             return metadata.version("specsplit")
-        except metadata.PackageNotFoundError:  # a checkout that is not installed
+        except metadata.PackageNotFoundError:
+            # A checkout runs without being installed.
             return "0.0.0"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

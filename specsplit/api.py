@@ -1,4 +1,4 @@
-"""The Python face: a Pipeline that generates text, synchronous or not.
+"""The Python API: a Pipeline that generates text, from synchronous or asynchronous code.
 
 Everything runs on one event loop in the pipeline's own thread, so it works in scripts, servers and notebooks alike. One
 request runs at a time; others wait their turn.
@@ -32,7 +32,7 @@ _Deliver = Callable[[Chunk | _Finished], None]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What one request may set; what it leaves out is the pipeline's setting."""
+    """The options of one request; the pipeline's settings fill in those that are left out."""
 
     max_new_tokens: int
     temperature: float
@@ -56,7 +56,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class PipelineOptions(RequestOptions, total=False):
-    """What a pipeline may set beyond its models or addresses."""
+    """The options of a pipeline beside its models or addresses."""
 
     dtype: Dtype
     device: DeviceName
@@ -67,14 +67,14 @@ class PipelineOptions(RequestOptions, total=False):
 
 
 class Pipeline:
-    """A target and, where one is named, a draft, ready to generate; close it, or use it in a with block.
+    """A target and perhaps a draft, ready to generate; close it, or use it in a with block.
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
-    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft has lookup alone. Arguments go
-    over environment variables, those over the settings file, and that over the defaults.
+    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft speculates by lookup alone.
+    Arguments override environment variables, these the settings file, and that the defaults.
 
     Raises:
-        SpecSplitError: a setting is wrong, a model cannot be loaded or a target not reached, and what to do about it.
+        SpecSplitError: a setting is wrong, a model cannot be loaded or a target not reached; the message has a remedy.
     """
 
     def __init__(
@@ -99,19 +99,20 @@ class Pipeline:
         return pipeline
 
     def _open(self, settings: Settings) -> None:
-        settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
+        # Sampling parameters out of range are refused here, before a model is loaded for minutes.
+        settings.orchestrator.sampling()
         self.settings = settings
         models = None if settings.is_remote else load_models(settings)
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
         self._thread.start()
-        self._turn = asyncio.Lock()
+        self._one_request = asyncio.Lock()
         self._tasks: set[_Finished] = set()
+        # A request begins and closing begins under this lock, so no request begins after `close` has ended them all.
         self._gate = threading.Lock()
-        """Held where a request begins and where closing does, so that none begins afterwards."""
         self._is_closed = False
-        self._opened = open_workers(settings, models)
-        opening = self._submit(self._opened.__aenter__())
+        self._scope = open_workers(settings, models)
+        opening = self._submit(self._scope.__aenter__())
         try:
             self._workers = opening.result()
         except BaseException:
@@ -136,7 +137,7 @@ class Pipeline:
         return self._astream(prompt, self._settings_for(prompt, options))
 
     def close(self) -> None:
-        """End what is under way and free models and threads; closing again does nothing."""
+        """End requests under way and free models and threads; closing again does nothing."""
         with self._gate:
             if self._is_closed:
                 return
@@ -167,7 +168,7 @@ class Pipeline:
         await self.aclose()
 
     def _settings_for(self, prompt: Prompt, options: RequestOptions) -> OrchestratorSettings:
-        """Check what can be checked at once, so that a mistake is raised by the call and not by the first chunk."""
+        """Return the settings of one request, checked here so that the call itself raises, not the first chunk."""
         self._refuse_if_closed()
         check_prompt(prompt)
         given: dict[str, Any] = dict(options)
@@ -187,7 +188,8 @@ class Pipeline:
             _raise_failure(item)
         finally:
             running.cancel()
-            while not isinstance(item, asyncio.Task):  # it has freed its slots once it has come to its end
+            # The request has freed its slots only when its task has ended, so the next one may count on them.
+            while not isinstance(item, asyncio.Task):
                 item = inbox.get()
 
     async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
@@ -195,7 +197,8 @@ class Pipeline:
         callers_loop = asyncio.get_running_loop()
 
         def deliver(item: Chunk | _Finished) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits for it
+            # A closed loop raises: whoever asked has gone, and nobody waits for the item.
+            with contextlib.suppress(RuntimeError):
                 callers_loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         running = self._start(prompt, settings, deliver)
@@ -209,10 +212,10 @@ class Pipeline:
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _Running:
+    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _RunningRequest:
         with self._gate:
             self._refuse_if_closed()
-            return _Running(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
+            return _RunningRequest(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -220,7 +223,8 @@ class Pipeline:
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
         request = make_request(self._workers.tokenizer, prompt, settings)
-        async with self._turn, contextlib.aclosing(self._workers.orchestrator(settings).stream(request)) as chunks:
+        orchestrator = self._workers.orchestrator(settings)
+        async with self._one_request, contextlib.aclosing(orchestrator.stream(request)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)
 
@@ -231,10 +235,10 @@ class Pipeline:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._opened.__aexit__(None, None, None)
+        await self._scope.__aexit__(None, None, None)
 
     def _end_loop(self) -> None:
-        """End the thread; what was cancelled on its loop comes to its end first."""
+        """End the thread after every task on its loop, so that cancelled ones still free what they hold."""
         self._submit(self._wind_up()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -251,11 +255,8 @@ class Pipeline:
         await loop.shutdown_default_executor()
 
 
-class _Running:
-    """A request on the pipeline's loop; `deliver` gets its chunks and then, always and last, its finished task.
-
-    The loop takes calls in order, so `cancel` finds the task whenever it comes, even before the task's first step.
-    """
+class _RunningRequest:
+    """A request on the pipeline's loop; `deliver` gets its chunks and then, always and last, its finished task."""
 
     def __init__(
         self,
@@ -266,6 +267,7 @@ class _Running:
     ) -> None:
         self._loop, self._tasks, self._work, self._deliver = loop, tasks, work, deliver
         self._task: _Finished | None = None
+        # The loop takes calls in order: `_cancel` runs after `_begin`, so it finds the task even before its first step.
         loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
@@ -279,13 +281,14 @@ class _Running:
             self._task.cancel()
 
     def cancel(self) -> None:
-        """End the request where it stands; one that has ended stays as it is."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and closing ended every request
+        """Cancel the request if it has not ended."""
+        # A closed loop raises, and closing has ended every request.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 
 
 def _raise_failure(task: _Finished) -> None:
-    """Raise what ended a request before its end, if anything did."""
+    """Raise the error that ended a request early, if there is one."""
     if task.cancelled():
         raise InvalidRequest("The pipeline was closed before this request came to its end.")
     task.result()

@@ -1,4 +1,4 @@
-"""`specsplit doctor`: checks what an installation needs, from versions to loadable models, and says what to mend."""
+"""`specsplit doctor`: checks an installation, from versions to loadable models, and says how to mend it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _GIB = 2**30
 
 def run(given: Mapping[str, Any]) -> int:
     """Run every check and print the table; return 0 if all is well and 1 otherwise."""
+    # Every check runs even if one before it failed: a user wants to see all that is wrong at once.
     checks = [_python(), *(_package(name) for name in _PACKAGES)]
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
     try:
         effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
         effective.settings.orchestrator.sampling()
         checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
-        checks += _of_settings(effective.settings)
+        checks += _check_workers(effective.settings)
     except SpecSplitError as error:
         checks.append(Check("settings", False, str(error)))
     is_ok = all(check.is_ok for check in checks)
@@ -65,19 +66,20 @@ def _package(name: str, *, is_needed: bool = True) -> Check:
         return Check(name, False, f"not installed: pip install 'specsplit{extra}'")
 
 
-def _of_settings(settings: Settings) -> list[Check]:
-    """Check the workers elsewhere, or what a model needs to run here."""
+def _check_workers(settings: Settings) -> list[Check]:
+    """Check the workers elsewhere, or the packages, devices and models that run here."""
     is_remote = settings.is_remote or settings.draft_address is not None
     packages = [_package(name, is_needed=not is_remote) for name in _WORKER_PACKAGES]
     if not is_remote:
         return [*packages, *_machine(settings)]
+    # Imported late: it brings grpc, which a user of local models need not have working.
     from specsplit.cli.doctor_services import check_services
 
     return [*packages, *check_services(settings)]
 
 
 def _machine(settings: Settings) -> list[Check]:
-    """Check the devices and, if what loads models is there, the models themselves."""
+    """Check the devices and, if the worker packages are installed, the models."""
     try:
         require_worker_extra()
     except SpecSplitError as error:
@@ -124,5 +126,6 @@ def _print_table(checks: list[Check]) -> None:
 
     table = Table("check", "state", "detail", box=None, pad_edge=False)
     for check in checks:
+        # Details hold addresses and messages; rich would take their brackets for markup.
         table.add_row(check.name, check.state, check.detail.replace("[", "\\["))
     Console(soft_wrap=not sys.stdout.isatty()).print(table)

@@ -1,4 +1,4 @@
-"""The doctor's look at workers elsewhere: whether they answer, fit each other and this process. Loads no model."""
+"""The doctor's checks of workers elsewhere: they answer, and fit each other and this process. Loads no model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
 from specsplit.rpc.connectivity import why_unreachable
 
 _MOST_SKEW_MS = 1000.0
-"""Beyond it, the spans of several machines cannot be read together."""
+"""Largest difference of clocks at which the spans of several machines can be read together."""
 
 
 def check_services(settings: Settings) -> list[Check]:
-    """Ping the workers that the settings name; no answer, another role or another vocabulary fails."""
+    """Ping the workers that the settings name; a check fails on no answer, another role or another vocabulary."""
     addresses: dict[Role, str] = {}
     if settings.target.address is not None:
         addresses["target"] = settings.target.address
@@ -32,7 +32,7 @@ def check_services(settings: Settings) -> list[Check]:
             checks += _worker(role, addresses[role], answer)
         else:
             checks.append(Check(role, False, str(answer)))
-    return [*checks, *_together(answers)]
+    return [*checks, *_compatibility(answers)]
 
 
 async def _ping_all(addresses: Mapping[Role, str]) -> dict[Role, PingDetails | SpecSplitError]:
@@ -44,7 +44,8 @@ async def _ping(role: Role, address: str) -> PingDetails | SpecSplitError:
     try:
         worker = RemoteDrafter(address) if role == "draft" else RemoteVerifier(address)
         try:
-            await worker.ping()  # connects, so that the next one measures the round trip alone
+            # The first ping pays for connecting, so that the second one measures the round trip alone.
+            await worker.ping()
             return await worker.ping_details()
         finally:
             await worker.aclose()
@@ -77,8 +78,8 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
     ]
 
 
-def _together(answers: Mapping[Role, PingDetails | SpecSplitError]) -> list[Check]:
-    """Check that the two fit each other, where both have answered."""
+def _compatibility(answers: Mapping[Role, PingDetails | SpecSplitError]) -> list[Check]:
+    """Check that the two fit each other, if both have answered."""
     target, draft = answers.get("target"), answers.get("draft")
     if draft is None:
         return [Check("draft", True, "none: decoding is plain")]

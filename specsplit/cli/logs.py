@@ -1,7 +1,4 @@
-"""What of the package's log reaches stderr: a service's warnings and failures, and with SPECSPLIT_DEBUG everything.
-
-A command that answers its user says the same in its own words, so there the log is silent.
-"""
+"""Sends the package's log to stderr: warnings and failures of a service, and everything if SPECSPLIT_DEBUG is set."""
 
 from __future__ import annotations
 
@@ -18,7 +15,8 @@ def is_debugging() -> bool:
 
 
 def set_up_logging(*, is_service: bool) -> None:
-    """Send the log to stderr, or nowhere; a root logger that has a handler already keeps what it has."""
+    """Send the log to stderr, or nowhere; a root logger that has a handler already keeps it."""
+    # A command that answers its user says in its own words what a service would log.
     if is_service or is_debugging():
         logging.basicConfig(level=logging.INFO if is_debugging() else logging.WARNING, format=_FORMAT)
         return

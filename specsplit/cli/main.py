@@ -234,7 +234,8 @@ def doctor(
 
 
 def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) -> int:
-    """Run a command; Ctrl-C before there is any text ends here, since typer would end it in silence."""
+    """Run a command and return its exit code; Ctrl-C before there is any text ends here, with a word to the user."""
+    # typer would turn Ctrl-C into a silent exit.
     try:
         return run(options.given(ctx))
     except KeyboardInterrupt:
@@ -245,24 +246,28 @@ def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C.
 
-    Without `arguments` it runs those of the process, and takes the process for its own.
+    Without `arguments` it takes those of the process, and may change settings of the whole process.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: what fails, we say in our own words
+    # Both libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an odd locale may lack a character, which is no reason to fail
+        # The encoding of an odd locale may lack a character of the answer, which is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings, we say in our own words
     try:
         code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False, obj=arguments is None)
         sys.stdout.flush()
     except SpecSplitError as error:
         return _fail(error, str(error), error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds a reader
+        # The interpreter flushes stdout once more at exit, and would report the broken pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the end of the line: nobody above could say it better
+        # Errors of the option parser have this method; everything else is a defect of ours.
         message = getattr(error, "format_message", None)
-        if message is not None:  # the option parser's own errors
+        if message is not None:
             return _fail(error, f"{_sentence(message())} See --help.", 2)
         hint = f"Set {defaults.ENV_DEBUG}=1 for the traceback."
         return _fail(error, f"Unexpected {type(error).__name__}: {_sentence(str(error))} {hint}", 1)

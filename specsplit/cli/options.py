@@ -1,6 +1,6 @@
 """Every option of the command line once: its name, help, panel and default, shared by the commands.
 
-Knows names only: what an option means is the settings' business. Imports nothing heavy, since `--help` waits for it.
+The settings define what an option means. This file imports nothing heavy, since `--help` waits for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _MODELS, _STAGES, _SERVICES, _OUTPUT = "Models", "Stages", "Services", "Output"
 
 
 def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
-    """Describe an option; `default` says what happens without it where the parameter's own default says nothing."""
+    """Describe an option; `default` is shown if the parameter's own default would tell the user nothing."""
     if default is not None:
         text = f"{text} [dim]\\[default: {default}][/dim]"
     if default == "off":
-        metavar = " "  # a flag takes no value
+        # A flag takes no value; without a metavar the help would show BOOLEAN for one.
+        metavar = " "
     return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
 
 
@@ -138,7 +139,7 @@ StepTimeout = Annotated[
     float, _option("--step-timeout", _STAGES, "Give up a stage that is on one step for so many seconds.", metavar="S")
 ]
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
-"""The process that started this one, which shall not outlive it."""
+"""Id of the process that started this stage; the stage ends when that process does."""
 
 Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[
@@ -150,7 +151,8 @@ PrintConfig = Annotated[
 
 
 def given(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options that stand on the command line, by parameter name; defaults are the settings' to give."""
+    """Return the options that stand on the command line, by parameter name."""
+    # A default shown in --help is not passed on: environment and settings file would never win over it.
     return {
         name: value
         for name, value in ctx.params.items()

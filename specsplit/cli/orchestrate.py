@@ -1,6 +1,6 @@
-"""`specsplit orchestrate`: one prompt through draft and target, here or elsewhere, shown as it is verified.
+"""`specsplit orchestrate`: runs one prompt through draft and target and shows the text as it is verified.
 
-First and last station of a token's route: reads the prompt, writes the text; what happens between is assembly's.
+The first and last file on a token's route: it reads the prompt and writes the text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 @dataclass(slots=True)
 class Transcript:
-    """What has arrived of one generation; `result` stays None when it is interrupted."""
+    """The part of a generation that has arrived; `result` stays None when it is interrupted."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -48,7 +48,7 @@ class Transcript:
     result: Result | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Count a chunk in."""
+        """Add a chunk."""
         self.num_tokens += len(chunk.token_ids)
         self.num_accepted += sum(chunk.accepted)
         self.num_chunks += 1
@@ -61,9 +61,9 @@ class Transcript:
         if self.result is not None:
             return render.summary(self.result)
         elapsed_s = time.perf_counter() - self.started_s
-        return render.interrupted_summary(
-            self.num_tokens, self.num_accepted, self.num_chunks - 1, elapsed_s, request.seed
-        )
+        # The first chunk is the prompt's round, which verifies no tree.
+        num_rounds = self.num_chunks - 1
+        return render.interrupted_summary(self.num_tokens, self.num_accepted, num_rounds, elapsed_s, request.seed)
 
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
@@ -75,7 +75,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         return 0
     set_up_logging(is_service=False)
     settings = effective.settings
-    settings.orchestrator.sampling()  # refuses what is out of range before a model is loaded
+    # Everything that can be refused is refused before a model is loaded, which may take minutes.
+    settings.orchestrator.sampling()
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:
@@ -103,7 +104,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is to be done; time counts from here."""
+    """One prompt with the settings and options of the command; `load_s` counts from the moment this is made."""
 
     prompt: str
     settings: Settings
@@ -114,7 +115,7 @@ class _Job:
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt from whichever of the two options is given.
+    """Return the prompt from the one of the two options that is given.
 
     Raises:
         InvalidRequest: both or neither is given, the file cannot be read, or it is empty or no UTF-8.
@@ -144,13 +145,14 @@ def _read_file(name: str) -> str:
 
 
 def _spare_torch() -> None:
-    """Keep transformers from importing torch for a tokenizer, which takes a second: no model will ever run here."""
+    """Keep transformers from importing torch for a tokenizer, which takes a second: this process runs no model."""
+    # `import torch` fails where sys.modules says None, and transformers then goes on without it.
     cast("dict[str, ModuleType | None]", sys.modules).setdefault("torch", None)
 
 
 @contextmanager
 def _fast_start() -> Generator[None]:
-    """Keep the garbage collector out of the imports: they make many objects that live as long as the process."""
+    """Switch the garbage collector off for the block: imports make many objects that live as long as the process."""
     gc.disable()
     try:
         yield
@@ -160,7 +162,7 @@ def _fast_start() -> Generator[None]:
 
 
 class _TextOutput:
-    """The text on stdout as it comes, the rest on stderr."""
+    """Writes the text to stdout as it comes, and everything else to stderr."""
 
     def __init__(self) -> None:
         self._text = render.TextStream(sys.stdout)
@@ -194,7 +196,7 @@ class _TextOutput:
 
 
 class _JsonOutput:
-    """One JSON object on stdout, and nothing there when interrupted: the summary on stderr tells what was done."""
+    """Writes one JSON object to stdout; when interrupted it writes nothing there, but the summary to stderr."""
 
     def __init__(self, load_s: float) -> None:
         self._load_s = load_s
@@ -235,7 +237,8 @@ async def _generate(job: _Job, models: Models | None) -> int:
         with _fast_start():
             workers = await stack.enter_async_context(open_workers(job.settings, models, render.note))
         load_s = time.perf_counter() - job.started_s
-        if chosen.timeout is not None and models is None:  # connecting is part of what the user waits for
+        # The user waits for the connection as well, so its time is taken off the request's.
+        if chosen.timeout is not None and models is None:
             left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))
             chosen = chosen.model_copy(update={"timeout": left_s})
         request = make_request(workers.tokenizer, job.prompt, chosen)
@@ -253,7 +256,8 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
     try:
         await ctrl_c.run(_follow(workers.orchestrator(chosen), request, transcript, show.chunk))
     except SpecSplitError:
-        show.fail()  # the message that follows shall begin a line of its own
+        # The message of the error shall begin a line of its own.
+        show.fail()
         raise
     if job.compares and not ctrl_c.was_pressed:
         reference = workers.orchestrator(chosen.model_copy(update={"mode": "plain"}))
@@ -274,11 +278,9 @@ async def _follow(
 
 
 class _CtrlC:
-    """Owns SIGINT and SIGTERM for the life of the loop: they cancel the work under way, never what closes sessions.
+    """Owns SIGINT and SIGTERM for the life of the loop: they cancel the work, never the closing of sessions."""
 
-    asyncio's own handler would cancel the main task instead, wherever it happens to stand.
-    """
-
+    # asyncio's own handler would cancel the main task wherever it stands, so also while it closes sessions.
     def __init__(self) -> None:
         self.was_pressed = False
         self._work: asyncio.Task[None] | None = None
@@ -291,7 +293,7 @@ class _CtrlC:
         self.was_pressed = True
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` to its end, or until it is cancelled by Ctrl-C."""
+        """Run `work` until it ends or Ctrl-C cancels it."""
         self._work = asyncio.create_task(work)
         if self.was_pressed:
             self._work.cancel()

@@ -14,11 +14,11 @@ MASK = "********"
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\\s]+(?=@)")
 _FOREIGN = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-"""Variables of the libraries below that decide what a model source means and where it runs."""
+"""Variables of other libraries that decide what a model source means and where it runs."""
 
 
 def masked(name: str, value: Any) -> Any:
-    """Return `value` as it may be shown: nothing of a secret, no user and password of an address."""
+    """Return `value` with secrets masked, and user and password cut from an address."""
     if value is not None and _SECRET.search(name):
         return MASK
     return _CREDENTIALS.sub(MASK, value) if isinstance(value, str) else value
@@ -60,8 +60,9 @@ def _as_toml(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -
 
 
 def _toml_value(value: Any) -> str:
-    """Write a scalar, a list of strings, or pairs of token id and bias; JSON's spelling of these is TOML's."""
+    """Write a scalar, a list of strings, or pairs of token id and bias."""
     if isinstance(value, tuple):
         entries = cast("tuple[str | tuple[int, float], ...]", value)
         value = [entry if isinstance(entry, str) else f"{entry[0]}={entry[1]}" for entry in entries]
+    # For these types JSON and TOML spell values alike.
     return json.dumps(value, ensure_ascii=False)

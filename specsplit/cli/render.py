@@ -1,6 +1,7 @@
-"""What the user sees: text as it is verified, the legend, the summary line, the loading bar.
+"""Output for the user: text as it is verified, the legend, the summary line, the loading bar.
 
-Text and JSON go to stdout, everything else to stderr. Escapes go to a terminal only, and never the model's own.
+Text and JSON go to stdout, everything else to stderr. Escapes go to a terminal only, and never those in the
+model's text.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from specsplit.speculation.cost_model import ModePlan
 
 _DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
-"""A line without the blanks around it, so that indentation is not underlined."""
+"""Matches a line without the blanks around it, so that indentation is not underlined."""
 _BIDI_CONTROLS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+# Control characters, C1 codes and bidirectional overrides could move the cursor, retitle the window or reorder a line.
 _VISIBLE = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\N{SYMBOL FOR DELETE}",
@@ -49,7 +51,7 @@ class TextStream:
 
     @property
     def legend(self) -> str | None:
-        """What the marks mean; None where there are none."""
+        """Explanation of the marks; None if the stream shows none."""
         return f"{_DRAFTED}drafted and accepted{_RESET}, the target's own" if self._has_colour else None
 
     def write(self, pieces: Sequence[Piece]) -> None:
@@ -64,7 +66,7 @@ class TextStream:
         self._stream.flush()
 
     def interrupt(self) -> None:
-        """Make room for a note where the terminal shows text and notes together: it begins a line of its own."""
+        """End the line if a terminal shows text and notes together, so that a note begins a line of its own."""
         if self._is_terminal:
             self.end()
 
@@ -77,13 +79,13 @@ class TextStream:
 
 
 def note(text: str) -> None:
-    """Tell the user something that is not part of the answer."""
+    """Write a line to the user that is not part of the answer."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def dim_note(text: str) -> None:
-    """Tell it in a low voice, where the terminal has one."""
+    """Write a note that matters less, dim if the terminal can show that."""
     note(f"{_DIM}{text}{_RESET}" if has_colour(sys.stderr) else text)
 
 
@@ -131,7 +133,7 @@ def _modes(result: Result) -> str:
 
 
 def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
-    """Return a line per round, and one wherever another plan began, with what was predicted of every mode."""
+    """Return a line per round, and before a change of plan one with the prediction for every mode."""
     lines: list[str] = []
     plan = None
     for facts in rounds:
@@ -151,7 +153,7 @@ def _plan(plan: ModePlan) -> str:
 
 
 def _phases(result: Result) -> list[str]:
-    """Return which worker was of no use, why, and in how many rounds."""
+    """Return a phrase for each worker and reason of a degraded phase, with its number of rounds."""
     rounds: Counter[str] = Counter()
     for phase in result.degraded:
         rounds[f"{phase.worker} {phase.reason}"] += phase.last_round - phase.first_round + 1
@@ -159,7 +161,7 @@ def _phases(result: Result) -> list[str]:
 
 
 def interrupted_summary(num_tokens: int, num_accepted: int, num_rounds: int, elapsed_s: float, seed: int | None) -> str:
-    """Return the same line for a generation that was cut short, from what had arrived of it.
+    """Return the same line for an interrupted generation, from the part that had arrived.
 
     `num_rounds` leaves out the prompt's.
     """
@@ -187,7 +189,7 @@ def comparison(result: Result, plain: Result) -> list[str]:
 
 
 def speed_ratio(result: Result, plain: Result) -> float | None:
-    """Return how many times faster than plain decoding it was; None where either has no rate."""
+    """Return the ratio of speeds to plain decoding; None if either has no rate."""
     fast, slow = result.timings.tokens_per_s, plain.timings.tokens_per_s
     return fast / slow if fast and slow else None
 
@@ -196,6 +198,7 @@ def _difference(result: Result, plain: Result) -> str:
     if result.token_ids == plain.token_ids:
         return "texts identical"
     pairs = zip(result.token_ids, plain.token_ids, strict=False)
+    # None if one text is the beginning of the other: they differ where the shorter one ends.
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if first is None:
         first = min(len(result.token_ids), len(plain.token_ids))
@@ -204,7 +207,7 @@ def _difference(result: Result, plain: Result) -> str:
 
 @contextmanager
 def loading_bar() -> Generator[Callable[[str, float], None] | None]:
-    """Show a bar on stderr for the length of the block; None, and nothing shown, where stderr is no terminal."""
+    """Show a bar on stderr for the length of the block, and yield its update; None if stderr is no terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return

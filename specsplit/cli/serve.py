@@ -1,6 +1,6 @@
-"""`specsplit draft` and `specsplit target`: load a model, serve it, say where, and drain when told to stop.
+"""`specsplit draft` and `specsplit target`: load a model, serve it, print its address, and drain at a signal.
 
-One JSON line on stdout says that it serves; everything else goes to stderr. How it serves is assembly's business.
+One JSON line on stdout says that the worker is ready; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
 def _serve_model(role: Role, settings: WorkerSettings) -> None:
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress)
-    gc.freeze()  # what lives as long as the process need not be looked at again
+    # The model lives as long as the process, so the garbage collector need not look at its objects again.
+    gc.freeze()
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
     ready = {"role": model.role, "model": model.name}
-    event_loop.run(serve_until_told(lambda: serving(model, settings), ready, settings.drain))
+    event_loop.run(serve_until_signal(lambda: serving(model, settings), ready, settings.drain))
 
 
 def _serve_chain(settings: TargetSettings) -> None:
@@ -76,17 +77,17 @@ def _serve_chain(settings: TargetSettings) -> None:
         coordinator = load_coordinator(settings)
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
-    event_loop.run(serve_until_told(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
+    event_loop.run(serve_until_signal(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Write spans for the length of the block, where `given` names a file for them."""
+    """Write spans for the length of the block if `given` names a file for them."""
     trace_file = given.get("trace_file")
     return trace_to_file(Path(trace_file)) if trace_file else nullcontext()
 
 
 def check_listen(listen: str) -> None:
-    """Refuse an address where nothing can listen before a model is loaded for it."""
+    """Raise if nothing can listen at the address, before a model is loaded for it."""
     from specsplit.rpc.server import check_free
     from specsplit.rpc.transport import parse_address
 
@@ -95,11 +96,12 @@ def check_listen(listen: str) -> None:
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Let SIGTERM end the process at once while nothing has been promised yet, in a container too."""
+    """Let SIGTERM end the process at once while it serves nobody yet."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(0)
 
+    # As process 1 of a container we would otherwise ignore SIGTERM: the kernel gives that process no default action.
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
@@ -107,16 +109,16 @@ def terminable() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-async def serve_until_told(
+async def serve_until_signal(
     opening: Callable[[], AbstractAsyncContextManager[Server]], ready: Mapping[str, Any], drain_s: float
 ) -> None:
-    """Serve what `opening` opens, say on stdout that, where and what (`ready`), and drain once told to stop.
+    """Open the server with `opening`, print the line of `ready` with its address, and drain at the first signal.
 
-    Told so before anything is served, it ends what it began and says nothing.
+    A signal that comes before the server is open ends the opening, and nothing is printed.
     """
     stop = _Stop()
     async with AsyncExitStack() as stack:
-        server = await stop.unless_asked(stack.enter_async_context(opening()))
+        server = await stop.unless_signalled(stack.enter_async_context(opening()))
         if server is None:
             return
         line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
@@ -131,27 +133,29 @@ class _Stop:
     """Owns SIGTERM and SIGINT for the life of the loop: the first asks to drain, the second ends the process."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._signalled = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ask, number)
+            loop.add_signal_handler(number, self._handle, number)
 
-    def _ask(self, number: int) -> None:
-        if self._asked.is_set():
-            os._exit(128 + number)  # a forward under way would hold up any other end
-        self._asked.set()
+    def _handle(self, number: int) -> None:
+        if self._signalled.is_set():
+            # A forward under way on the device thread would hold up every other way to exit.
+            os._exit(128 + number)
+        self._signalled.set()
 
     async def wait(self) -> None:
         """Wait for the first signal."""
-        await self._asked.wait()
+        await self._signalled.wait()
 
-    async def unless_asked(self, opening: Coroutine[Any, Any, T]) -> T | None:
-        """Return what `opening` gives; if a signal comes first, end it and return None."""
-        begun, asked = asyncio.create_task(opening), asyncio.create_task(self.wait())
+    async def unless_signalled(self, opening: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `opening`; if a signal comes first, cancel it and return None."""
+        opened, signalled = asyncio.create_task(opening), asyncio.create_task(self.wait())
         try:
-            await asyncio.wait({begun, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({opened, signalled}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
-            begun.cancel()  # which does nothing once it has ended
-        await asyncio.wait({begun})
-        return None if begun.cancelled() else begun.result()
+            signalled.cancel()
+            # If the server is open by now, this does nothing; else it unwinds what was begun.
+            opened.cancel()
+        await asyncio.wait({opened})
+        return None if opened.cancelled() else opened.result()

@@ -12,7 +12,7 @@ from typing import Any
 
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_told, terminable, tracing
+from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, terminable, tracing
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
@@ -40,7 +40,7 @@ def run(given: Mapping[str, Any]) -> int:
             shard = load_stage(settings)
         gc.freeze()  # what lives as long as the process need not be looked at again
         ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
-        event_loop.run(serve_until_told(lambda: serving_stage(shard, settings), ready, settings.drain))
+        event_loop.run(serve_until_signal(lambda: serving_stage(shard, settings), ready, settings.drain))
     return 0
 
 

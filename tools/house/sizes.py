@@ -19,7 +19,7 @@ PRODUCT = ("specsplit", "benchmarks")
 CORE_LINES, BENCHMARK_LINES = 1700, 6000
 _RECORD_BASES = {"NamedTuple", "TypedDict", "Protocol", "BaseModel", "BaseSettings", "Exception", "BaseException"}
 _RECORD_DECORATORS = {"dataclass", "record"}
-_COMMANDS = {"command", "callback"}
+_OPTION = re.compile(r"\btyper\.(?:Option|Argument|Context)\b|\b_option\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,15 @@ def _parameter_counts() -> Iterator[_Size]:
     for source in sources(*PRODUCT):
         owners = {method: node for node in classes(source) for method in node.body if isinstance(method, Function)}
         for function in functions(source):
-            if not _COMMANDS & _decorators(function):
+            if not _is_command(function):
                 count = num_parameters(function, owners.get(function))
                 yield _Size("parameters of a function", f"{source.name}::{function.name}", count, PARAMETERS)
+
+
+def _is_command(function: Function) -> bool:
+    """Return whether typer calls the function: one of its parameters is annotated as an option."""
+    annotations = [argument.annotation for argument in function.args.args if argument.annotation is not None]
+    return any(_OPTION.search(ast.unparse(annotation)) for annotation in annotations)
 
 
 def num_parameters(function: Function, owner: ast.ClassDef | None) -> int:
