@@ -87,6 +87,7 @@ def _compatibility(answers: Mapping[Role, PingDetails | SpecSplitError]) -> list
         return []
     large, small = target.identity, draft.identity
     is_same = large.vocab_hash == small.vocab_hash
+    # Hashes of all tokens are compared: with equal sizes, ids may still mean different text.
     vocabulary = (
         "the same for draft and target"
         if is_same

@@ -260,6 +260,7 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
         show.fail()
         raise
     if job.compares and not ctrl_c.was_pressed:
+        # The same request, so the same seed: only the speed may differ from the text above.
         reference = workers.orchestrator(chosen.model_copy(update={"mode": "plain"}))
         await ctrl_c.run(_follow(reference, request, plain, lambda chunk: None))
     if job.explains:
@@ -295,6 +296,7 @@ class _CtrlC:
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until it ends or Ctrl-C cancels it."""
         self._work = asyncio.create_task(work)
+        # Pressed before there was any work to cancel.
         if self.was_pressed:
             self._work.cancel()
         await asyncio.wait([self._work])

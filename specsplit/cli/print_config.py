@@ -52,6 +52,7 @@ def _as_toml(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -
         if role != table:
             lines += [*([""] if table else []), f"[{role}]"]
             table = role
+        # TOML has no null: a setting without a value is a comment, so that the output can be read with --config.
         assignment = f"# {field} is not set" if value is None else f"{field} = {_toml_value(value)}"
         lines.append(f"{assignment:<40} # {source}")
     if foreign:

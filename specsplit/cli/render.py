@@ -58,6 +58,7 @@ class TextStream:
         for text, drafted in pieces:
             if not text:
                 continue
+            # The last character decides whether a note or the prompt of the shell needs a new line before it.
             self._last = text[-1]
             shown = visible(text) if self._is_terminal else text
             if drafted and self._has_colour:
@@ -211,6 +212,7 @@ def loading_bar() -> Generator[Callable[[str, float], None] | None]:
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
+    # Imported late: rich takes a tenth of a second, which a pipe or a log need not pay.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -122,6 +122,7 @@ async def serve_until_signal(
         if server is None:
             return
         line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
+        # Printed only now, so whoever started us may connect as soon as the line is there.
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
         await stop.wait()

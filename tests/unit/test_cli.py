@@ -303,7 +303,7 @@ def test_every_reason_for_a_degraded_phase_has_its_words(reason: str):
     assert target.endswith("and the text is the same.")
 
 
-def test_a_note_between_the_text_is_dim_and_begins_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
+def test_a_note_between_text_is_dim_and_begins_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     screen, pipe = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     for stream in (screen, pipe):

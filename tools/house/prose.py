@@ -13,6 +13,8 @@ from tools.house.sources import ALL_FOLDERS, ROOT, Source, sources
 
 FRAGMENT_WORDS = ("Of", "By", "Since", "Where", "What")
 """A docstring that begins with one of them is a fragment or an inverted clause."""
+PRIVATE_PHRASES = re.compile(r"\b(?:told|take note|what comes of)\b", re.IGNORECASE)
+"""Phrases that say less than a plain verb, such as return, record or send."""
 COMMENT_SHARE = 0.015
 _WAIVER = re.compile(r"#\s*(?:noqa|type:|pyright:|ruff:|fmt:)")
 _PAGE = re.compile(r"(?<![\w*])[\w][\w.-]*\.md\b")
@@ -22,7 +24,13 @@ _DATA = ("benchmarks/results", "specsplit/model/embedded")
 def measures() -> list[Measure]:
     """Return the measures of prose."""
     found = [place for source in sources("specsplit") for place in fragments(source)]
-    return [none_of("docstrings that begin as fragments", found), *_comments(), _pages()]
+    private = [place for source in sources("specsplit") for place in private_phrases(source)]
+    return [
+        none_of("docstrings that begin as fragments", found),
+        none_of("docstrings with phrases of a private dialect", private),
+        *_comments(),
+        _pages(),
+    ]
 
 
 def fragments(source: Source) -> Iterator[str]:
@@ -31,6 +39,13 @@ def fragments(source: Source) -> Iterator[str]:
         text = str(node.value).lstrip()
         if text and re.split(r"\W", text, maxsplit=1)[0] in FRAGMENT_WORDS:
             yield f"{source.place(node)}  {text.splitlines()[0]}"
+
+
+def private_phrases(source: Source) -> Iterator[str]:
+    """Yield the places of docstrings that use one of the phrases."""
+    for node in _docstrings(source):
+        if match := PRIVATE_PHRASES.search(str(node.value)):
+            yield f"{source.place(node)}  {match[0]}"
 
 
 def _docstrings(source: Source) -> Iterator[ast.Constant]:
