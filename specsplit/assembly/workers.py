@@ -49,8 +49,8 @@ class Workers:
         )
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
         draft_s = settings.draft_patience if self._are_remote else math.inf
-        patience = RetryPolicy(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
-        key = (speculation, patience)
+        retry_policy = RetryPolicy(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
+        key = (speculation, retry_policy)
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter
             self._orchestrators[key] = Orchestrator(
@@ -58,7 +58,7 @@ class Workers:
                 drafter,
                 self.tokenizer,
                 speculation,
-                patience=patience,
+                retry_policy=retry_policy,
                 draft_modes=self._draft_modes,
             )
         return self._orchestrators[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Proposal
@@ -58,24 +58,6 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
-
-
-def likeliest_first(nodes: Iterable[int], parents: Sequence[int], log_probs: Sequence[float]) -> list[int]:
-    """Return `nodes`, which form a tree, depth first and the likeliest child first, so that its path lies together.
-
-    `parents` are indices, -1 for the root; `log_probs` are estimates given the parent's. Of equals the earlier first.
-    """
-    children: dict[int, list[int]] = {}
-    # A stack gives back what was put last, so the likeliest come last; the sort keeps the order of equals.
-    for node in sorted(sorted(nodes, reverse=True), key=log_probs.__getitem__):
-        children.setdefault(parents[node], []).append(node)
-    stack = children.get(-1, [])
-    order: list[int] = []
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack.extend(children.get(node, ()))
-    return order
 
 
 def renumber(proposal: Proposal, first_node: int) -> Proposal:

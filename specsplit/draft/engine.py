@@ -11,13 +11,14 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_probs
-from specsplit.draft.tree import ROOT_INDEX, DraftTree
+from specsplit.draft.tree import DraftTree
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates
+from specsplit.speculation.token_tree import ROOT_INDEX
 
 
 class DraftEngine(Engine):
@@ -103,7 +104,7 @@ class _Grower:
         session, tree = self._session, self._tree
         keep, held = session.common_length(turn), len(session.ids)
         tail = turn.tail[keep - turn.base_length :]
-        path = tree.walk(tail) if keep == held else []
+        path = tree.nodes.walk(tail) if keep == held else []
         if path:
             return self._reroot(path, tail)
         if keep < held or tail:
@@ -139,17 +140,16 @@ class _Grower:
         sampler = self._session.sampler
         assert sampler is not None, "the session has begun"
         eos_ids = sampler.params.eos_ids
-        return [node for node in tree.worth_expanding(max_nodes, max_depth) if tree.token_ids[node] not in eos_ids]
+        token_ids = tree.nodes.token_ids
+        return [node for node in tree.worth_expanding(max_nodes, max_depth) if token_ids[node] not in eos_ids]
 
     def _sequence_input(self, pending: Sequence[int], frontier: list[int]) -> SequenceInput:
         """Return the next forward: the pending tokens to expand the root, or else the frontier's nodes."""
         tree, slot = self._tree, self._session.slot
         if frontier == [ROOT_INDEX]:
             return SequenceInput(slot.index, slot.length, pending)
-        for node in frontier:
-            tree.place(node)
-        token_ids = [tree.token_ids[node] for node in frontier]
-        return SequenceInput(slot.index, slot.length, token_ids, tree.row_parents(), num_logits=len(frontier))
+        token_ids = [tree.nodes.token_ids[node] for node in frontier]
+        return SequenceInput(slot.index, slot.length, token_ids, tree.place(frontier), num_logits=len(frontier))
 
     def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
         """Add the best children of every frontier node; `logits` [N, V] has a row for each."""
@@ -158,8 +158,8 @@ class _Grower:
         assert sampler is not None, "the session has begun"
         is_root = frontier == [ROOT_INDEX]
         if not sampler.changes_nothing:
-            row_depths = [0] if is_root else [tree.depths[node] for node in frontier]
-            paths = [tree.path_tokens(node) for node in frontier] if sampler.needs_paths else None
+            row_depths = [0] if is_root else [tree.nodes.depths[node] for node in frontier]
+            paths = [tree.nodes.path_tokens(node) for node in frontier] if sampler.needs_paths else None
             logits = sampler.scores(logits, session.ids, row_depths, paths)
         token_ids, log_probs = candidate_estimates(logits, branching)
         if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
@@ -173,13 +173,15 @@ class _Grower:
         tree = self._tree
         new = tree.best_unsent(max_nodes, max_depth)  # parents first: a child ranks behind its parent
         first_node = self._last_number + 1
-        for node in new:
-            self._last_number += 1
-            tree.numbers[node] = self._last_number
+        self._last_number += len(new)
+        nodes, numbers = tree.nodes, tree.numbers
+        for number, node in enumerate(new, first_node):
+            numbers[node] = number
+        parents = [nodes.parents[node] for node in new]
         return Proposal(
             first_node=first_node,
             root_position=root_position,
-            token_ids=tuple([tree.token_ids[node] for node in new]),
-            parents=tuple([ROOT if (p := tree.parents[node]) == ROOT_INDEX else tree.numbers[p] for node in new]),
-            log_probs=quantised_log_probs([tree.log_probs[node] for node in new]),
+            token_ids=tuple([nodes.token_ids[node] for node in new]),
+            parents=tuple([ROOT if parent == ROOT_INDEX else numbers[parent] for parent in parents]),
+            log_probs=quantised_log_probs([nodes.log_probs[node] for node in new]),
         )

@@ -1,4 +1,4 @@
-"""Requests through a target and, where there is one, a draft: connects, opens a session each, hands on its chunks.
+"""Serves requests with a target and, if there is one, a draft: connects, opens a session each, hands on its chunks.
 
 Knows ports and records only, no model and no wire; everything on the route of a token between prompt and text.
 """
@@ -16,10 +16,10 @@ from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity
 from specsplit.orchestrator.events import RequestEvents
-from specsplit.orchestrator.health import DraftPeer
+from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.orchestrator.retry import Retrier
-from specsplit.orchestrator.session import Session, SessionContext, resolved_mode
+from specsplit.orchestrator.session import Session, SessionContext, decides, resolved_mode
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import draftless
@@ -34,11 +34,12 @@ class MonotonicClock:
 
 
 class Orchestrator:
-    """Generates text, for any number of requests at once: the target's words, at the draft's pace where there is one.
+    """Generates text for any number of requests at once: the target's tokens, at the draft's pace if there is a draft.
 
     A draft that is away, slow or wrong costs speed, never a request; a target that is away is asked again until
-    `patience` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft; without one, a
-    stream if it is among them. `rng` jitters what is asked again; `clock` times the result.
+    `retry_policy` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft; without one, a
+    stream if it is among them. `rng` jitters what is asked again; `clock` times the result. What is learned about the
+    workers is shared by all orchestrators of the process that use them.
 
     Raises:
         InvalidSettings: a mode that speculates, without a drafter.
@@ -52,7 +53,7 @@ class Orchestrator:
         speculation: Speculation = Speculation(),  # noqa: B008  (frozen)
         clock: Clock | None = None,
         *,
-        patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
+        retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
         draft_modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
         rng: random.Random | None = None,
     ) -> None:
@@ -60,28 +61,23 @@ class Orchestrator:
             raise InvalidSettings(
                 f"Mode {speculation.mode} needs a draft model; name one with --draft-model or use --mode plain."
             )
-        self.verifier = verifier
-        self.drafter = drafter if speculation.mode not in ("plain", "lookup") else None
         self.tokenizer = tokenizer
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
-        self.patience = patience
-        self._draft_modes = draft_modes
+        self.retry_policy = retry_policy
         self._rng = rng if rng is not None else random.Random()
-        self._draft = DraftPeer(self.drafter, self._rng) if self.drafter is not None else None
-        plans = speculation.mode in ("auto", "stream")
-        self._stats_by_greedy = {is_greedy: SpeculationStats(plans=plans) for is_greedy in (False, True)}
-        self._target: Identity | None = None
+        drafts = drafter is not None and speculation.mode not in ("plain", "lookup")
+        self._target = target_peer(verifier)
+        self._draft = draft_peer(drafter, self._rng) if drafter is not None and drafts else None
+        self._modes = list(draft_modes if drafts else draftless(draft_modes))
+        self._met: Identity | None = None
+        """The target that these settings were checked against."""
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def mode(self) -> Mode:
-        """How rounds are run; `auto` is plain where there is nothing to choose."""
+        """How rounds are run; `auto` is plain if there is nothing to choose."""
         return resolved_mode(self.speculation, self._modes)
-
-    @property
-    def _modes(self) -> list[RoundMode]:
-        return list(self._draft_modes if self.drafter is not None else draftless(self._draft_modes))
 
     async def connect(self) -> Identity:
         """Ask the workers who they are and return the target's identity; `stream` does so by itself.
@@ -94,32 +90,32 @@ class Orchestrator:
             InvalidRequest: the trees to be verified are larger than the target takes.
             DeadlineExceeded, LinkError: the target does not answer.
         """
-        return await self._connect(self._persistence(None, RequestEvents()))
+        return await self._connect(self._retrier(None, RequestEvents()))
 
-    async def _connect(self, persistence: Retrier) -> Identity:
-        began_s = asyncio.get_running_loop().time()
-        target = await persistence.ask(self.verifier.ping)  # every request: it may be another one since the last
-        for stats in self._stats_by_greedy.values():
-            stats.times.observe_ping(asyncio.get_running_loop().time() - began_s)
-        if target != self._target:
+    async def _connect(self, retrier: Retrier) -> Identity:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        target = await retrier.ask(self._target.verifier.ping)  # every request: it may be another one since the last
+        self._target.observe_ping(loop.time() - began_s)
+        if target != self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
                     f"The target {target.model} has another vocabulary than the tokenizer here; connect again."
                 )
             if self._draft is not None:
-                await self._draft.meet(target, persistence.remaining_s)
-            has_trees = self.speculation.has_trees(has_draft=self.drafter is not None)
+                await self._draft.meet(target, retrier.remaining_s)
+            has_trees = self.speculation.has_trees(has_draft=self._draft is not None)
             if has_trees and self.speculation.nodes > target.max_nodes:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
                     param="nodes",
                 )
-            self._target = target
+            self._met = target
         return target
 
-    def _persistence(self, timeout_s: float | None, incidents: RequestEvents) -> Retrier:
-        timeout_s = timeout_s if timeout_s is not None else self.patience.timeout_s
-        return Retrier(timeout_s, self.patience, self._rng, incidents)
+    def _retrier(self, timeout_s: float | None, events: RequestEvents) -> Retrier:
+        timeout_s = timeout_s if timeout_s is not None else self.retry_policy.timeout_s
+        return Retrier(timeout_s, self.retry_policy, self._rng, events)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.
@@ -128,27 +124,25 @@ class Orchestrator:
 
         Raises:
             InvalidRequest, ContextExceeded: the request does not fit the target.
-            DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `patience` allows.
+            DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `retry_policy` allows.
             PeerMismatch: a worker has another role or protocol version, or the target became another model.
         """
         started_s = self.clock.now()
-        incidents = RequestEvents()
-        persistence = self._persistence(request.timeout_s, incidents)
-        target = await self._connect(persistence)
+        events = RequestEvents()
+        retrier = self._retrier(request.timeout_s, events)
+        target = await self._connect(retrier)
         request.check_fits(target.context, target.vocab_size)
-        serving = SessionContext(
-            verifier=self.verifier,
-            target=target,
+        context = SessionContext(
+            target=self._target,
+            identity=target,
             draft=self._draft,
             tokenizer=self.tokenizer,
             clock=self.clock,
             speculation=self.speculation,
             modes=self._modes,
-            stats_by_greedy=self._stats_by_greedy,
-            patience=self.patience,
             keep_closing=self._keep_closing,
         )
-        async with Session(serving, request, persistence, incidents, started_s) as session:
+        async with Session(context, request, retrier, events, started_s) as session:
             chunk = await session.next_chunk()
             while chunk.finish_reason is None:
                 yield chunk
@@ -160,7 +154,7 @@ class Orchestrator:
 
         Raises:
             InvalidRequest, ContextExceeded: the request does not fit the target.
-            DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `patience` allows.
+            DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `retry_policy` allows.
         """
         result = None
         async with aclosing(self.stream(request)) as chunks:
@@ -168,6 +162,10 @@ class Orchestrator:
                 result = chunk.result
         assert result is not None, "the last chunk carries the result"
         return result
+
+    def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
+        """Learn into `stats` from now on, for a study that watches what is learned."""
+        self._target.use_stats(stats, self._draft, is_greedy=is_greedy, plans=decides(self.speculation))
 
     async def aclose(self) -> None:
         """End what finished requests left: workers that never said that their slot is free. Workers stay open."""

@@ -17,7 +17,8 @@ from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
 Answer = TypeVar("Answer")
-_RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
+RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
+"""Errors after which the same call may still succeed."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _LEAST_TRY_S = 5.0
 """What an attempt gets that begins when `retry_s` is nearly over, unless that is less."""
@@ -30,20 +31,20 @@ class _OutOfTime(DeadlineExceeded):
 class Retrier:
     """One request's deadline, counted from now, and its way of asking a target that does not answer."""
 
-    def __init__(
-        self, timeout_s: float | None, patience: RetryPolicy, rng: random.Random, incidents: RequestEvents
-    ) -> None:
+    def __init__(self, timeout_s: float | None, policy: RetryPolicy, rng: random.Random, events: RequestEvents) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timeout_s, self._rng, self._incidents = timeout_s, rng, incidents
-        self._retry_s = patience.retry_s
-        self._can_be_silent = patience.can_be_silent
+        self.policy = policy
+        self.deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
+        """The loop's time at which the request is given up."""
+        self.is_unbounded = timeout_s is None and not policy.can_be_silent
+        """Whether nothing limits an attempt."""
         self.num_failures = 0
-        self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
+        self._timeout_s, self._rng, self._events = timeout_s, rng, events
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the deadline, negative after it; infinite without one."""
-        return self._deadline_s - self._loop.time() if self._timeout_s is not None else math.inf
+        return self.deadline_s - self._loop.time()
 
     async def ask(self, send: Callable[..., Awaitable[Answer]], *arguments: object, work_s: float = math.inf) -> Answer:
         """Return what `send` answers to `arguments`; it is called again while the target is away, at fault or full.
@@ -58,15 +59,15 @@ class Retrier:
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
-            if self._timeout_s is None and not self._can_be_silent:
+            if self.is_unbounded:
                 return await send(*arguments)
-            limit_s = self._limit_s(max(self._retry_s, _LEAST_TRY_S), work_s)
+            limit_s = self._limit_s(max(self.policy.retry_s, _LEAST_TRY_S), work_s)
             return await self._attempt(partial(send, *arguments), limit_s)
-        except _RETRIED as error:
-            return await self._ask_again(partial(send, *arguments), work_s, error)
+        except RETRIED as error:
+            return await self.ask_again(send, *arguments, error=error, work_s=work_s)
 
-    def _limit_s(self, patience_s: float, work_s: float) -> float:
-        return patience_s + work_s if self._can_be_silent else math.inf
+    def _limit_s(self, retry_s: float, work_s: float) -> float:
+        return retry_s + work_s if self.policy.can_be_silent else math.inf
 
     async def _attempt(self, send: Callable[[], Awaitable[Answer]], limit_s: float = math.inf) -> Answer:
         """Return the answer, if it comes before the request's deadline and within `limit_s`."""
@@ -86,39 +87,46 @@ class Retrier:
                 raise _OutOfTime from None
             raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s") from None
 
-    async def _ask_again(self, send: Callable[[], Awaitable[Answer]], work_s: float, error: SpecSplitError) -> Answer:
-        began_s = self._loop.time()
-        end_s = self._deadline_s if self._timeout_s is not None else began_s + self._retry_s
+    async def ask_again(
+        self,
+        send: Callable[..., Awaitable[Answer]],
+        *arguments: object,
+        error: SpecSplitError,
+        work_s: float = math.inf,
+    ) -> Answer:
+        """Do the same after a first attempt that ended with `error`."""
+        again, began_s = partial(send, *arguments), self._loop.time()
+        end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         pause_s = _FIRST_PAUSE_S
         while True:
             self.num_failures += 1
-            self._incidents.degrade("target", reason_of(error))
+            self._events.degrade("target", reason_of(error))
             left_s = end_s - self._loop.time()
             if left_s <= 0:
                 raise self._given_up(error, self._loop.time() - began_s)
             await asyncio.sleep(min(self._rng.uniform(0, pause_s), left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-            left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self._retry_s))
+            left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self.policy.retry_s))
             try:
-                return await self._attempt(send, self._limit_s(left_s, work_s))
+                return await self._attempt(again, self._limit_s(left_s, work_s))
             except _OutOfTime:
                 continue
-            except _RETRIED as next_error:
+            except RETRIED as next_error:
                 error = next_error
 
     def _given_up(self, error: SpecSplitError, tried_s: float) -> SpecSplitError:
         """Return the error to be raised, in words that say who, for how long, and why."""
-        if self._loop.time() >= self._deadline_s:
+        if self._loop.time() >= self.deadline_s:
             limit = f"The request was not finished within its {_rounded(self._timeout_s or 0.0):g} s"
             if isinstance(error, _OutOfTime):
                 return DeadlineExceeded(f"{limit}: the target did not answer in time; allow it more.")
             return DeadlineExceeded(f"{limit}: the target could not be used for {tried_s:.1f} s ({_text(error)}).")
-        kind = next(kind for kind in _RETRIED if isinstance(error, kind))
+        kind = next(kind for kind in RETRIED if isinstance(error, kind))
         return kind(f"The target could not be used and was asked again for {tried_s:.1f} s ({_text(error)}).")
 
 
 def _rounded(seconds: float) -> float:
-    """Return what of a number of seconds is worth saying; connecting may have used up a part."""
+    """Round seconds for a message; connecting may have used up a part of them."""
     return round(seconds, 1 if seconds >= 1 else 3)
 
 

@@ -1,186 +1,186 @@
-"""One round: obtain a token tree, have it verified in one target call, commit the tokens.
+"""One round: obtain a token tree, have it verified in one target call, commit the tokens, learn from the verdict.
 
-Knows no text and no end; a mode is a Source, a way to obtain the next tree. The prompt is a round without one.
+Knows no text and no end. The round's plan names a mode, and a mode is a `Source` of trees. The prompt is a round
+without a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from specsplit.core.record import record
-from specsplit.core.types import Proposal, StreamLimits, Timings, Verdict
-from specsplit.orchestrator.events import RequestEvents
-from specsplit.orchestrator.link import TargetLink, TokenHistory
-from specsplit.orchestrator.streaming import TargetStreaming
+from specsplit.core.defaults import Mode
+from specsplit.core.types import Timings, Verdict
+from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.request import SpeculativeDecoding
+from specsplit.orchestrator.sources.base import RoundResult, Source
+from specsplit.orchestrator.target_client import TargetClient
 from specsplit.speculation.cost_model import RoundMode
-from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
 
-@record
-class SpeculationInput:
-    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
-
-    proposal: Proposal
-    depths: Sequence[int] = ()
-    """1 for the root's children."""
-    draft_numbers: Sequence[int] = ()
-    """The same nodes as the draft counts them."""
-    is_kept: bool | None = None
-    """Whether the tree was drafted before the last verdict came; None where nothing was drafted ahead."""
-    is_looked_up: bool = False
-    """Lookup promised more than the choice, which was not followed."""
-    waited_device_ms: float = 0.0
-    """What the draft's device did while the text waited for it, at least."""
-
-
-@record
-class RoundResult:
-    """What a round offered and what became of it."""
-
-    offer: SpeculationInput
-    verdict: Verdict
-    verify_s: float
-    """Seconds from the verify to its verdict."""
-    mode: RoundMode
-    """How the round was run in the end."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the target took the step without being asked."""
-        return self.mode == "stream"
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.verdict.accepted)
-
-    @property
-    def verified_draft_numbers(self) -> tuple[int, ...]:
-        """The nodes that were scored, as the draft counts them."""
-        numbers, scored = self.offer.draft_numbers, self.verdict.verified
-        if len(scored) == len(numbers):
-            return tuple(numbers)
-        first = self.offer.proposal.first_node
-        return tuple(numbers[number - first] for number in scored)
-
-
-class Source(Protocol):
-    """Where trees come from; whatever it has under way ends with `close`.
-
-    `on_news` is called when nodes have come that a streaming target has not got yet.
-    """
-
-    on_news: Callable[[], None] | None
-
-    @property
-    def drafted(self) -> Timings:
-        """What the draft did since the last offer."""
-        ...
-
-    def begin(self, move: RoundPlan) -> None:
-        """Take note that the prompt goes to the target now."""
-        ...
-
-    async def next_offer(self, move: RoundPlan, first_node: int) -> SpeculationInput: ...
-
-    def go_on(self, move: RoundPlan) -> None:
-        """Grow nodes for a streaming target, without waiting."""
-        ...
-
-    def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
-        """Return the nodes that the target's stream has not got yet, numbered so, and whether more are under way."""
-        ...
-
-    def forget_sent(self) -> None:
-        """Take note that the target's stream begins anew."""
-        ...
-
-    def scored(self, verdict: Verdict) -> tuple[SpeculationInput, Verdict]:
-        """Return what a streaming target verified as an offer, and its verdict in the numbers of that offer."""
-        ...
-
-    def observe(self, outcome: RoundResult) -> None:
-        """Take note of a round's outcome; its tokens are committed."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class Rounds:
-    """The rounds of one session; without a source every round is plain decoding. `limits` are those of a stream."""
+    """The rounds of one session. `mode` is the user's; `draft` is None if that mode asks none."""
 
     def __init__(
         self,
-        committed: TokenHistory,
-        target: TargetLink,
-        source: Source | None,
-        incidents: RequestEvents,
-        limits: StreamLimits,
+        mode: Mode,
+        planner: RoundPlanner,
+        sources: Mapping[RoundMode, Source],
+        target: TargetClient,
+        draft: DraftClient | None,
+        stats: SpeculationStats,
     ) -> None:
-        self._committed, self._target, self._source, self._incidents = committed, target, source, incidents
-        self._stream = TargetStreaming(target, source, committed, limits) if source is not None else None
         self.number = 0
+        self.mode: Mode = mode
+        self._planner, self._sources, self._stats = planner, sources, stats
+        self._target, self._draft = target, draft
+        self._history, self._events = target.contract.history, target.contract.events
+        self._source: Source | None = None
 
-    async def run(self, move: RoundPlan) -> RoundResult:
+    async def run(self) -> RoundResult:
         """Run one round, the prompt's first, and commit its tokens."""
-        self._incidents.round = self.number
-        outcome = await self._streamed(move) if move.mode == "stream" else await self._unary(move)
-        self._committed.extend(outcome.verdict.token_ids)
-        if self._source is not None:
-            self._source.observe(outcome)
-        self.number += 1
-        return outcome
+        target, draft, number = self._target, self._draft, self.number
+        self._events.round = number
+        trouble = draft.trouble if draft is not None else None
+        plan = self._planner.plan_round(
+            len(self._history.ids),
+            draft.context if draft is not None else sys.maxsize,
+            has_draft=draft is not None and trouble is None,
+        )
+        began_s = asyncio.get_running_loop().time() if plan.decision is not None else 0.0
 
-    async def close(self) -> None:
-        """End the target's stream, if there is one."""
-        if self._stream is not None:
-            await self._stream.close()
+        source = self._sources[plan.mode]
+        if source is not self._source:
+            if self._source is not None:
+                await self._source.leave()
+            self._source = source
+        make_input = source.next_input if number else source.first_input
+        speculation = await make_input(plan, target.next_node)
+        verdict = speculation.commit
+        if verdict is None:
+            verifying = target.verify(speculation.proposal)
+            if spans.is_on:
+                num_nodes = len(speculation.proposal)
+                verifying = spans.around(verifying, "verify", _span_attributes, round=number, nodes=num_nodes)
+            verdict = await verifying
 
-    async def _unary(self, move: RoundPlan) -> RoundResult:
-        if self._stream is not None:
-            await self._stream.close(keeps_slot=True)
-        source, target = self._source, self._target
-        if source is None:
-            offer = empty_offer(target.next_node, self._committed)
-        else:
-            offer = await self._offer(source, move)
-        verifying = target.verify(offer.proposal)
-        if spans.is_on:
-            num_nodes = len(offer.proposal.token_ids)
-            verifying = spans.around(verifying, "verify", _told_of_verify, round=self.number, nodes=num_nodes)
-        verdict = await verifying
-        return RoundResult(offer, verdict, target.verify_s, "lookup" if offer.is_looked_up else move.mode)
-
-    async def _streamed(self, move: RoundPlan) -> RoundResult:
-        assert self._stream is not None, "checked with the mode"
-        assert self._source is not None, "it has one"
-        if self.number == 0:
-            self._source.begin(move)
-        elif not self._stream.is_ready:  # else the text is already further on
-            self._source.go_on(move)
-        committing = self._stream.next_commit()
-        if spans.is_on:
-            committing = spans.around(committing, "commit", _told_of_commit, round=self.number)
-        verdict = await committing
-        offer, told = self._source.scored(verdict)
-        return RoundResult(offer, told, self._target.verify_s, "stream")
-
-    async def _offer(self, source: Source, move: RoundPlan) -> SpeculationInput:
-        if self.number == 0:
-            source.begin(move)
-            return empty_offer(self._target.next_node, self._committed)
-        return await source.next_offer(move, self._target.next_node)
+        # From here to the end of the round nothing waits, so a cancelled request never leaves half a round.
+        self._history.extend(verdict.token_ids)
+        mode = "lookup" if speculation.is_looked_up else plan.mode
+        result = RoundResult(plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
+        source.observe(result)
+        if number:
+            if plan.decision is not None:
+                round_s = asyncio.get_running_loop().time() - began_s
+                self._stats.observe_round(plan.decision, mode, len(verdict.token_ids), round_s)
+            if trouble is not None and self.mode in ("auto", "stream"):
+                self._events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
+        self.number = number + 1
+        return result
 
 
-def empty_offer(first_node: int, committed: TokenHistory) -> SpeculationInput:
-    """Return the offer of a round without a tree."""
-    return SpeculationInput(Proposal(first_node=first_node, root_position=len(committed.ids) - 1))
+class Tally:
+    """What the rounds of one request add up to, before any stop cuts the tokens.
+
+    `max_depth` is how deep trees are meant to be, 0 without speculation.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.num_rounds = -1  # the prompt's round is not counted
+        self.rounds_by_mode: dict[RoundMode, int] = {}
+        self.target_forwards = 0
+        self.draft_forwards = 0
+        self.target_device_ms = 0.0
+        self.draft_device_ms = 0.0
+        self.draft_waited_ms = 0.0
+        self._num_ahead = self._num_kept = 0
+        self._trees = _TreeCounts([0] * (max_depth + 1 if max_depth else 0), [0] * max_depth)
+
+    def add(self, result: RoundResult) -> None:
+        """Count one round."""
+        verified, speculation = result.verdict.timings, result.speculation
+        self.target_forwards += verified.num_forwards
+        self.num_rounds += 1
+        if self.num_rounds:
+            self.rounds_by_mode[result.mode] = self.rounds_by_mode.get(result.mode, 0) + 1
+            self.target_device_ms += verified.device_ms
+        drafted = speculation.proposal.timings
+        self.draft_forwards += drafted.num_forwards
+        self.draft_device_ms += drafted.device_ms
+        self.draft_waited_ms += speculation.waited_device_ms
+        if speculation.is_kept is not None:
+            self._num_ahead += 1
+            self._num_kept += speculation.is_kept
+        if result.verdict.verified:
+            self._trees.add(result)
+
+    def add_drafted(self, drafted: Timings) -> None:
+        """Count work of the draft for a tree that no round was offered."""
+        self.draft_forwards += drafted.num_forwards
+        self.draft_device_ms += drafted.device_ms
+
+    def summary(self) -> SpeculativeDecoding:
+        """Return the counts as published; a round that accepted k nodes accepted one at every depth up to k."""
+        trees = self._trees
+        histogram = trees.histogram
+        accepted_by_depth = tuple(sum(histogram[depth:]) for depth in range(1, len(histogram)))
+        return SpeculativeDecoding(
+            num_spec_steps=sum(histogram),
+            num_draft_tokens=trees.num_nodes,
+            num_path_tokens=trees.num_path_nodes,
+            num_accepted_draft_tokens=sum(accepted_by_depth),
+            acceptance_histogram=tuple(histogram),
+            tested_by_depth=tuple(trees.tested),
+            accepted_by_depth=accepted_by_depth,
+            num_ahead_rounds=self._num_ahead,
+            num_kept_rounds=self._num_kept,
+        )
 
 
-def _told_of_verify(verdict: Verdict) -> dict[str, spans.Attribute]:
+@dataclass(slots=True)
+class _TreeCounts:
+    """Counts of the rounds with at least one scored node."""
+
+    histogram: list[int]
+    """Rounds by the number of accepted nodes."""
+    tested: list[int]
+    """Rounds by depth in which the target scored a node below the accepted one above."""
+    num_nodes: int = 0
+    num_path_nodes: int = 0
+
+    def add(self, result: RoundResult) -> None:
+        path_length = path_depth(result)
+        while len(self.tested) < path_length:
+            self.histogram.append(0)
+            self.tested.append(0)
+        self.num_nodes += len(result.verdict.verified)
+        self.num_path_nodes += path_length
+        self.histogram[result.num_accepted] += 1
+        for depth in range(min(result.num_accepted + 1, path_length)):
+            self.tested[depth] += 1
+
+
+def path_depth(result: RoundResult) -> int:
+    """Return the length of the longest path of scored nodes that begins with the accepted ones."""
+    proposal, verdict, depths = result.speculation.proposal, result.verdict, result.speculation.depths
+    first, accepted = proposal.first_node, verdict.accepted
+    if not accepted:
+        if len(verdict.verified) == len(depths):
+            return max(depths)
+        return max([depths[number - first] for number in verdict.verified])
+    below = {accepted[-1]}
+    deepest = len(accepted)
+    for number in verdict.verified:
+        if proposal.parents[number - first] in below:
+            below.add(number)
+            deepest = max(deepest, depths[number - first])
+    return deepest
+
+
+def _span_attributes(verdict: Verdict) -> dict[str, spans.Attribute]:
     return {"accepted": len(verdict.accepted), "forwards": verdict.timings.num_forwards}
-
-
-def _told_of_commit(verdict: Verdict) -> dict[str, spans.Attribute]:
-    return {"nodes": len(verdict.verified), "accepted": len(verdict.accepted)}

@@ -1,6 +1,7 @@
-"""Token ids to text, as they come: no character shown before it is whole, no stop string shown at all.
+"""The tokens of rounds become the text of an answer, up to its end: EOS, a stop string, max tokens or the context.
 
-Knows the Tokenizer port only. What comes out is a function of the token ids alone, never of how rounds cut them.
+No character is shown before it is whole, no stop string at all. Both are a function of the token ids alone, never of
+how rounds cut them. Knows the Tokenizer port only; the walk in the target ignores all of this.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import codecs
 from collections.abc import Callable, Sequence
 
 from specsplit.core.ports import Tokenizer
+from specsplit.core.record import record
+from specsplit.core.types import FinishReason
 from specsplit.orchestrator.request import Piece
 
 Decode = Callable[[Sequence[int]], str]
@@ -19,6 +22,15 @@ _MOST_GARBAGE = _LONG_WINDOW_TOKENS
 """Characters U+FFFD that are held back."""
 _KEPT_TOKENS = 4
 """More tokens than an unfinished character has bytes."""
+
+
+@record
+class Cut:
+    """What is left of a round's tokens, the text they release, and the end if this is it."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    finish_reason: FinishReason | None
 
 
 class Detokenizer:
@@ -37,6 +49,10 @@ class Detokenizer:
 
     # Invariant: `_shown` characters of decode(_window) were returned; `_whole` is an index into the window, above 0,
     # where characters were whole when they were last shown.
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text that `token_ids` complete."""
+        return "".join(map(self.push, token_ids))
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
@@ -78,11 +94,20 @@ class ByteDetokenizer:
         self._garbage = ""
         """Bytes of no character, as U+FFFD: shown with the next one, or once they are many, as the window does."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text that `token_ids` complete."""
+        text = ""
+        for token_id in token_ids:
+            data = self._token_bytes(token_id)
+            is_plain = not self._rest and not self._garbage and data.isascii()
+            text += data.decode() if is_plain else self._decode(data)
+        return text
+
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
-        data = self._token_bytes(token_id)
-        if not self._rest and not self._garbage and data.isascii():
-            return data.decode()
+        return self.push_all((token_id,))
+
+    def _decode(self, data: bytes) -> str:
         data = self._rest + data
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[num_used:]
@@ -108,6 +133,7 @@ class StopStrings:
     """Hold back text that may yet become a stop string; pieces keep their mark of who wrote them."""
 
     def __init__(self, stop: Sequence[str]) -> None:
+        self.is_empty = not stop
         self._stop = tuple(stop)
         self._held: list[Piece] = []
 
@@ -154,6 +180,68 @@ class StopStrings:
                 text = text[:count]
             _append(released, text, drafted)
             count -= len(text)
+
+
+class Answer:
+    """Follows one answer token by token, and ends it.
+
+    `max_tokens` is what the request allows or what the context has room for, whichever is less. If several ends fall on
+    one token, EOS and stop strings come before length.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, eos_ids: Sequence[int], stop: Sequence[str], max_tokens: int) -> None:
+        self.token_ids: list[int] = []
+        self._text: list[str] = []
+        self._eos_ids = frozenset(eos_ids)
+        self._detokenizer = detokenizer_of(tokenizer)
+        self._stop_strings = StopStrings(stop)
+        self._tokens_left = max_tokens
+
+    @property
+    def text(self) -> str:
+        """The text released so far."""
+        return "".join(self._text)
+
+    def take(self, token_ids: tuple[int, ...], num_accepted: int) -> Cut:
+        """Return what a round adds; its first `num_accepted` tokens were drafted."""
+        pieces: list[Piece] = []
+        reason: FinishReason | None = None
+        count = len(token_ids)
+        if self._stop_strings.is_empty and count < self._tokens_left and self._eos_ids.isdisjoint(token_ids):
+            # No end can fall into this round, so its text needs no look at each token.
+            self._tokens_left -= count
+            for part, drafted in ((token_ids[:num_accepted], True), (token_ids[num_accepted:], False)):
+                text = self._detokenizer.push_all(part) if part else ""
+                if text:
+                    pieces.append((text, drafted))
+        else:
+            for index, token_id in enumerate(token_ids):
+                reason = self._take_token(token_id, index < num_accepted, pieces)
+                if reason is not None:
+                    token_ids = token_ids[: index + 1]
+                    break
+        self.token_ids += token_ids
+        for text, _ in pieces:
+            self._text.append(text)
+        return Cut(token_ids, tuple(pieces), reason)
+
+    def _take_token(self, token_id: int, drafted: bool, pieces: list[Piece]) -> FinishReason | None:
+        self._tokens_left -= 1
+        if token_id in self._eos_ids:
+            self._finish(drafted, pieces)
+            return "stop"
+        if self._stop_strings.push(self._detokenizer.push(token_id), drafted, pieces):
+            return "stop"
+        if self._tokens_left > 0:
+            return None
+        return "stop" if self._finish(drafted, pieces) else "length"
+
+    def _finish(self, drafted: bool, pieces: list[Piece]) -> bool:
+        """Release all that is left; return whether an unfinished character completed a stop string."""
+        if self._stop_strings.push(self._detokenizer.flush(), drafted, pieces):
+            return True
+        self._stop_strings.flush(pieces)
+        return False
 
 
 def _append(pieces: list[Piece], text: str, drafted: bool) -> None:

@@ -34,30 +34,39 @@ _DEPTHS = (2, 3, 5, 9)
 _BUCKET_OF_STEP = tuple(bisect_right(_STEPS, step) for step in range(_NUM_STEPS))
 _NUM_BUCKETS = len(_STEPS) + 1
 _NUM_MATCHES, _NUM_DEPTHS = len(_MATCHES) + 1, len(_DEPTHS) + 1
-_FIRST_AGREED = _NUM_BUCKETS * _NUM_RANKS
-_FIRST_LOOKUP = 2 * _FIRST_AGREED
+MAX_RANK = _NUM_RANKS - 1
+"""Further siblings share the cells of this rank."""
+FIRST_AGREED = _NUM_BUCKETS * _NUM_RANKS
+"""From the cell of a draft's node to the cell of one that lookup proposes, too."""
+_FIRST_LOOKUP = 2 * FIRST_AGREED
 NUM_CELLS = _FIRST_LOOKUP + _NUM_MATCHES * _NUM_DEPTHS * _NUM_RANKS
 
 
+def draft_cells(log_probs: Sequence[float]) -> list[int]:
+    """Return the cells of a draft's nodes as first children, by the draft's own estimates.
+
+    The cell of a sibling of rank r lies min(r, MAX_RANK) further.
+    """
+    last = _NUM_STEPS - 1
+    return [_BUCKET_OF_STEP[min(round(-log_prob * 16), last)] * _NUM_RANKS for log_prob in log_probs]
+
+
 def draft_cell(log_prob: float, rank: int) -> int:
-    """Return the cell of a draft's node by its own estimate, given its parent's acceptance, and its rank (0 first)."""
-    step = round(-log_prob * 16)
-    bucket = _BUCKET_OF_STEP[step if step < _NUM_STEPS else _NUM_STEPS - 1]
-    return bucket * _NUM_RANKS + (rank if rank < _NUM_RANKS else _NUM_RANKS - 1)
+    """Return the cell of one node of a draft, which has this rank among its siblings (0 first)."""
+    return draft_cells((log_prob,))[0] + min(rank, MAX_RANK)
 
 
 def agreed_cell(log_prob: float, rank: int) -> int:
     """Return the cell of a draft's node that lookup proposes too."""
-    return _FIRST_AGREED + draft_cell(log_prob, rank)
+    return FIRST_AGREED + draft_cell(log_prob, rank)
 
 
 def lookup_cells(match_lengths: Sequence[int], depths: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the cells of nodes that only lookup proposes; depth is 1 for the root's children."""
-    last_rank = _NUM_RANKS - 1
     cells: list[int] = []
     for match_length, depth, rank in zip(match_lengths, depths, ranks, strict=True):
         bucket = bisect_right(_MATCHES, match_length) * _NUM_DEPTHS + bisect_right(_DEPTHS, depth)
-        cells.append(_FIRST_LOOKUP + bucket * _NUM_RANKS + (min(last_rank, rank)))
+        cells.append(_FIRST_LOOKUP + bucket * _NUM_RANKS + min(rank, MAX_RANK))
     return cells
 
 

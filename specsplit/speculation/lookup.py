@@ -5,9 +5,12 @@ Knows neither model nor worker. Source: prompt lookup decoding (Saxena 2023), wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import field
 
 from specsplit.core.record import record
+from specsplit.speculation.acceptance import lookup_cells
+from specsplit.speculation.token_tree import TokenTree
 
 NO_POSITION = -1
 _SPACING = 3
@@ -16,30 +19,25 @@ _SPACING = 3
 
 @record
 class LookupTree:
-    """A token tree as parallel arrays, parents first; a parent is an index into them, -1 for the root."""
+    """What lookup found: a token tree without estimates, and what is known about each node."""
 
-    token_ids: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    depths: Sequence[int] = ()
-    """1 for the root's children."""
+    nodes: TokenTree = field(default_factory=TokenTree)
     match_lengths: Sequence[int] = ()
     """How many tokens before the root's children agree with the occurrence that gave the node."""
     ranks: Sequence[int] = ()
     """0 for the first of its siblings: the one with the longest match, of equals the most recent."""
+    cells: Sequence[int] = ()
+    """The nodes' cells in the calibration table."""
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.cells)
 
-    def num_spelled(self, token_ids: Sequence[int], nodes: Iterable[int]) -> int:
-        """Return how many of `token_ids` these nodes spell from the root."""
-        child_of = {(self.parents[node], self.token_ids[node]): node for node in nodes}
-        at = -1
-        for count, token_id in enumerate(token_ids):
-            child = child_of.get((at, token_id))
-            if child is None:
-                return count
-            at = child
-        return len(token_ids)
+    def num_spelled(self, token_ids: Sequence[int], chosen: Collection[int] | None = None) -> int:
+        """Return how many of `token_ids` these nodes spell from the root, by default all of them."""
+        path = self.nodes.walk(token_ids)
+        if chosen is None:
+            return len(path)
+        return next((depth for depth, node in enumerate(path) if node not in chosen), len(path))
 
 
 class LookupIndex:
@@ -180,26 +178,24 @@ def _merge(
 
     A path ends where the limits or the first end-of-sequence token end it.
     """
-    nodes: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
+    nodes = TokenTree()
+    token_ids, parents, depths, child_of = nodes.token_ids, nodes.parents, nodes.depths, nodes.child_of
     match_lengths: list[int] = []
     ranks: list[int] = []
-    node_at: dict[tuple[int, int], int] = {}
     num_children = [0]  # of the root, then of each node
     for path, match_length in paths:
         parent = -1
         for depth, token_id in enumerate(path, 1):
             key = (parent, token_id)
-            node = node_at.get(key)
+            node = child_of.get(key)
             if node is None:
-                node, rank = len(nodes), num_children[parent + 1]
+                node, rank = len(token_ids), num_children[parent + 1]
                 if node == max_nodes or rank == max_branching:
                     break
-                node_at[key] = node
+                child_of[key] = node
                 num_children[parent + 1] += 1
                 num_children.append(0)
-                nodes.append(token_id)
+                token_ids.append(token_id)
                 parents.append(parent)
                 depths.append(depth)
                 match_lengths.append(match_length)
@@ -207,7 +203,7 @@ def _merge(
             if token_id in eos_ids:
                 break
             parent = node
-    return LookupTree(nodes, parents, depths, match_lengths, ranks)
+    return LookupTree(nodes, match_lengths, ranks, lookup_cells(match_lengths, depths, ranks))
 
 
 def _match_length(token_ids: list[int], end: int, suffix: list[int]) -> int:

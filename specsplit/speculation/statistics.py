@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from specsplit.core.types import Identity, Timings
-from specsplit.speculation.acceptance import Acceptance, DepthProfile, lookup_cells
+from specsplit.speculation.acceptance import Acceptance, DepthProfile
 from specsplit.speculation.constants import (
     DRAFTLESS_STREAM_GAP,
     FIRST_HIT_RATE,
@@ -35,7 +35,7 @@ from specsplit.speculation.cost_model import (
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rate_correction import LookupShare, RatePredictor
 from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
-from specsplit.speculation.token_tree import TokenTree
+from specsplit.speculation.token_tree import SpeculationTree
 
 _NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
@@ -151,14 +151,14 @@ class SpeculationStats:
         self._decisions: dict[tuple[bool, tuple[RoundMode, ...]], Decision] = {}
         """By the modes on offer, with or without a draft: a session whose draft is away decides for itself."""
 
-    def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
+    def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
         judged = tree.tested(token_ids)
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
-        if tree.num_drafted and self._plans:
+        if tree.drafted.count and self._plans:
             accepted = [node for node, is_right in judged if is_right]
-            self._profile.observe_tree(tree.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
+            self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
 
     def observe_ahead(self, *, is_hit: bool) -> None:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
@@ -177,15 +177,15 @@ class SpeculationStats:
             return
         log_probs = self.acceptance.log_probs
         paths: list[float] = []
-        cells = lookup_cells(found.match_lengths, found.depths, found.ranks)
-        for parent, cell in zip(found.parents, cells, strict=True):
+        for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
         ranked, gap_s = sorted(paths, reverse=True), self.times.gap_s
         count = count_worth_verifying(ranked, 1 / (verify.curve(1)[1] + gap_s), verify)
         if not count:
             self._lookup_share.observe(1, 0, 0.0)
             return
-        num_right = found.num_spelled(token_ids, [node for node, path in enumerate(paths) if path >= ranked[count - 1]])
+        chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
+        num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))
         taken_s = (verify.curve(count + 1)[count + 1] + gap_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)

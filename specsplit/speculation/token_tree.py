@@ -1,222 +1,343 @@
-"""The tree below the last committed token as the orchestrator holds it: what was offered to it and not yet verified.
+"""Token trees below the last committed token: one structure for orchestrator, draft, target and lookup.
 
-Parallel arrays, plain Python. Nodes come from the draft, which numbers them its own way, and from lookup; the same
-token under the same parent is one node. The tree outlives a round where the text goes on inside it. Knows neither
-workers nor rounds.
+Parallel arrays, plain Python. `TokenTree` is what all trees share; `SpeculationTree` is the orchestrator's, which
+merges the nodes of a draft with those of lookup. Knows neither workers nor rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from specsplit.core.tree import likeliest_first
-from specsplit.core.types import ROOT, Proposal, quantised_log_prob
-from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cells
-from specsplit.speculation.lookup import LookupTree
+from specsplit.core.types import ROOT, Proposal, Timings, quantised_log_probs
+from specsplit.speculation.acceptance import FIRST_AGREED, MAX_RANK, Acceptance, draft_cells
 
 ROOT_INDEX = -1
+_NO_TIMINGS = Timings()
 UNNUMBERED = 0
-"""The draft's number of a node that the draft does not know."""
+"""The number of a node that the other side does not know."""
 
 
+@dataclass(slots=True)
 class TokenTree:
-    """Nodes in the order they came, a parent (an index, ROOT_INDEX for the root) before its children.
+    """Nodes in the order they were added.
 
-    `root_position` is the position of the last committed token. Tokens from `vocab_size` on are the draft's alone and
-    are not taken. `acceptance` turns what a source says of a node into an estimate.
+    Invariant: a parent (an index, ROOT_INDEX for the root) precedes its children, and the same token under the same
+    parent is one node. So one pass over the arrays in order sees every parent first.
     """
 
-    def __init__(self, root_position: int, vocab_size: int, acceptance: Acceptance) -> None:
-        self.root_position = root_position
-        self.vocab_size = vocab_size
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        """1 for the root's children."""
-        self.log_probs: list[float] = []
-        """Estimated log-probability of acceptance, given the parent's."""
-        self.path_log_probs: list[float] = []
-        """The same from the root: non-increasing along a path, so the best n nodes always form a tree."""
-        self.cells: list[int] = []
-        """Of the calibration table."""
-        self.draft_numbers: list[int] = []
-        self.num_drafted = 0
-        """Nodes that the draft knows."""
-        self.sent_numbers: list[int] = []
-        """What a streaming target knows the nodes as; UNNUMBERED where it does not know them yet."""
-        self._acceptance = acceptance
-        self._draft_log_probs: list[float] = []
-        """What the draft said of its nodes."""
-        self._draft_ranks: list[int] = []
-        self._root_number = UNNUMBERED
-        self._index_by_number: dict[int, int] = {}
-        self._index_by_token: dict[tuple[int, int], int] = {}
-        """By (parent, token id)."""
-        self._children: dict[int, list[int]] = {}
+    token_ids: list[int] = field(default_factory=list[int])
+    parents: list[int] = field(default_factory=list[int])
+    depths: list[int] = field(default_factory=list[int])
+    """1 for the root's children."""
+    log_probs: list[float] = field(default_factory=list[float])
+    """Estimated log-probability of acceptance, given the parent's."""
+    path_log_probs: list[float] = field(default_factory=list[float])
+    """The same from the root: non-increasing along a path, so the best n nodes always form a tree."""
+    child_of: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """By (parent, token id)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def take(self, proposal: Proposal, max_nodes: int) -> int:
-        """Add the draft's first `max_nodes` nodes, those whose parents are held; return how many hang here.
-
-        The proposal may have been asked for before the text went on: then it names the root by its old number.
-        """
-        before = self.num_drafted
-        top = ROOT if proposal.root_position == self.root_position else None
-        count = min(len(proposal), max_nodes)
-        nodes = zip(proposal.token_ids[:count], proposal.parents[:count], proposal.log_probs[:count], strict=True)
-        for number, (token_id, parent, log_prob) in enumerate(nodes, proposal.first_node):
-            if parent == top or (parent == self._root_number and parent != ROOT):
-                index = ROOT_INDEX
-            else:
-                held = self._index_by_number.get(parent)
-                if held is None:
-                    continue
-                index = held
-            if token_id < self.vocab_size:
-                self._add_drafted(index, token_id, log_prob, number)
-        self._rank()
-        return self.num_drafted - before
-
-    def _add_drafted(self, parent: int, token_id: int, log_prob: float, number: int) -> None:
-        rank = sum(self.draft_numbers[sibling] > 0 for sibling in self._children.get(parent, ()))
-        node = self._index_by_token.get((parent, token_id))
-        if node is None:
-            node = self._add(parent, token_id, draft_cell(log_prob, rank))
-        elif not self.draft_numbers[node]:
-            self._assign(node, agreed_cell(log_prob, rank))
-        self.num_drafted += not self.draft_numbers[node]
-        self.draft_numbers[node] = number
-        self._draft_log_probs[node], self._draft_ranks[node] = log_prob, rank
-        self._index_by_number[number] = node
-
-    def forget_numbers(self) -> None:
-        """Forget what the draft called its nodes: it begins to count anew."""
-        self._index_by_number.clear()
-        self._root_number = UNNUMBERED
-        self.draft_numbers = [UNNUMBERED] * len(self)
-        self.num_drafted = 0
-
-    def merge(self, found: LookupTree) -> None:
-        """Add what lookup found below the root."""
-        node_of = [ROOT_INDEX] * (len(found) + 1)  # the last one stands for the root, whose index is -1
-        cells = lookup_cells(found.match_lengths, found.depths, found.ranks)
-        for index, (token_id, parent, cell) in enumerate(zip(found.token_ids, found.parents, cells, strict=True)):
-            above = node_of[parent]
-            node = self._index_by_token.get((above, token_id))
-            if node is None:
-                node = self._add(above, token_id, cell)
-            elif self.draft_numbers[node]:
-                self._assign(node, agreed_cell(self._draft_log_probs[node], self._draft_ranks[node]))
-            else:
-                self._assign(node, cell)
-            node_of[index] = node
-        if len(found):
-            self._rank()
-
-    def _add(self, parent: int, token_id: int, cell: int) -> int:
-        node = self._index_by_token[parent, token_id] = len(self.token_ids)
-        self._children.setdefault(parent, []).append(node)
+    def add(self, parent: int, token_id: int, log_prob: float) -> int:
+        """Add a child and return its index."""
+        node = self.child_of[parent, token_id] = len(self.token_ids)
+        is_top = parent == ROOT_INDEX
         self.token_ids.append(token_id)
         self.parents.append(parent)
-        self.depths.append(1 if parent == ROOT_INDEX else self.depths[parent] + 1)
-        self.cells.append(cell)
-        self.log_probs.append(self._acceptance.log_probs[cell])
-        self.draft_numbers.append(UNNUMBERED)
-        self.sent_numbers.append(UNNUMBERED)
-        self._draft_log_probs.append(0.0)
-        self._draft_ranks.append(0)
+        self.depths.append(1 if is_top else self.depths[parent] + 1)
+        self.log_probs.append(log_prob)
+        self.path_log_probs.append(log_prob if is_top else self.path_log_probs[parent] + log_prob)
         return node
 
-    def _assign(self, node: int, cell: int) -> None:
-        self.cells[node] = cell
-        self.log_probs[node] = self._acceptance.log_probs[cell]
+    def add_children(self, parent: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Add new children of one parent, each with its estimate, given the parent's acceptance."""
+        first, count, is_top = len(self.token_ids), len(token_ids), parent == ROOT_INDEX
+        above = 0.0 if is_top else self.path_log_probs[parent]
+        for node, token_id in enumerate(token_ids, first):
+            self.child_of[parent, token_id] = node
+        self.token_ids.extend(token_ids)
+        self.parents.extend([parent] * count)
+        self.depths.extend([1 if is_top else self.depths[parent] + 1] * count)
+        self.log_probs.extend(log_probs)
+        self.path_log_probs.extend([above + log_prob for log_prob in log_probs])
 
-    def _rank(self) -> None:
+    def merge(self, other: TokenTree) -> list[int]:
+        """Add the nodes of `other`, without estimates; return where each of them lies now.
+
+        The caller sets the estimates of new nodes and calls `sum_paths`.
+        """
+        node_of = [ROOT_INDEX] * (len(other.token_ids) + 1)  # the last entry stands for the root, whose index is -1
+        nodes = zip(other.token_ids, other.parents, other.depths, strict=True)
+        for index, (token_id, parent, depth) in enumerate(nodes):
+            above = node_of[parent]
+            node = self.child_of.get((above, token_id))
+            if node is None:
+                node = self.child_of[above, token_id] = len(self.token_ids)
+                self.token_ids.append(token_id)
+                self.parents.append(above)
+                self.depths.append(depth)
+                self.log_probs.append(0.0)
+            node_of[index] = node
+        return node_of[:-1]
+
+    def sum_paths(self) -> None:
+        """Compute `path_log_probs` anew, after estimates have changed."""
         paths: list[float] = []
         for parent, log_prob in zip(self.parents, self.log_probs, strict=True):
             paths.append(log_prob if parent == ROOT_INDEX else paths[parent] + log_prob)
         self.path_log_probs = paths
 
+    def walk(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the nodes that spell `token_ids` from the root, as far as the tree holds them."""
+        path: list[int] = []
+        at, child_of = ROOT_INDEX, self.child_of
+        for token_id in token_ids:
+            child = child_of.get((at, token_id))
+            if child is None:
+                break
+            path.append(child)
+            at = child
+        return path
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Return the token ids from below the root down to `node`."""
+        path: list[int] = []
+        while node != ROOT_INDEX:
+            path.append(self.token_ids[node])
+            node = self.parents[node]
+        return path[::-1]
+
+    def by_probability(self, nodes: Sequence[int]) -> list[int]:
+        """Return `nodes`, which ascend, the most probable path first; every prefix is a tree if all of them are."""
+        # A stable sort keeps the earlier of equals first: a parent before its certain child.
+        return sorted(nodes, key=self.path_log_probs.__getitem__, reverse=True)
+
+    def depth_first(self, nodes: Sequence[int]) -> list[int]:
+        """Return `nodes`, which form a tree, depth first and the likeliest child first: its path lies together.
+
+        Of equally likely children the earlier one is first.
+        """
+        children: dict[int, list[int]] = {}
+        parents = self.parents
+        # Ascending likelihood, the later of equals first: the stack below takes the last child first.
+        for node in sorted(sorted(nodes, reverse=True), key=self.log_probs.__getitem__):
+            children.setdefault(parents[node], []).append(node)
+        stack = children.get(ROOT_INDEX, [])
+        order: list[int] = []
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            if node in children:
+                stack += children[node]
+        return order
+
+    def proposal(
+        self, nodes: Sequence[int], first_node: int, root_position: int, timings: Timings = _NO_TIMINGS
+    ) -> Proposal:
+        """Return `nodes`, which form a tree and of which parents come first, numbered from `first_node`."""
+        number_of = dict(zip(nodes, range(first_node, first_node + len(nodes)), strict=True))
+        number_of[ROOT_INDEX] = ROOT
+        parents, token_ids, log_probs = self.parents, self.token_ids, self.log_probs
+        return Proposal(
+            first_node=first_node,
+            root_position=root_position,
+            token_ids=tuple([token_ids[node] for node in nodes]),
+            parents=tuple([number_of[parents[node]] for node in nodes]),
+            log_probs=quantised_log_probs([log_probs[node] for node in nodes]),
+            timings=timings,
+        )
+
+    def below(self, root: int) -> tuple[TokenTree, list[int]]:
+        """Return the tree whose root is node `root`, and which node each of its nodes was."""
+        kept, old = TokenTree(), list[int]()
+        index_of = {root: ROOT_INDEX}
+        paths = kept.path_log_probs
+        for node in range(root + 1, len(self.token_ids)):
+            parent = index_of.get(self.parents[node])
+            if parent is None:
+                continue
+            token_id, log_prob = self.token_ids[node], self.log_probs[node]
+            index_of[node] = kept.child_of[parent, token_id] = len(old)
+            old.append(node)
+            kept.token_ids.append(token_id)
+            kept.parents.append(parent)
+            kept.depths.append(1 if parent == ROOT_INDEX else kept.depths[parent] + 1)
+            kept.log_probs.append(log_prob)
+            paths.append(log_prob if parent == ROOT_INDEX else paths[parent] + log_prob)
+        return kept, old
+
+
+@dataclass(slots=True)
+class DraftNumbers:
+    """What the draft calls the nodes; it counts anew in every epoch."""
+
+    epoch: int = 0
+    numbers: list[int] = field(default_factory=list[int])
+    """By node; UNNUMBERED if the draft does not know it."""
+    root: int = UNNUMBERED
+    """The root's number, if it was a node before."""
+    node_of: dict[int, int] = field(default_factory=dict[int, int])
+    num_children: dict[int, int] = field(default_factory=dict[int, int])
+    """By parent, the children that the draft knows."""
+    count: int = 0
+    """Nodes that the draft knows."""
+
+
+class SpeculationTree:
+    """What was offered to the orchestrator below the token at `root_position` and is not yet decided.
+
+    The tree outlives a round if the text goes on inside it. Tokens from `vocab_size` on are the draft's alone and are
+    not taken. `acceptance` turns what a source says about a node into an estimate.
+    """
+
+    def __init__(self, root_position: int, vocab_size: int, acceptance: Acceptance) -> None:
+        self.root_position = root_position
+        self.vocab_size = vocab_size
+        self.nodes = TokenTree()
+        self.cells: list[int] = []
+        """By node, its cell in the calibration table."""
+        self.agreed_cells: list[int] = []
+        """By node that the draft knows, its cell if lookup proposes it, too; of no meaning for others."""
+        self.drafted = DraftNumbers()
+        self.sent_numbers: list[int] = []
+        """By node, its number in the stream to the target; UNNUMBERED if it has not been sent."""
+        self._acceptance = acceptance
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def take(self, proposal: Proposal, max_nodes: int, epoch: int) -> int:
+        """Add the draft's first `max_nodes` nodes, those whose parents are held; return how many hang here.
+
+        The proposal may have been asked for before the text went on: then it names the root by its old number.
+        """
+        drafted = self.drafted
+        if epoch != drafted.epoch:
+            drafted = self.drafted = DraftNumbers(epoch, [UNNUMBERED] * len(self.cells))
+        before, nodes, cells = drafted.count, self.nodes, self.cells
+        estimates, numbers = self._acceptance.log_probs, drafted.numbers
+        top = ROOT if proposal.root_position == self.root_position else -1
+        named = zip(proposal.token_ids, proposal.parents, draft_cells(proposal.log_probs), strict=True)
+        for number, (token_id, parent, first_cell) in enumerate(islice(named, max_nodes), proposal.first_node):
+            above = ROOT_INDEX if parent == top or parent == drafted.root != ROOT else drafted.node_of.get(parent)
+            if above is None or token_id >= self.vocab_size:
+                continue
+            rank = drafted.num_children.get(above, 0)
+            cell = first_cell + min(rank, MAX_RANK)
+            node = nodes.child_of.get((above, token_id))
+            if node is None:
+                node = nodes.add(above, token_id, estimates[cell])
+                cells.append(cell)
+                self.agreed_cells.append(cell + FIRST_AGREED)
+                self.sent_numbers.append(UNNUMBERED)
+                numbers.append(UNNUMBERED)
+            elif not numbers[node]:
+                cells[node] = cell + FIRST_AGREED
+                nodes.log_probs[node] = estimates[cell + FIRST_AGREED]
+            if not numbers[node]:
+                drafted.count += 1
+                drafted.num_children[above] = rank + 1
+            self.agreed_cells[node] = cell + FIRST_AGREED
+            numbers[node] = number
+            drafted.node_of[number] = node
+        nodes.sum_paths()
+        return drafted.count - before
+
+    def merge(self, found: TokenTree, found_cells: Sequence[int]) -> None:
+        """Add what lookup found below the root; `found_cells` are the cells of nodes that only lookup proposes."""
+        if not found_cells:
+            return
+        nodes, cells, numbers = self.nodes, self.cells, self.drafted.numbers
+        estimates, count = self._acceptance.log_probs, len(self.cells)
+        for node, found_cell in zip(nodes.merge(found), found_cells, strict=True):
+            if node >= count:
+                cell = found_cell
+                cells.append(cell)
+                self.agreed_cells.append(cell)
+            else:
+                cell = cells[node] = self.agreed_cells[node] if numbers[node] else found_cell
+            nodes.log_probs[node] = estimates[cell]
+        num_new = len(cells) - count
+        numbers.extend([UNNUMBERED] * num_new)
+        self.sent_numbers.extend([UNNUMBERED] * num_new)
+        nodes.sum_paths()
+
     def best(self, count: int, max_depth: int) -> list[int]:
         """Return the `count` most probable nodes, which form a tree, depth first and the likeliest child first."""
-        chosen: Sequence[int] = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+        nodes = self.nodes
+        chosen: Sequence[int] = range(len(nodes.depths))
+        if max(nodes.depths, default=0) > max_depth:
+            chosen = [node for node, depth in enumerate(nodes.depths) if depth <= max_depth]
         if len(chosen) > count:
-            ranks = self.path_log_probs
-            chosen = sorted(chosen, key=ranks.__getitem__, reverse=True)[:count]  # of equals the earlier node stays
-        return likeliest_first(chosen, self.parents, self.log_probs)
+            chosen = nodes.by_probability(chosen)[:count]
+        return nodes.depth_first(chosen)
 
     def take_unsent(self, first_node: int) -> Proposal:
-        """Return the nodes that the target does not know yet; from now on they are numbered from `first_node`."""
-        unsent = [node for node, number in enumerate(self.sent_numbers) if not number]
+        """Return the nodes that the stream to the target lacks; from now on they are numbered from `first_node`."""
+        nodes, sent = self.nodes, self.sent_numbers
+        unsent = [node for node, number in enumerate(sent) if not number]
         for number, node in enumerate(unsent, first_node):
-            self.sent_numbers[node] = number
-        parents = [self.parents[node] for node in unsent]
+            sent[node] = number
+        parents = [nodes.parents[node] for node in unsent]
         return Proposal(
             first_node=first_node,
             root_position=self.root_position,
-            token_ids=tuple([self.token_ids[node] for node in unsent]),
-            parents=tuple([ROOT if parent == ROOT_INDEX else self.sent_numbers[parent] for parent in parents]),
-            log_probs=tuple([quantised_log_prob(self.log_probs[node]) for node in unsent]),
+            token_ids=tuple([nodes.token_ids[node] for node in unsent]),
+            parents=tuple([ROOT if parent == ROOT_INDEX else sent[parent] for parent in parents]),
+            log_probs=quantised_log_probs([nodes.log_probs[node] for node in unsent]),
         )
 
     def forget_sent(self) -> None:
-        """Forget what the target knows: its stream begins anew."""
-        self.sent_numbers = [UNNUMBERED] * len(self)
-
-    def walk(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return how many of `token_ids` the tree spells from its root, and the node of the last of these."""
-        at = ROOT_INDEX
-        for count, token_id in enumerate(token_ids):
-            child = self._index_by_token.get((at, token_id))
-            if child is None:
-                return count, at
-            at = child
-        return len(token_ids), at
+        """Count all nodes as unsent: the stream begins anew."""
+        self.sent_numbers = [UNNUMBERED] * len(self.cells)
 
     def tested(self, token_ids: Sequence[int]) -> list[tuple[int, bool]]:
         """Return each node that the committed `token_ids` decide, and whether it was right.
 
         A committed token decides every child of the node before it, verified or not: the target's pick there is known.
         """
-        at, decided = ROOT_INDEX, list[tuple[int, bool]]()
-        for token_id in token_ids:
-            following = None
-            for child in self._children.get(at, ()):
-                is_right = self.token_ids[child] == token_id
-                decided.append((child, is_right))
-                following = child if is_right else following
-            if following is None:
-                break
-            at = following
-        return decided
+        if not token_ids:
+            return []
+        path = self.nodes.walk(token_ids)
+        # Below the last committed token nothing is decided, even if the tree spells all of them.
+        above, right = {ROOT_INDEX, *path[: len(token_ids) - 1]}, set(path)
+        decided = [node for node, parent in enumerate(self.nodes.parents) if parent in above]
+        decided.sort(key=self.nodes.depths.__getitem__)
+        return [(node, node in right) for node in decided]
 
     def sibling_ranks(self) -> list[int]:
         """Return each node's place among its siblings by estimate, 0 for the likeliest."""
-        ranks = [0] * len(self)
-        for children in self._children.values():
-            if len(children) > 1:
-                for rank, node in enumerate(sorted(children, key=lambda node: -self.log_probs[node])):
-                    ranks[node] = rank
+        nodes, num_ranked = self.nodes, dict[int, int]()
+        ranks = [0] * len(nodes.parents)
+        for node in sorted(range(len(ranks)), key=nodes.log_probs.__getitem__, reverse=True):
+            parent = nodes.parents[node]
+            rank = ranks[node] = num_ranked.get(parent, 0)
+            num_ranked[parent] = rank + 1
         return ranks
 
-    def below(self, node: int, num_committed: int) -> TokenTree:
-        """Return the tree whose root is `node`, `num_committed` tokens below this one's."""
-        kept = TokenTree(self.root_position + num_committed, self.vocab_size, self._acceptance)
-        kept._root_number = self.draft_numbers[node]
-        index_of = {node: ROOT_INDEX}
-        for index in range(node + 1, len(self)):
-            parent = index_of.get(self.parents[index])
-            if parent is None:
-                continue
-            new = index_of[index] = kept._add(parent, self.token_ids[index], self.cells[index])
-            kept._draft_log_probs[new] = self._draft_log_probs[index]
-            kept._draft_ranks[new] = self._draft_ranks[index]
-            kept.sent_numbers[new] = self.sent_numbers[index]
-            number = kept.draft_numbers[new] = self.draft_numbers[index]
+    def below(self, path: Sequence[int]) -> SpeculationTree:
+        """Return the tree whose root is the last node of `path`, which begins below this tree's root."""
+        kept = SpeculationTree(self.root_position + len(path), self.vocab_size, self._acceptance)
+        nodes, old = self.nodes.below(path[-1])
+        kept.nodes, numbers = nodes, self.drafted.numbers
+        kept.cells = [self.cells[node] for node in old]
+        kept.agreed_cells = [self.agreed_cells[node] for node in old]
+        kept.sent_numbers = [self.sent_numbers[node] for node in old]
+        drafted = kept.drafted = DraftNumbers(
+            self.drafted.epoch, [numbers[node] for node in old], root=numbers[path[-1]]
+        )
+        for node, number in enumerate(drafted.numbers):
             if number:
-                kept._index_by_number[number] = new
-                kept.num_drafted += 1
-        kept._rank()
+                drafted.node_of[number] = node
+                drafted.count += 1
+                parent = nodes.parents[node]
+                drafted.num_children[parent] = drafted.num_children.get(parent, 0) + 1
+        if old:
+            # The last round has changed the table: nodes that stay are judged by what is known now.
+            estimates = self._acceptance.log_probs
+            nodes.log_probs = [estimates[cell] for cell in kept.cells]
+            nodes.sum_paths()
         return kept

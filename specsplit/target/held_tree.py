@@ -8,58 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.tree import likeliest_first
 from specsplit.core.types import ROOT, Proposal
-
-ROOT_INDEX = -1
-
-
-class _Nodes:
-    """Parallel arrays, a parent (an index, ROOT_INDEX for the root) before its children."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        """The client's."""
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        """1 for the root's children."""
-        self.log_probs: list[float] = []
-        self.path_log_probs: list[float] = []
-        self.index_of: dict[tuple[int, int], int] = {}
-        """By (parent, token id)."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def add(self, parent: int, token_id: int, log_prob: float, number: int) -> int:
-        index = self.index_of[parent, token_id] = len(self)
-        self.numbers.append(number)
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.depths.append(1 if parent == ROOT_INDEX else self.depths[parent] + 1)
-        self.log_probs.append(log_prob)
-        self.path_log_probs.append(log_prob + (0.0 if parent == ROOT_INDEX else self.path_log_probs[parent]))
-        return index
-
-    def path(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the nodes that spell `token_ids` from the root, as far as there are some."""
-        path: list[int] = []
-        for token_id in token_ids:
-            node = self.index_of.get((path[-1] if path else ROOT_INDEX, token_id))
-            if node is None:
-                break
-            path.append(node)
-        return path
-
-    def below(self, node: int) -> tuple[_Nodes, dict[int, int]]:
-        """Return the tree whose root is `node`, and where its nodes have come to lie."""
-        kept, index_of = _Nodes(), {node: ROOT_INDEX}
-        for index in range(node + 1, len(self)):
-            parent = index_of.get(self.parents[index])
-            if parent is not None:
-                index_of[index] = kept.add(parent, self.token_ids[index], self.log_probs[index], self.numbers[index])
-        return kept, index_of
+from specsplit.speculation.token_tree import ROOT_INDEX, TokenTree
 
 
 class HeldTree:
@@ -67,12 +17,17 @@ class HeldTree:
 
     Every number that the client may still name has a place: the index of a node, or ~position of a committed token. At
     most `max_held` nodes are held; what comes beyond is dropped, like what hangs on tokens that the text has left.
+
+        positions   | prompt ... | first ... committed ... root | nodes
+        places                     ~first ............... ~root   0, 1, 2, ...
     """
 
     def __init__(self, root_position: int, max_held: int) -> None:
         self.root_position = root_position
         self._max_held = max_held
-        self._nodes = _Nodes()
+        self._nodes = TokenTree()
+        self._numbers: list[int] = []
+        """By node, the client's number."""
         self._places: dict[int, int] = {}
         self._first_position = root_position
         self._committed: list[int] = []
@@ -80,7 +35,7 @@ class HeldTree:
         self._last_number = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._numbers)
 
     def take(self, proposal: Proposal) -> int:
         """Add a proposal's nodes and return how many of them hang below the text's end.
@@ -116,9 +71,10 @@ class HeldTree:
             following = ~above + 1
             return ~following if self._committed[following - self._first_position - 1] == token_id else None
         parent = ROOT_INDEX if above < 0 else above
-        index = self._nodes.index_of.get((parent, token_id))
-        if index is None and len(self) < self._max_held:
-            index = self._nodes.add(parent, token_id, log_prob, number)
+        index = self._nodes.child_of.get((parent, token_id))
+        if index is None and len(self._numbers) < self._max_held:
+            index = self._nodes.add(parent, token_id, log_prob)
+            self._numbers.append(number)
         return index
 
     def ranked(self, max_depth: int) -> tuple[list[int], list[float]]:
@@ -127,32 +83,26 @@ class HeldTree:
         Every prefix of them is a tree.
         """
         paths = self._nodes.path_log_probs
-        nodes = [node for node, depth in enumerate(self._nodes.depths) if depth <= max_depth]
-        nodes.sort(key=lambda node: (-paths[node], node))
+        within = [node for node, depth in enumerate(self._nodes.depths) if depth <= max_depth]
+        nodes = self._nodes.by_probability(within)
         return nodes, [paths[node] for node in nodes]
 
     def proposal(self, nodes: Sequence[int], first_node: int) -> tuple[Proposal, list[int]]:
         """Return these nodes, which form a tree, as a proposal numbered from `first_node`, and the client's numbers."""
-        held = self._nodes
-        order = likeliest_first(nodes, held.parents, held.log_probs)
-        number_of = {ROOT_INDEX: ROOT} | {node: number for number, node in enumerate(order, first_node)}
-        proposal = Proposal(
-            first_node=first_node,
-            root_position=self.root_position,
-            token_ids=tuple([held.token_ids[node] for node in order]),
-            parents=tuple([number_of[held.parents[node]] for node in order]),
-            log_probs=tuple([held.log_probs[node] for node in order]),
-        )
-        return proposal, [held.numbers[node] for node in order]
+        order = self._nodes.depth_first(nodes)
+        proposal = self._nodes.proposal(order, first_node, self.root_position)
+        return proposal, [self._numbers[node] for node in order]
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on behind `token_ids`: what hangs below the last of them stays, everything else is dropped."""
-        path = self._nodes.path(token_ids)
-        place_of = dict[int, int]()
+        path = self._nodes.walk(token_ids)
+        old: list[int] = []
         if len(path) == len(token_ids):
-            self._nodes, place_of = self._nodes.below(path[-1])
+            self._nodes, old = self._nodes.below(path[-1])
         else:
-            self._nodes = _Nodes()
+            self._nodes = TokenTree()
+        self._numbers = [self._numbers[node] for node in old]
+        place_of = {node: index for index, node in enumerate(old)}
         place_of |= {node: ~(self.root_position + depth) for depth, node in enumerate(path, 1)}
         moved = {number: place if place < 0 else place_of.get(place) for number, place in self._places.items()}
         self._places = {number: place for number, place in moved.items() if place is not None}

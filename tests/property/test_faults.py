@@ -19,10 +19,9 @@ from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.batch import Task
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import SessionTable, WorkerSession
-from specsplit.orchestrator import retry as persistence
-from specsplit.orchestrator import session
-from specsplit.orchestrator.draft_link import DraftLink
-from specsplit.orchestrator.link import Link
+from specsplit.orchestrator import retry, session
+from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.session_contract import SessionContract
 from tests.support.fault_schedule import MUTES, Schedule, failure_of
 from tests.support.hash_model import HashCache
 from tests.support.watched import WatchedTarget
@@ -143,21 +142,21 @@ def without_compaction(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_retry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(persistence, "_RETRIED", ())
+    patch.setattr(retry, "RETRIED", ())
 
 
 def without_reopening(patch: pytest.MonkeyPatch) -> None:
-    fall_back = Link._fall_back
+    fall_back = SessionContract.fall_back
 
-    async def still_open(link: Link, believed: int, behind: SlotBehind) -> None:
-        await fall_back(link, believed, behind)
-        link._is_open = True
+    def still_open(contract: SessionContract, believed: int, behind: SlotBehind) -> None:
+        fall_back(contract, believed, behind)
+        contract.is_open = True
 
-    patch.setattr(Link, "_fall_back", still_open)
+    patch.setattr(SessionContract, "fall_back", still_open)
 
 
 def without_draft_patience(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftLink, "_give_up", lambda *args: None)
+    patch.setattr(DraftClient, "_give_up", lambda *args: None)
 
 
 def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +165,7 @@ def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
 
 def with_endings_that_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "_CLOSE_S", None)
-    patch.setattr(DraftLink, "is_well", True)
+    patch.setattr(DraftClient, "is_well", True)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class Schedule:
                 lookup=self._has_lookup,
             ),
             LoopClock(),
-            patience=RetryPolicy(retry_s=LIVE_S, draft_s=self._draft_s),
+            retry_policy=RetryPolicy(retry_s=LIVE_S, draft_s=self._draft_s),
             rng=rng,
         )
 

@@ -29,7 +29,7 @@ def run(
     async def serve() -> list[Result]:
         verifier, drafter = TargetEngine(target), DraftEngine(draft) if draft else None
         assert target.tokenizer is not None
-        orchestrator = Orchestrator(verifier, drafter, target.tokenizer, speculation, patience=PATIENT)
+        orchestrator = Orchestrator(verifier, drafter, target.tokenizer, speculation, retry_policy=PATIENT)
         results = [await orchestrator.generate(request) for request in requests]
         assert verifier.num_sessions == 0
         assert drafter is None or drafter.num_sessions == 0

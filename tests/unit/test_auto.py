@@ -75,7 +75,7 @@ def serve(
             FakeTokenizer(),
             Speculation(mode=mode, nodes=nodes, depth=depth, branching=3),
             LoopClock(),
-            patience=RetryPolicy(draft_s=0.1),
+            retry_policy=RetryPolicy(draft_s=0.1),
         )
         results = [await owner.generate(REQUEST) for _ in range(requests)]
         await asyncio.sleep(5)

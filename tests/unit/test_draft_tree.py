@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsplit.draft.tree import NO_ROW, ROOT_INDEX, DraftTree
+from specsplit.draft.tree import NO_ROW, DraftTree
+from specsplit.speculation.token_tree import ROOT_INDEX
 
 log_probs = st.sampled_from([0.0, -0.125, -0.5, -1.0, -1.0, -3.0])
 """Few values, so that ties are common."""
+
+
+def add(tree: DraftTree, parent: int, token_id: int, log_prob: float) -> int:
+    """Add one child and return its index."""
+    tree.add_children(parent, [token_id], [log_prob])
+    return len(tree) - 1
 
 
 @dataclass
@@ -39,12 +46,12 @@ def grown_trees(draw: st.DrawFn) -> Grown:
             node = ROOT_INDEX
         elif open_nodes:
             node = draw(st.sampled_from(open_nodes))
-            tree.place(node)
+            tree.place([node])
         else:
             continue
         tokens = draw(st.lists(st.integers(0, 4), max_size=4, unique=True))
         for token in tokens:
-            tree.add(node, token, draw(log_probs))
+            add(tree, node, token, draw(log_probs))
     return grown
 
 
@@ -53,7 +60,7 @@ def line(tree: DraftTree, node: int) -> list[int]:
     nodes: list[int] = []
     while node != ROOT_INDEX:
         nodes.insert(0, node)
-        node = tree.parents[node]
+        node = tree.nodes.parents[node]
     return nodes
 
 
@@ -71,10 +78,10 @@ def test_the_best_unsent_are_a_tree_together_with_what_was_sent(grown: Grown, co
     tree = grown.tree
     best = tree.best_unsent(count, max_depth)
     held = {ROOT_INDEX, *best, *(node for node, number in enumerate(tree.numbers) if number)}
-    offered = [node for node in range(len(tree)) if not tree.numbers[node] and tree.depths[node] <= max_depth]
+    offered = [node for node in range(len(tree)) if not tree.numbers[node] and tree.nodes.depths[node] <= max_depth]
     assert set(best) <= set(offered)
     assert len(best) == len(set(best)) == min(count, len(offered))
-    assert all(tree.parents[node] in held for node in best)
+    assert all(tree.nodes.parents[node] in held for node in best)
 
 
 @given(grown_trees(), st.integers(0, 8), st.integers(0, 4))
@@ -82,9 +89,9 @@ def test_the_best_unsent_are_the_most_probable(grown: Grown, count: int, max_dep
     tree = grown.tree
     best = tree.best_unsent(count, max_depth)
     unsent = [node for node, number in enumerate(tree.numbers) if not number]
-    rest = [node for node in unsent if node not in best and tree.depths[node] <= max_depth]
-    path_sums = [sum(tree.log_probs[above] for above in line(tree, node)) for node in range(len(tree))]
-    assert tree.path_log_probs == path_sums
+    rest = [node for node in unsent if node not in best and tree.nodes.depths[node] <= max_depth]
+    path_sums = [sum(tree.nodes.log_probs[above] for above in line(tree, node)) for node in range(len(tree))]
+    assert tree.nodes.path_log_probs == path_sums
     assert all(path_sums[chosen] >= path_sums[other] for chosen in best for other in rest)
 
 
@@ -94,13 +101,13 @@ def test_growth_where_it_is_not_worth_it_never_changes_the_best(
 ) -> None:
     tree = grown.tree
     worth = tree.worth_expanding(count, max_depth)
-    assert all(tree.rows[node] == NO_ROW and tree.depths[node] < max_depth for node in worth)
-    assert worth == sorted(worth, key=lambda node: (-tree.path_log_probs[node], node))
+    assert all(tree.rows[node] == NO_ROW and tree.nodes.depths[node] < max_depth for node in worth)
+    assert worth == sorted(worth, key=lambda node: (-tree.nodes.path_log_probs[node], node))
     best = tree.best_unsent(count, max_depth)
     for node in range(len(tree)):
         if tree.rows[node] == NO_ROW and node not in worth:
-            tree.place(node)
-            tree.add(node, 9, data.draw(log_probs))
+            tree.place([node])
+            add(tree, node, 9, data.draw(log_probs))
     assert tree.best_unsent(count, max_depth) == best
 
 
@@ -112,9 +119,9 @@ def test_where_growth_is_worth_it_a_certain_child_is_among_the_best(
     worth = tree.worth_expanding(count, max_depth)
     if worth:
         node = data.draw(st.sampled_from(worth))
-        tree.place(node)
-        child = tree.add(node, 9, 0.0)
-        better = sum(tree.path_log_probs[other] >= tree.path_log_probs[node] for other in range(child))
+        tree.place([node])
+        child = add(tree, node, 9, 0.0)
+        better = sum(tree.nodes.path_log_probs[other] >= tree.nodes.path_log_probs[node] for other in range(child))
         assert child in tree.best_unsent(count + better, max_depth)
 
 
@@ -123,11 +130,11 @@ def test_depths_paths_and_rows_agree_with_the_parents(grown: Grown) -> None:
     tree = grown.tree
     for node in range(len(tree)):
         nodes = line(tree, node)
-        assert tree.depths[node] == len(nodes)
-        assert tree.path_tokens(node) == [tree.token_ids[above] for above in nodes]
+        assert tree.nodes.depths[node] == len(nodes)
+        assert tree.nodes.path_tokens(node) == [tree.nodes.token_ids[above] for above in nodes]
         assert tree.rows[node] == (tree.row_nodes.index(node) if node in tree.row_nodes else NO_ROW)
-    for row, parent in enumerate(tree.row_parents()):
-        parent_node = tree.parents[tree.row_nodes[row]]
+    for row, parent in enumerate(tree.place([])):
+        parent_node = tree.nodes.parents[tree.row_nodes[row]]
         assert parent < row
         assert parent == (ROOT_INDEX if parent_node == ROOT_INDEX else tree.row_nodes.index(parent_node))
     assert num_sent(tree) == sum(len(batch) for batch in grown.sendings)
@@ -138,7 +145,7 @@ def test_what_is_sent_in_one_go_has_parents_sent_before(grown: Grown) -> None:
     sent = {ROOT_INDEX}
     for batch in grown.sendings:
         for node in batch:
-            assert grown.tree.parents[node] in sent
+            assert grown.tree.nodes.parents[node] in sent
             sent.add(node)
 
 
@@ -151,18 +158,18 @@ def test_nodes_that_the_other_side_has_not_heard_of_count_as_unsent(grown: Grown
     assert tree.numbers == [number if number <= known else 0 for number in before]
     assert num_sent(tree) == known
     sent = [node for node, number in enumerate(tree.numbers) if number]
-    assert all(tree.parents[node] in (ROOT_INDEX, *sent) for node in sent)
+    assert all(tree.nodes.parents[node] in (ROOT_INDEX, *sent) for node in sent)
 
 
 def spelled(tree: DraftTree, token_ids: Sequence[int]) -> list[list[int]]:
     """Return all lines of nodes that spell `token_ids` from the root."""
     lines = [line(tree, node) for node in range(len(tree))]
-    return [nodes for nodes in lines if [tree.token_ids[node] for node in nodes] == list(token_ids)]
+    return [nodes for nodes in lines if [tree.nodes.token_ids[node] for node in nodes] == list(token_ids)]
 
 
 @given(grown_trees(), st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_walk_finds_the_longest_line_that_spells_the_tokens(grown: Grown, token_ids: list[int]) -> None:
-    found = grown.tree.walk(token_ids)
+    found = grown.tree.nodes.walk(token_ids)
     assert ([found] if found else []) == spelled(grown.tree, token_ids[: len(found)])
     assert len(found) == len(token_ids) or not spelled(grown.tree, token_ids[: len(found) + 1])
 
@@ -171,8 +178,8 @@ def test_a_walk_finds_the_longest_line_that_spells_the_tokens(grown: Grown, toke
 def test_every_node_is_found_by_its_tokens(grown: Grown) -> None:
     tree = grown.tree
     for node in range(len(tree)):
-        assert tree.walk(tree.path_tokens(node)) == line(tree, node)
-    assert tree.walk([]) == []
+        assert tree.nodes.walk(tree.nodes.path_tokens(node)) == line(tree, node)
+    assert tree.nodes.walk([]) == []
 
 
 @given(grown_trees().filter(lambda grown: len(grown.tree) > 0), st.data())
@@ -184,12 +191,12 @@ def test_a_reroot_keeps_exactly_the_subtree_and_names_its_rows(grown: Grown, dat
 
     old = below(tree, new_root)
     new_index = {new_root: ROOT_INDEX} | {node: index for index, node in enumerate(old)}
-    assert kept.token_ids == [tree.token_ids[node] for node in old]
-    assert kept.parents == [new_index[tree.parents[node]] for node in old]
-    assert kept.depths == [tree.depths[node] - tree.depths[new_root] for node in old]
-    assert kept.log_probs == [tree.log_probs[node] for node in old]
-    assert kept.path_log_probs == [
-        sum(tree.log_probs[above] for above in line(tree, node)[len(path) :]) for node in old
+    assert kept.nodes.token_ids == [tree.nodes.token_ids[node] for node in old]
+    assert kept.nodes.parents == [new_index[tree.nodes.parents[node]] for node in old]
+    assert kept.nodes.depths == [tree.nodes.depths[node] - tree.nodes.depths[new_root] for node in old]
+    assert kept.nodes.log_probs == [tree.nodes.log_probs[node] for node in old]
+    assert kept.nodes.path_log_probs == [
+        sum(tree.nodes.log_probs[above] for above in line(tree, node)[len(path) :]) for node in old
     ]
     assert kept.numbers == [tree.numbers[node] for node in old]
     assert kept.is_root_expanded == (tree.rows[new_root] != NO_ROW)
@@ -214,7 +221,7 @@ def test_two_reroots_are_one_along_both_paths(grown: Grown, data: st.DataObject)
     if cut == len(path):
         assert half == once
         return
-    rest = half.walk([tree.token_ids[node] for node in path[cut:]])
+    rest = half.nodes.walk([tree.nodes.token_ids[node] for node in path[cut:]])
     assert rest is not None
     twice, _, _ = half.reroot(rest)
     assert twice == once
@@ -223,16 +230,16 @@ def test_two_reroots_are_one_along_both_paths(grown: Grown, data: st.DataObject)
 def test_a_tie_goes_to_the_parent() -> None:
     """A child that is certain is as probable as its parent: the parent must be the one that is sent."""
     tree = DraftTree(is_root_expanded=True)
-    first = tree.add(ROOT_INDEX, 1, -0.5)
-    tree.place(first)
-    child = tree.add(first, 2, 0.0)
-    tree.place(child)
-    tree.add(child, 3, 0.0)
+    first = add(tree, ROOT_INDEX, 1, -0.5)
+    tree.place([first])
+    child = add(tree, first, 2, 0.0)
+    tree.place([child])
+    add(tree, child, 3, 0.0)
     assert tree.best_unsent(1, 9) == [first]
     assert tree.best_unsent(2, 9) == [first, child]
 
 
 def test_of_equally_probable_nodes_the_first_is_sent() -> None:
     tree = DraftTree(is_root_expanded=True)
-    nodes = [tree.add(ROOT_INDEX, token, -1.0) for token in range(4)]
+    nodes = [add(tree, ROOT_INDEX, token, -1.0) for token in range(4)]
     assert tree.best_unsent(2, 9) == nodes[:2]

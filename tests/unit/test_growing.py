@@ -29,7 +29,7 @@ def serve(
     *,
     diary: Diary | None = None,
     draft: TimedDraft | None = None,
-    patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
+    retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     **shape: int,
 ) -> Result:
     """Serve one request in virtual time and check its text."""
@@ -40,7 +40,7 @@ def serve(
 
     async def main() -> Result:
         drafter = None if mode == "plain" else worker
-        owner = Orchestrator(target, drafter, FakeTokenizer(), speculation, LoopClock(), patience=patience)
+        owner = Orchestrator(target, drafter, FakeTokenizer(), speculation, LoopClock(), retry_policy=retry_policy)
         result = await owner.generate(REQUEST)
         await asyncio.sleep(1)  # nobody waits for a slow draft to close its session
         await owner.aclose()
@@ -128,7 +128,7 @@ def test_growing_is_bounded_however_long_a_verify_takes():
 
 def test_a_draft_that_hangs_is_not_waited_for_twice_and_shows_in_the_result():
     draft = TimedDraft(Diary(), 3600.0, perfect_guess)
-    result = serve("overlap", perfect_guess, draft=draft, patience=RetryPolicy(draft_s=0.1))
+    result = serve("overlap", perfect_guess, draft=draft, retry_policy=RetryPolicy(draft_s=0.1))
     assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "slow")}
     assert result.num_rounds == 100
     assert result.timings.decode_s < 100 * VERIFY_S + 2.0  # a second or two of trying again, not 100 x 0.1 s
@@ -169,7 +169,7 @@ def test_lookup_goes_on_while_the_draft_is_away():
             FakeTokenizer(),
             Speculation(mode="overlap", nodes=6, depth=6),
             LoopClock(),
-            patience=RetryPolicy(draft_s=0.05),
+            retry_policy=RetryPolicy(draft_s=0.05),
         )
         result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
         await owner.aclose()

@@ -1,4 +1,4 @@
-"""What sessions share of a draft, what a cancelled request leaves, and the parts alone: cooldowns and incidents."""
+"""What sessions share of a draft, what a cancelled request leaves, and the parts alone: cooldowns and events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, PeerMismatch, WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
 from specsplit.orchestrator.events import RequestEvents
-from specsplit.orchestrator.health import Cooldown
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.peer import Cooldown
 from specsplit.orchestrator.request import DegradedPhase, Result, RetryPolicy
 from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, FakeTokenizer, perfect_guess
 from tests.support.flaky import CHAIN, PROMPT, Fault, Flaky, collect, orchestrator, request, workers
@@ -185,7 +185,7 @@ def test_a_draft_is_not_asked_any_more_once_the_text_has_a_token_that_it_lacks()
 
 def test_a_proposal_is_not_waited_for_beyond_the_requests_deadline() -> None:
     target, draft = workers({1: Fault.HUNG})
-    owner = Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), patience=RetryPolicy(draft_s=100))
+    owner = Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), retry_policy=RetryPolicy(draft_s=100))
 
     async def main() -> float:
         with pytest.raises(DeadlineExceeded):
@@ -229,7 +229,7 @@ def test_a_cooldown_doubles_from_the_second_failure_to_five_seconds_and_ends_wit
         pauses.append(pause_s)
         now_s += 10
     assert pauses == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0]
-    cooldown.succeed()
+    cooldown.num_failures = 0
     cooldown.fail("failed", now_s, now_s)
     assert cooldown.why_not(now_s) is None
 
@@ -244,17 +244,17 @@ def test_calls_that_were_under_way_together_fail_once() -> None:
 
 
 def test_rounds_in_a_row_with_one_reason_are_one_phase_per_worker() -> None:
-    incidents = RequestEvents()
+    events = RequestEvents()
     script = ["us", "u", "", "u", "sf", "f", "s"]
     reasons = {"u": "unreachable", "s": "slow", "f": "failed"}
     now: list[str | None] = []
-    for incidents.round, letters in enumerate(script):
+    for events.round, letters in enumerate(script):
         for letter in letters:
-            incidents.degrade("draft", reasons[letter])  # type: ignore[arg-type]
-        if incidents.round > 2:
-            incidents.degrade("target", "full")
-        now.append(incidents.now)
-    assert incidents.degraded == (
+            events.degrade("draft", reasons[letter])  # type: ignore[arg-type]
+        if events.round > 2:
+            events.degrade("target", "full")
+        now.append(events.current)
+    assert tuple(events.phases) == (
         DegradedPhase("draft", "unreachable", 0, 1),  # the first reason of a round stays
         DegradedPhase("draft", "unreachable", 3, 3),
         DegradedPhase("target", "full", 3, 6),

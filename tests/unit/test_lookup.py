@@ -46,7 +46,9 @@ def by_definition(
 
 
 def rows_of(tree: LookupTree) -> list[Row]:
-    return list(zip(tree.token_ids, tree.parents, tree.depths, tree.match_lengths, tree.ranks, strict=True))
+    return list(
+        zip(tree.nodes.token_ids, tree.nodes.parents, tree.nodes.depths, tree.match_lengths, tree.ranks, strict=True)
+    )
 
 
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=60))
@@ -91,7 +93,7 @@ def test_the_longest_match_comes_first_and_shorter_ones_branch_off():
     #       a     b  c  x     b  c  y     z  c  w     a  b  c
     text = [1, 2, 3, 50, 2, 3, 60, 9, 3, 70, 1, 2, 3]
     tree = LookupIndex(text).candidates(max_nodes=6, max_depth=2, max_branching=3)
-    paths = [[tree.token_ids[node] for node in path_to(tree.parents, last)] for last in range(len(tree))]
+    paths = [[tree.nodes.token_ids[node] for node in path_to(tree.nodes.parents, last)] for last in range(len(tree))]
     assert paths == [[50], [50, 2], [60], [60, 9], [70], [70, 1]]
     assert list(tree.match_lengths) == [3, 3, 2, 2, 1, 1]
     assert list(tree.ranks) == [0, 0, 1, 0, 2, 0]
@@ -99,20 +101,20 @@ def test_the_longest_match_comes_first_and_shorter_ones_branch_off():
 
 def test_of_equal_matches_the_most_recent_comes_first():
     tree = LookupIndex([7, 1, 7, 2, 7, 3, 7]).candidates(max_nodes=2, max_depth=1, max_branching=2)
-    assert list(tree.token_ids) == [3, 2]
+    assert list(tree.nodes.token_ids) == [3, 2]
 
 
 def test_a_text_of_a_period_goes_on_with_it_beyond_its_end():
     tree = LookupIndex([5, 1, 2, 3, 1, 2, 3]).candidates(max_nodes=8, max_depth=8, max_branching=1)
-    assert list(tree.token_ids) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert list(tree.parents) == list(range(-1, 7))
+    assert list(tree.nodes.token_ids) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert list(tree.nodes.parents) == list(range(-1, 7))
 
 
 def test_nothing_grows_below_an_end_of_sequence_token():
     index = LookupIndex([1, 2, 0, 4, 1, 2, 3, 0, 5, 1, 2], eos_ids=[0])
     tree = index.candidates(max_nodes=10, max_depth=4, max_branching=2)
-    assert list(tree.token_ids) == [3, 0, 0]
-    assert list(tree.parents) == [-1, 0, -1]
+    assert list(tree.nodes.token_ids) == [3, 0, 0]
+    assert list(tree.nodes.parents) == [-1, 0, -1]
 
 
 @pytest.mark.parametrize("limit", [(0, 4, 2), (4, 0, 2), (4, 4, 0)])

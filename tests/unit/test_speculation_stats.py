@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsplit.core.types import Identity, Timings
+from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.token_tree import TokenTree
 
 TARGET = Identity(
     role="target",
@@ -18,7 +20,18 @@ TARGET = Identity(
     max_nodes=16,
     step_times=((1, 0.010), (5, 0.012), (17, 0.018)),
 )
-PATH = LookupTree(range(8), [-1, 0, 1, 2, 3, 4, 5, 6], range(1, 9), [16] * 8, [0] * 8)
+
+
+def path() -> LookupTree:
+    """Return a chain of the tokens 0 to 7, found behind a long match."""
+    nodes = TokenTree()
+    for token_id in range(8):
+        nodes.add(token_id - 1, token_id, 0.0)
+    lengths, ranks = [16] * 8, [0] * 8
+    return LookupTree(nodes, lengths, ranks, lookup_cells(lengths, nodes.depths, ranks))
+
+
+PATH = path()
 
 
 def decided(stats: SpeculationStats) -> Decision:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from specsplit.orchestrator.stop import Cut, Stop
+from specsplit.orchestrator.text import Answer, Cut
 from tests.support.language import EOS, TOKENS, FakeTokenizer
 
 TEXT_B_END_A = TOKENS.index(b"b END a")
 
 
-def make_stop(*stop: str, eos_ids: tuple[int, ...] = (EOS,), max_tokens: int = 100) -> Stop:
-    return Stop(FakeTokenizer(), eos_ids=eos_ids, stop=stop, max_tokens=max_tokens)
+def make_stop(*stop: str, eos_ids: tuple[int, ...] = (EOS,), max_tokens: int = 100) -> Answer:
+    return Answer(FakeTokenizer(), eos_ids=eos_ids, stop=stop, max_tokens=max_tokens)
 
 
 def ids(text: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
 from specsplit.speculation.acceptance import agreed_cell, lookup_cells
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.token_tree import TokenTree
+from specsplit.speculation.token_tree import SpeculationTree
 
 _FIRST_AGREED = agreed_cell(0.0, 0)
 (_FIRST_LOOKUP,) = lookup_cells([1], [1], [0])
@@ -60,10 +60,10 @@ def overheard(words: Words) -> Generator[None]:
             shares = own_log_probs(logits, sampler.params.sampling)
             rows = {node: row for row, node in enumerate(frontier)}
             for node in range(num_before, len(self._tree)):
-                self._write(node, shares[rows[self._tree.parents[node]]])
+                self._write(node, shares[rows[self._tree.nodes.parents[node]]])
 
         def _write(self, node: int, shares: Tensor) -> None:
-            tree, token_id = self._tree, self._tree.token_ids[node]
+            tree, token_id = self._tree.nodes, self._tree.nodes.token_ids[node]
             said = words.setdefault((*self._session.ids, *tree.path_tokens(node)[:-1]), {})
             rank = sum(tree.parents[other] == tree.parents[node] for other in range(node))
             said[token_id] = Word(quantised_log_prob(tree.log_probs[node]), shares[token_id].item(), rank)
@@ -109,9 +109,9 @@ class WatchedExperience(SpeculationStats):
         """From now on tell also what the table of this moment says of each node."""
         self._frozen = list(self.acceptance.log_probs)
 
-    def observe_tree(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
+    def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Keep what is decided, before anything is learned from it."""
-        decided = list(tree.tested(token_ids))
+        decided = tree.tested(token_ids)
         if tree.root_position == len(self._text) - 1:
             self._text += token_ids
             ranks = tree.sibling_ranks()
@@ -120,19 +120,19 @@ class WatchedExperience(SpeculationStats):
             self.num_late += len(decided)
         super().observe_tree(tree, token_ids)
 
-    def _node(self, tree: TokenTree, node: int, rank: int, *, is_right: bool) -> Node:
-        position, cell = tree.root_position + tree.depths[node], tree.cells[node]
-        word = self._words[tuple(self._text[:position])][tree.token_ids[node]] if cell < _FIRST_LOOKUP else None
+    def _node(self, tree: SpeculationTree, node: int, rank: int, *, is_right: bool) -> Node:
+        position, cell = tree.root_position + tree.nodes.depths[node], tree.cells[node]
+        word = self._words[tuple(self._text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
         source: Source = "draft" if cell < _FIRST_AGREED else "both" if cell < _FIRST_LOOKUP else "lookup"
         return Node(
             prompt=self._prompt,
             position=position,
-            token_id=tree.token_ids[node],
-            depth=tree.depths[node],
+            token_id=tree.nodes.token_ids[node],
+            depth=tree.nodes.depths[node],
             rank=word.rank if word is not None else rank,
             source=source,
             is_right=is_right,
-            calibrated=tree.log_probs[node],
+            calibrated=tree.nodes.log_probs[node],
             sent=word.sent if word is not None else None,
             own=word.own if word is not None else None,
             frozen=self._frozen[cell] if self._frozen is not None else None,
@@ -198,7 +198,7 @@ async def _measure(
     with overheard(words):
         async with open_workers(chosen, models) as workers:
             orchestrator = workers.orchestrator(chosen.orchestrator)
-            orchestrator._stats_by_greedy[sampling.is_greedy] = experience
+            orchestrator.use_stats(experience, is_greedy=sampling.is_greedy)
             for number, prompt in enumerate(prompts):
                 if number == settings.num_first_prompts:
                     experience.freeze()

@@ -31,9 +31,8 @@ from specsplit.core.types import Proposal, SamplingParams
 from specsplit.draft import engine as draft_engine
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.request import Request
-from specsplit.speculation.acceptance import draft_cell
-from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.token_tree import TokenTree
+from specsplit.speculation.acceptance import draft_cell, lookup_cells
+from specsplit.speculation.token_tree import ROOT_INDEX, SpeculationTree, TokenTree
 
 
 def _silent(name: str) -> None:
@@ -193,10 +192,12 @@ def test_metrics_that_are_not_defined_are_left_open():
 SAID = {(1, 4, 9): {5: Word(-0.5, -0.6, 0), 6: Word(-2.0, -2.1, 1)}, (1, 4, 9, 5): {7: Word(-1.0, -1.1, 0)}}
 
 
-def _grown(experience: WatchedExperience) -> TokenTree:
-    tree = TokenTree(2, 100, experience.acceptance)
-    tree.take(Proposal(1, 2, token_ids=(5, 7, 6), parents=(0, 1, 0), log_probs=(-0.5, -1.0, -2.0)), 8)
-    tree.merge(LookupTree([5, 8], [-1, 0], [1, 2], [4, 4], [0, 0]))
+def _grown(experience: WatchedExperience) -> SpeculationTree:
+    tree = SpeculationTree(2, 100, experience.acceptance)
+    tree.take(Proposal(1, 2, token_ids=(5, 7, 6), parents=(0, 1, 0), log_probs=(-0.5, -1.0, -2.0)), 8, epoch=1)
+    found = TokenTree()
+    found.add(found.add(ROOT_INDEX, 5, 0.0), 8, 0.0)
+    tree.merge(found, lookup_cells([4, 4], [1, 2], [0, 0]))
     return tree
 
 
@@ -210,7 +211,7 @@ def _begun(words: measuring.Words) -> WatchedExperience:
 def test_decided_nodes_are_kept_with_the_estimates_from_before_their_tokens_were_known():
     experience = _begun({})
     tree = _grown(experience)
-    held = {token_id: tree.log_probs[index] for index, token_id in enumerate(tree.token_ids)}
+    held = {token_id: tree.nodes.log_probs[index] for index, token_id in enumerate(tree.nodes.token_ids)}
     experience.observe_tree(tree, [5, 8])
     assert [(each.token_id, each.position, each.depth, each.is_right, each.source) for each in experience.nodes] == [
         (5, 3, 1, True, "both"),
@@ -228,9 +229,9 @@ def test_nodes_below_a_wrong_one_are_not_decided_and_the_text_goes_on():
     experience = _begun({})
     experience.observe_tree(_grown(experience), [6])
     assert [each.token_id for each in experience.nodes] == [5, 6]
-    experience.observe_tree(TokenTree(3, 100, experience.acceptance), [2])
-    late = TokenTree(2, 100, experience.acceptance)
-    late.take(Proposal(1, 2, token_ids=(5,), parents=(0,), log_probs=(-0.5,)), 8)
+    experience.observe_tree(SpeculationTree(3, 100, experience.acceptance), [2])
+    late = SpeculationTree(2, 100, experience.acceptance)
+    late.take(Proposal(1, 2, token_ids=(5,), parents=(0,), log_probs=(-0.5,)), 8, epoch=1)
     experience.observe_tree(late, [6, 2])
     assert (len(experience.nodes), experience.num_late) == (2, 1)
 

@@ -1,8 +1,8 @@
-"""Whether the draft is worth asking: one circuit breaker per draft, shared by all sessions of an orchestrator.
+"""Workers as all sessions of a process see them: who they are, what was learned about them, whether to ask them.
 
-A draft that fails is left alone until it answers a ping, one that answers and yet is of no use is asked less and less
-often. Knows neither rounds nor trees; nothing that a draft does comes out of here as an error of a request, but for a
-draft that is none from the start.
+A draft that fails is left alone until it answers a ping; one that answers and yet is of no use is asked less and less
+often. Knows neither rounds nor trees. A failing draft never becomes an error of a request, unless it cannot be a draft
+for this target from the start.
 """
 
 from __future__ import annotations
@@ -12,46 +12,83 @@ import logging
 import math
 import random
 import sys
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
-from specsplit.core.ports import Drafter
+from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.request import Reason
+from specsplit.speculation.statistics import SpeculationStats
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, _MOST_COOLDOWN_S = 0.05, 2.0, 5.0
 _PING_S = 3.0
 _MEETING_S = 2.0
-"""The first ping has a connection to make."""
+"""Limit of the first ping, which has a connection to make."""
 
 
 class Cooldown:
     """When to ask again after failures: at once after the first, then later and later, until a success."""
 
     def __init__(self) -> None:
-        self._num_failures = 0
-        self._counted_s = self._until_s = -math.inf
-        self._reason: Reason = "failed"
+        self.until_s = -math.inf
+        """Nobody asks before this time."""
+        self.num_failures = 0
+        """Failures since the last success."""
+        self.reason: Reason = "failed"
+        self._counted_s = -math.inf
 
     def fail(self, reason: Reason, asked_s: float, now_s: float) -> None:
         """Count a failure of a call that began at `asked_s`; calls under way together fail once."""
-        self._reason = reason
+        self.reason = reason
         if asked_s >= self._counted_s:
-            pause_s = _FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 32) if self._num_failures else 0.0
-            self._counted_s, self._until_s = now_s, now_s + min(pause_s, _MOST_COOLDOWN_S)
-            self._num_failures += 1
-
-    def succeed(self) -> None:
-        self._num_failures = 0
+            pause_s = _FIRST_PAUSE_S * 2 ** min(self.num_failures - 1, 32) if self.num_failures else 0.0
+            self._counted_s, self.until_s = now_s, now_s + min(pause_s, _MOST_COOLDOWN_S)
+            self.num_failures += 1
 
     def why_not(self, now_s: float) -> Reason | None:
         """Return why it is too early to ask, None if it is not."""
-        return self._reason if now_s < self._until_s else None
+        return self.reason if now_s < self.until_s else None
+
+
+class TargetPeer:
+    """One target, and what was learned about it and about the drafts in front of it."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+        self._ping_s = math.inf
+        """The quickest ping so far."""
+        self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
+        """By draft, or this peer itself without one; forgotten with the draft."""
+
+    def stats(self, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> SpeculationStats:
+        """Return what is known of decoding with `draft`, for sessions that pick tokens alike.
+
+        Only stats that serve decisions (`plans`) count what `auto` and streams go by.
+        """
+        of_pair = self._stats.setdefault(draft if draft is not None else self, {})
+        stats = of_pair.get((is_greedy, plans))
+        if stats is None:
+            stats = of_pair[is_greedy, plans] = SpeculationStats(plans=plans)
+            if self._ping_s < math.inf:
+                stats.times.observe_ping(self._ping_s)
+        return stats
+
+    def use_stats(self, stats: SpeculationStats, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> None:
+        """Learn into `stats` from now on, for a study that watches what is learned."""
+        self._stats.setdefault(draft if draft is not None else self, {})[is_greedy, plans] = stats
+
+    def observe_ping(self, ping_s: float) -> None:
+        """Count a ping, which tells the round trip while nothing else does."""
+        self._ping_s = min(self._ping_s, ping_s)
+        for of_pair in self._stats.values():
+            for stats in of_pair.values():
+                stats.times.observe_ping(ping_s)
 
 
 class DraftPeer:
-    """One draft, as every session sees it: who it is, and whether it is to be asked.
+    """One draft: who it is, and whether it is to be asked.
 
     It is pinged in the background only while a session could use it (`enter`, `leave`).
     """
@@ -59,11 +96,12 @@ class DraftPeer:
     def __init__(self, drafter: Drafter, rng: random.Random) -> None:
         self.drafter = drafter
         self.identity: Identity | None = None
+        self.trouble: Reason | None = "unreachable"
+        """Why nobody asks before a ping is answered, None if it is well."""
+        self.cooldown = Cooldown()
         self._rng = rng
         self._target: Identity | None = None
-        self._down: Reason | None = "unreachable"
         self._up_since_s = -math.inf
-        self._cooldown = Cooldown()
         self._num_sessions = 0
         self._recovery: asyncio.Task[None] | None = None
 
@@ -87,7 +125,7 @@ class DraftPeer:
         except (VocabularyMismatch, PeerMismatch):
             raise
         except Exception as error:  # noqa: BLE001 - no draft, no error
-            self._down = _reason_of_silence(error)
+            self.trouble = _reason_of_silence(error)
             _log.warning(
                 "the draft cannot be used, decoding plainly until it can: %s", str(error) or "no answer to a ping"
             )
@@ -109,37 +147,30 @@ class DraftPeer:
             )
         self.identity = identity
 
-    def why_not(self, now_s: float) -> Reason | None:
-        """Return why the draft is not to be asked, None if it is."""
-        return self._down or self._cooldown.why_not(now_s)
-
-    def succeed(self) -> None:
-        """Note an answer in time."""
-        self._cooldown.succeed()
-
     def delay(self, asked_s: float, now_s: float) -> None:
-        """Note that the answer to a call begun at `asked_s` is not waited for any longer."""
-        self._cooldown.fail("slow", asked_s, now_s)
+        """Count a call begun at `asked_s` whose answer is not waited for any longer."""
+        self.cooldown.fail("slow", asked_s, now_s)
 
     def fail(self, error: Exception, reason: Reason, asked_s: float, now_s: float) -> None:
-        """Note that a call begun at `asked_s` failed: nobody asks again before a ping is answered."""
-        if self._down == "mismatch":
+        """Count a call begun at `asked_s` that failed: nobody asks again before a ping is answered."""
+        if self.trouble == "mismatch":
             return
-        self._cooldown.fail(reason, asked_s, now_s)
+        self.cooldown.fail(reason, asked_s, now_s)
         if reason == "mismatch":
             self._refuse(error)
-        elif self._down is None and asked_s >= self._up_since_s:  # what began before the last recovery is old news
+        elif self.trouble is None and asked_s >= self._up_since_s:
+            # A call that began before the last recovery says nothing about the draft of today.
             _log.info("the draft failed, decoding plainly until it answers: %r", error)
-            self._down = reason
+            self.trouble = reason
             self._start_recovery()
 
     def enter(self) -> None:
-        """Note a session that could use the draft."""
+        """Count a session that could use the draft."""
         self._num_sessions += 1
         self._start_recovery()
 
     async def leave(self) -> None:
-        """Note the end of a session; without any, nobody pings."""
+        """Count the end of a session; without any, nobody pings."""
         self._num_sessions -= 1
         if self._num_sessions == 0 and self._recovery is not None:
             recovery, self._recovery = self._recovery, None
@@ -147,12 +178,12 @@ class DraftPeer:
             await asyncio.wait({recovery})
 
     def _start_recovery(self) -> None:
-        is_wanted = self._down is not None and self._num_sessions > 0
+        is_wanted = self.trouble is not None and self._num_sessions > 0
         if is_wanted and (self._recovery is None or self._recovery.done()):
             self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="specsplit-draft-recovery")
 
     async def _recover(self) -> None:
-        """Ping until a draft for this target answers; one for another is looked at again now and then."""
+        """Ping until a draft for this target answers; one for another target is pinged again now and then."""
         pause_s = _FIRST_PAUSE_S
         while True:
             await asyncio.sleep(self._rng.uniform(0, pause_s))
@@ -164,22 +195,44 @@ class DraftPeer:
                 self._refuse(error)
                 pause_s = _MOST_COOLDOWN_S
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
-                self._down = _reason_of_silence(error)
+                self.trouble = _reason_of_silence(error)
             else:
                 self._rise()
                 _log.info("the draft answers again")
                 return
 
     def _rise(self) -> None:
-        self._down, self._up_since_s = None, asyncio.get_running_loop().time()
+        self.trouble, self._up_since_s = None, asyncio.get_running_loop().time()
 
     def _refuse(self, error: Exception) -> None:
-        if self._down != "mismatch":
+        if self.trouble != "mismatch":
             _log.warning("the draft is not used: %s", error)
-        self._down = "mismatch"
+        self.trouble = "mismatch"
         self._start_recovery()
 
 
 def _reason_of_silence(error: Exception) -> Reason:
     """Return the word for a ping without an answer: nothing answers faster than a ping."""
     return "unreachable" if isinstance(error, TimeoutError | DeadlineExceeded) else reason_of(error)
+
+
+# All orchestrators of a process share a worker's peer. A peer holds its worker, so the id of a worker stays its own
+# as long as there is an entry; the entry goes with the last orchestrator or session that uses it.
+_targets: WeakValueDictionary[int, TargetPeer] = WeakValueDictionary()
+_drafts: WeakValueDictionary[int, DraftPeer] = WeakValueDictionary()
+
+
+def target_peer(verifier: Verifier) -> TargetPeer:
+    """Return the peer of this target, which all orchestrators of the process share."""
+    peer = _targets.get(id(verifier))
+    if peer is None:
+        peer = _targets[id(verifier)] = TargetPeer(verifier)
+    return peer
+
+
+def draft_peer(drafter: Drafter, rng: random.Random) -> DraftPeer:
+    """Return the peer of this draft, which all orchestrators of the process share; `rng` jitters a new peer's pings."""
+    peer = _drafts.get(id(drafter))
+    if peer is None:
+        peer = _drafts[id(drafter)] = DraftPeer(drafter, rng)
+    return peer

@@ -1,0 +1,269 @@
+"""A session's view of its draft: token trees while they are worth waiting for, never an error.
+
+A call that takes too long goes on in the background, one at a time, since it may be a long prefill; its answer only
+tells what the draft holds by now. Knows neither rounds nor the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, SpecSplitError
+from specsplit.core.types import Budget, Proposal, SessionParams, Turn
+from specsplit.orchestrator.events import reason_of
+from specsplit.orchestrator.peer import Cooldown, DraftPeer
+from specsplit.orchestrator.request import Reason
+from specsplit.orchestrator.retry import Retrier
+from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
+from specsplit.speculation.statistics import SpeculationStats
+from specsplit.telemetry import spans
+
+_log = logging.getLogger(__name__)
+Answer = Proposal | Reason | None
+"""The draft's nodes, the reason why there are none, or None if the draft cannot follow the text."""
+_Waiter = asyncio.Future[Proposal | Reason]
+
+
+class _InvalidProposal(SpecSplitError):
+    """The draft's answer makes no sense."""
+
+
+class DraftClient:
+    """One session's draft. Between `enter` and `close` its peer is looked after.
+
+    A tree is waited for as long as the verifies of its depth take, and at least `draft_s` of the retry policy.
+    One tokenizer may come with embeddings of two sizes: once the target has picked a token beyond the draft's
+    (its padding), the draft cannot follow the text and is not asked any more.
+    """
+
+    def __init__(self, peer: DraftPeer, contract: SessionContract, retrier: Retrier, stats: SpeculationStats) -> None:
+        self.contract = contract
+        self.asked_s = 0.0
+        """When the call began that was answered last."""
+        self.scored: tuple[int, ...] = ()
+        """The draft's nodes that the target scored last; the draft hears of them with the next call."""
+        self._peer, self._retrier, self._stats = peer, retrier, stats
+        self._loop = asyncio.get_running_loop()
+        self._cooldown = Cooldown()
+        self._num_known_nodes = 0
+        self._in_background: asyncio.Task[None] | None = None
+        self._largest_token = max(contract.history.ids)
+        self._verify = _MeanVerify()
+
+    def enter(self) -> None:
+        """Have the peer looked after while this session lives."""
+        self._peer.enter()
+
+    @property
+    def trouble(self) -> Reason | None:
+        """Why the draft would not be asked now, None if it would."""
+        if self._in_background is not None:
+            return "slow"
+        peer = self._peer
+        if peer.trouble is not None:
+            return peer.trouble
+        now_s = self._loop.time()
+        if now_s < peer.cooldown.until_s:
+            return peer.cooldown.reason
+        return self._cooldown.reason if now_s < self._cooldown.until_s else None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it would be asked now."""
+        return self.trouble is None
+
+    @property
+    def context(self) -> int:
+        """Tokens that a session of the draft may hold; unbounded while it is not known."""
+        return self._peer.context
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the draft is not known to hold."""
+        return len(self.contract.history) - self.contract.num_held
+
+    def wait_s(self, max_depth: int) -> float:
+        """Return how long a tree of `max_depth` levels is worth waiting for."""
+        return max(self._retrier.policy.draft_s, max_depth * self._verify.mean_s)
+
+    async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
+        """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
+
+        A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
+        says nothing against the draft. Any other ends when its caller is cancelled. A probe leaves the times of calls
+        out of the statistics: how long a rare call takes beside other work says nothing.
+        """
+        draft = self._peer.identity
+        if draft is not None:
+            if self._largest_token >= draft.vocab_size:
+                return None
+            if budget.max_new_nodes > draft.max_nodes > 0:
+                budget = replace(budget, max_new_nodes=draft.max_nodes)
+        trouble = self.trouble
+        if trouble is not None:
+            return trouble
+        asked_s, verified = self._loop.time(), () if is_probe else self.scored
+        wait_s = remaining_s = math.inf
+        if is_waited_for:
+            wait_s, remaining_s = self.wait_s(budget.max_depth), self._retrier.deadline_s - asked_s
+        if wait_s == remaining_s == math.inf:
+            asking = self._call(budget, verified)
+        else:
+            asking = self._call_in_background(budget, verified, wait_s, remaining_s)
+        if spans.is_on:
+            nodes, depth = budget.max_new_nodes, budget.max_depth
+            asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
+        answer = await asking
+        if isinstance(answer, Proposal):
+            # The nodes of a late answer are not counted: nobody has them, so the draft is to offer them again.
+            self._num_known_nodes = max(self._num_known_nodes, answer.first_node + len(answer.token_ids) - 1)
+            self._cooldown.num_failures = self._peer.cooldown.num_failures = 0
+            self.scored, self.asked_s = (), asked_s
+            self._stats.times.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
+        return answer
+
+    async def _call_in_background(
+        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float
+    ) -> Proposal | Reason:
+        """Wait for a call as long as it is worth it; beyond that it goes on by itself."""
+        asked_s = self._loop.time()
+        waiter: _Waiter = self._loop.create_future()
+        self._in_background = self._loop.create_task(self._answer(budget, verified, waiter))
+        is_blamed = wait_s <= remaining_s
+        timer = self._loop.call_later(min(wait_s, remaining_s), self._give_up, waiter, asked_s, is_blamed)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+
+    async def _answer(self, budget: Budget, verified: tuple[int, ...], waiter: _Waiter) -> None:
+        """Give the draft's answer to whoever still waits for it."""
+        answer: Proposal | Reason = "failed"
+        try:
+            answer = await self._call(budget, verified)
+        finally:
+            self._in_background = None
+            if not waiter.done():
+                waiter.set_result(answer)
+
+    def _give_up(self, waiter: _Waiter, asked_s: float, is_blamed: bool) -> None:
+        if not waiter.done():
+            now_s = self._loop.time()
+            if is_blamed:
+                self._cooldown.fail("slow", asked_s, now_s)
+                self._peer.delay(asked_s, now_s)
+            waiter.set_result("slow")
+
+    async def _call(self, budget: Budget, verified: tuple[int, ...]) -> Proposal | Reason:
+        """Ask, and remember what the draft holds by then."""
+        asked_s, num_raises, contract = self._loop.time(), 0, self.contract
+        try:
+            while True:
+                turn = contract.next_turn(verified, None if contract.is_open else self._opening())
+                try:
+                    proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
+                    break
+                except CONTRACT_ERRORS as error:
+                    num_raises += not isinstance(error, SlotBehind)
+                    if num_raises > MAX_RAISES:
+                        raise
+                    verified = await self._resume(error, turn)
+            contract.is_open = True
+            if proposal.timings.sent_bytes:
+                contract.count_bytes(proposal.timings)
+            self._check(turn, proposal)
+        except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have
+            return self._fail(error, asked_s)
+        contract.num_held = turn.base_length + len(turn.tail)
+        return proposal
+
+    async def _resume(self, error: SpecSplitError, turn: Turn) -> tuple[int, ...]:
+        """Agree with the draft again on where the session is; return the nodes that the next turn calls verified."""
+        if isinstance(error, SlotBehind):
+            if error.have == 0 and turn.base_length > 0:
+                await self._peer.check()
+            self.contract.fall_back(turn.base_length, error)
+            return turn.verified
+        self._raise_epoch()
+        return ()  # node numbers of the last epoch name nothing now
+
+    def _check(self, turn: Turn, proposal: Proposal) -> None:
+        """Refuse a tree that cannot be one.
+
+        Raises:
+            _InvalidProposal: arrays of different lengths, numbers, tokens or estimates that cannot be.
+        """
+        token_ids, parents, log_probs = proposal.token_ids, proposal.parents, proposal.log_probs
+        first, count = proposal.first_node, len(token_ids)
+        identity = self._peer.identity
+        assert identity is not None, "met before it is asked"
+        is_sound = (
+            count == len(parents) == len(log_probs)
+            and proposal.root_position == turn.base_length + len(turn.tail) - 1
+            and (count == 0 or first > self._num_known_nodes)
+        )
+        if is_sound and count:
+            # The last two conditions in one pass each: a parent precedes its child; NaN fails the comparison.
+            is_sound = 0 <= min(token_ids) <= max(token_ids) < identity.vocab_size and min(parents) >= 0
+            for number, (parent, log_prob) in enumerate(zip(parents, log_probs, strict=True), first):
+                is_sound = is_sound and parent < number and -math.inf < log_prob <= 0
+        if not is_sound:
+            raise _InvalidProposal("the draft's token tree makes no sense")
+
+    def _fail(self, error: Exception, asked_s: float) -> Reason:
+        """Leave the draft alone for a while, this session or all of them, and begin anew with it after that."""
+        now_s = self._loop.time()
+        reason: Reason = "invalid" if isinstance(error, _InvalidProposal) else reason_of(error)
+        self._raise_epoch()
+        self._cooldown.fail(reason, asked_s, now_s)
+        if not isinstance(error, NoFreeSlot | InvalidRequest):  # those say nothing about other sessions
+            self._peer.fail(error, reason, asked_s, now_s)
+        _log.debug("a propose failed", exc_info=error)
+        return reason
+
+    def _raise_epoch(self) -> None:
+        self.contract.raise_epoch()
+        self._num_known_nodes = 0
+
+    def _opening(self) -> SessionParams:
+        """Return the parameters for the draft as it is now: its vocabulary may be the smaller one."""
+        identity, params = self._peer.identity, self.contract.params
+        assert identity is not None, "met before it is asked"
+        return replace(params, sampling=params.sampling.within(identity.vocab_size))
+
+    def observe(self, token_ids: Sequence[int], scored: tuple[int, ...], verify_s: float) -> None:
+        """Count a round: what was committed, which of the draft's nodes were scored, how long the verify took."""
+        self._largest_token = max(self._largest_token, *token_ids)
+        self.scored = scored
+        self._verify.observe(verify_s)
+
+    async def close(self) -> None:
+        """End the call under way and free the draft's slot, if one was ever asked for."""
+        await self._peer.leave()
+        if self._in_background is not None:
+            self._in_background.cancel()
+            await asyncio.wait({self._in_background})
+        if self.contract.has_begun:
+            await self._peer.drafter.close(self.contract.session)
+
+
+class _MeanVerify:
+    """Mean seconds of a verify over the rounds after the prompt's; the prompt's own until there is one."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        self._num_observed = 0
+
+    def observe(self, verify_s: float) -> None:
+        self.mean_s += (verify_s - self.mean_s) / max(self._num_observed, 1)
+        self._num_observed += 1
+
+
+def _span_attributes(answer: Proposal | Reason) -> dict[str, spans.Attribute]:
+    if not isinstance(answer, Proposal):
+        return {}
+    return {"nodes": len(answer), "forwards": answer.timings.num_forwards}

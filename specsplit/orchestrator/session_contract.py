@@ -1,0 +1,125 @@
+"""The orchestrator's half of the session contract: token history, epochs, rounds, base lengths, replay.
+
+Both clients keep one `SessionContract` each over one shared `TokenHistory`. Knows neither draft nor target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.types import SessionParams, Timings, Turn
+from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.request import ReplayReason, WorkerRole
+from specsplit.orchestrator.wire import Traffic
+
+MAX_RAISES = 8
+"""Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
+CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch)
+"""Errors by which a worker says that it holds another state than the turn claims; see docs/protocol.md."""
+
+
+class TokenHistory:
+    """The token ids of a session, prompt first, and the hash of every prefix. It is the only truth about the text."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.ids: list[int] = []
+        self.hashes = [0]
+        """`hashes[n]` is the prefix hash of the first n tokens."""
+        self.extend(prompt_ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens."""
+        hashes = self.hashes
+        for token_id in token_ids:
+            hashes.append(crc32(token_id.to_bytes(4, "little"), hashes[-1]))
+        self.ids.extend(token_ids)
+
+
+class SessionContract:
+    """One session's state towards one worker.
+
+    Invariant: the worker has executed every round of this epoch that it answered, so it holds at least `num_held`
+    committed tokens unless it says otherwise with SlotBehind. Retry, replay after a restart and failover are the same
+    operation: the next turn sends `[num_held | committed)` as its tail.
+    """
+
+    def __init__(
+        self, role: WorkerRole, session: str, history: TokenHistory, params: SessionParams, events: RequestEvents
+    ) -> None:
+        self.session = session
+        self.history = history
+        self.params = params
+        self.epoch = 1
+        self.round = 0
+        self.num_held = 0
+        self.is_open = False
+        """Whether the worker knows the session's parameters in this epoch."""
+        self.sent_bytes = self.received_bytes = 0
+        self._role: WorkerRole = role
+        self.events = events
+        self._has_unreported_raise = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the worker was ever sent a turn."""
+        return self.round > 0 or self.epoch > 1
+
+    def next_turn(self, verified: tuple[int, ...] = (), params: SessionParams | None = None) -> Turn:
+        """Return the next turn, with everything that the worker is not known to hold.
+
+        `params` replace those of the session if the turn has to open it.
+        """
+        history, num_held = self.history, self.num_held
+        self.round += 1
+        if self._has_unreported_raise:
+            self._has_unreported_raise = False
+            self.events.replay(self._role, "epoch_raised", 0)
+        return Turn(
+            session=self.session,
+            epoch=self.epoch,
+            round=self.round,
+            base_length=num_held,
+            base_hash=history.hashes[num_held],
+            tail=tuple(history.ids[num_held:]),
+            opening=None if self.is_open else params or self.params,
+            verified=verified,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the answered calls moved."""
+        return Traffic(self.sent_bytes, self.received_bytes)
+
+    def count_bytes(self, timings: Timings) -> None:
+        """Count what an answered call moved."""
+        self.sent_bytes += timings.sent_bytes
+        self.received_bytes += timings.received_bytes
+
+    def fall_back(self, believed: int, behind: SlotBehind) -> None:
+        """Believe a worker that says how little it holds of `believed` tokens.
+
+        Raises:
+            SlotBehind: the worker lacks nothing that could be sent, so the fault is its own.
+        """
+        if believed == 0:
+            raise behind
+        self.num_held = min(behind.have, believed - 1)
+        self.is_open = False
+        reason: ReplayReason = "slot_behind" if self.num_held else "slot_lost"
+        self.events.replay(self._role, reason, believed - self.num_held)
+
+    def raise_epoch(self, *, is_reported: bool = True) -> None:
+        """Begin a new epoch; its tokens stay where they are.
+
+        It is reported as a replay if it is not known what the worker executed in the last one. An epoch that begins as
+        a matter of course is not.
+        """
+        self.epoch += 1
+        self.round = 0
+        self.is_open = False
+        self._has_unreported_raise |= is_reported

@@ -1,0 +1,163 @@
+"""Drafting in the background: the draft grows the session's tree while the target verifies.
+
+One call is under way at a time. Knows neither modes nor the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Protocol
+
+from specsplit.core.types import MAX_STREAM_NODES, Budget, Proposal
+from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.request import Reason
+
+_log = logging.getLogger(__name__)
+AHEAD_FACTOR = 6
+"""The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow.
+
+For a streaming target it is more, by what the target does while messages travel.
+"""
+AHEAD_BRANCHING = 3
+"""Children of a node if several are allowed: a further one is an outcome more, and costs the draft no forward."""
+MAX_CAUGHT_UP_TOKENS = 64
+"""With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
+
+
+class NodeSink(Protocol):
+    """Where the nodes go: the session's speculator."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes of the draft in the tree."""
+        ...
+
+    def take(self, proposal: Proposal, budget: Budget) -> int:
+        """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""
+        ...
+
+
+class BackgroundDrafting:
+    """At most one task that asks the draft again and again; its failures show in the round that they cost."""
+
+    def __init__(self, draft: DraftClient, sink: NodeSink) -> None:
+        self.is_probe = False
+        """Whether the last task's nodes are only to be compared with the text."""
+        self.on_nodes: Callable[[], None] | None = None
+        """Called when nodes have come, or when none will come."""
+        self._draft, self._sink = draft, sink
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._is_late = False
+        """Whether a round has waited for the task in vain."""
+        self._arrival: asyncio.Future[None] | None = None
+        """Done when nodes arrive, for a round that waits for some."""
+
+    @property
+    def has_task(self) -> bool:
+        """Whether a task was begun and not ended, be it done or not."""
+        return self._task is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the draft is at work."""
+        return self._task is not None and not self._task.done()
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether nodes for the target may come."""
+        return self.is_running and not self.is_probe and self._draft.trouble is None
+
+    def grow(self, budget: Budget, num_steps_away: int = 0) -> None:
+        """Begin to grow the tree, unless the draft is at work already.
+
+        `num_steps_away` verifies of a streaming target pass while a commit and its answer travel.
+        """
+        if not self.is_running:
+            self.is_probe = False
+            self._start(self._grow(budget, num_steps_away))
+
+    def probe(self, budget: Budget) -> None:
+        """Ask the draft once without waiting, to learn what its tree would be worth."""
+        if not self.is_running:
+            self.is_probe = True
+            self._start(self._ask_once(budget))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._task = self._loop.create_task(work, name="specsplit-grow-ahead")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            # A draft's failures are no errors, so this is a mistake of ours.
+            _log.error("drafting ahead failed", exc_info=task.exception())
+        if self.on_nodes is not None and not self._sink.num_drafted:
+            self.on_nodes()  # nothing is to be waited for
+
+    async def _ask_once(self, budget: Budget) -> None:
+        answer = await self._draft.ask(budget, is_waited_for=False, is_probe=True)
+        if isinstance(answer, Proposal):
+            self._take(answer, budget)
+
+    async def _grow(self, budget: Budget, num_steps_away: int) -> None:
+        """Ask for more nodes until the tree is full or the draft has none."""
+        num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
+        branching = max(budget.max_branching, AHEAD_BRANCHING) if budget.max_branching > 1 else 1
+        depth = (2 + num_steps_away) * (budget.max_depth + 1) - 1
+        ahead = Budget(num_nodes, depth, branching)
+        limit = min((AHEAD_FACTOR + 2 * num_steps_away) * budget.max_new_nodes, MAX_STREAM_NODES // 2)
+        sink, history = self._sink, self._draft.contract.history
+        while sink.num_drafted < limit:
+            asked_at = len(history)
+            wanted = ahead if sink.num_drafted else replace(ahead, max_depth=budget.max_depth)  # soon, then deep
+            answer = await self._draft.ask(wanted, is_waited_for=False)
+            if not isinstance(answer, Proposal):
+                return
+            num_new = self._take(answer, ahead)
+            if self.on_nodes is not None:
+                self.on_nodes()
+            if self._arrival is not None and not self._arrival.done() and sink.num_drafted:
+                self._arrival.set_result(None)
+            if not num_new and asked_at == len(history):
+                return
+
+    def _take(self, proposal: Proposal, budget: Budget) -> int:
+        self._is_late = False
+        return self._sink.take(proposal, budget)
+
+    def cut(self) -> None:
+        """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
+        if self._task is not None and not self.is_probe and self._draft.num_missing <= MAX_CAUGHT_UP_TOKENS:
+            self._task.cancel()
+
+    async def wait_for_nodes(self, max_depth: int) -> Reason | None:
+        """Wait for what the draft still grows, since one call is under way at a time.
+
+        Return None if nodes came or nothing is under way any more, else why the wait was in vain.
+        """
+        task = self._task
+        if task is not None and not task.done() and not task.cancelling():
+            if self._is_late:
+                return "slow"
+            self._arrival = self._loop.create_future()
+            wait_s = self._draft.wait_s(max_depth)
+            await asyncio.wait({task, self._arrival}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            self._arrival = None
+            if self._sink.num_drafted:
+                return None
+            if not task.done():
+                self._is_late = True
+                return "slow"
+        await self.end()
+        return None
+
+    async def end(self) -> None:
+        """Cancel the task and wait for its end."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+            self._is_late = False

@@ -1,0 +1,241 @@
+"""What the sources of one session share: the token tree, lookup, the draft, and what was learned from rounds.
+
+When a verdict comes, the tree is rooted anew at the bonus token. If that token was in the tree, the subtree below it is
+kept and may be verified next at once; if not, the tree is dropped and begins again at the committed tokens. Since all
+sources share the tree, `auto` may change the mode between any two rounds. Knows neither text nor end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from specsplit.core.types import Budget, Proposal, Timings
+from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.session_contract import TokenHistory
+from specsplit.orchestrator.sources.background import BackgroundDrafting
+from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.token_tree import SpeculationTree
+
+
+class Speculator:
+    """One session's tree, and all that feeds and judges it."""
+
+    def __init__(
+        self,
+        history: TokenHistory,
+        vocab_size: int,
+        stats: SpeculationStats,
+        draft: DraftClient | None,
+        lookup: LookupIndex | None,
+    ) -> None:
+        self.tree = SpeculationTree(len(history) - 1, vocab_size, stats.acceptance)
+        self.draft = draft
+        self.background = BackgroundDrafting(draft, self) if draft is not None else None
+        self.waits = DraftWaits()
+        self.drafted = Timings()
+        """Work of the draft since the last input."""
+        self.is_concurrent = False
+        """Whether the draft is at work while the target verifies."""
+        self.stats = stats
+        self._history, self._lookup = history, lookup
+        self._loop = asyncio.get_running_loop()
+        self._trial = _LookupTrial()
+        self._is_kept: bool | None = None
+        """Whether the last outcome was in the tree; None if nothing was drafted ahead."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes of the draft in the tree."""
+        return self.tree.drafted.count
+
+    # ---------------------------------------------------------------- before a verify
+
+    def look_up(self, limit: Budget) -> None:
+        """Add lookup's nodes to the tree."""
+        if self._lookup is not None:
+            found = self._lookup.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
+            self.tree.merge(found.nodes, found.cells)
+            self._trial.begin(found)
+
+    def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
+        """Add lookup's nodes, and return nodes to verify at once, without waiting for the draft.
+
+        In `auto` these are nodes that predict more tokens per second than the decision does; there are none in a fixed
+        mode. The second value says whether lookup has a part in them.
+        """
+        limit, decision = plan.limit, plan.decision
+        if limit is None:
+            return [], False
+        self.look_up(limit)
+        if decision is None:
+            return [], False
+        tokens_per_s = decision.without_lookup
+        nodes = self.best(limit, tokens_per_s)
+        if not nodes:
+            return [], False
+        paths = self.tree.nodes.path_log_probs
+        rate = self.stats.predict_tokens_per_s([paths[node] for node in nodes])
+        if rate <= tokens_per_s:
+            return [], False
+        # Every further row is weighed against the rate of this very round.
+        nodes = self.best(limit, rate)
+        numbers = self.tree.drafted.numbers
+        return nodes, 0 in [numbers[node] for node in nodes]
+
+    def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
+        """Return the nodes to verify; with a rate, only those that are worth their rows at it."""
+        tree = self.tree
+        nodes = tree.best(limit.max_new_nodes, limit.max_depth)
+        if tokens_per_s is None or not nodes:
+            return nodes
+        paths = tree.nodes.path_log_probs
+        ranked = sorted([paths[node] for node in nodes], reverse=True)
+        count = self.stats.count_worth_verifying(ranked, tokens_per_s)
+        return nodes if count == len(nodes) else tree.best(count, limit.max_depth)
+
+    def make_input(self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False) -> SpeculationInput:
+        """Return `nodes`, which form a tree, as a round's input."""
+        tree, depths, numbers = self.tree, self.tree.nodes.depths, self.tree.drafted.numbers
+        proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
+        self.drafted = Timings()
+        waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
+        self.is_concurrent = self.background is not None and self.background.is_running
+        return SpeculationInput(
+            proposal,
+            [depths[node] for node in nodes],
+            [numbers[node] for node in nodes],
+            self._is_kept,
+            is_looked_up,
+            waited_ms,
+        )
+
+    # ---------------------------------------------------------------- the draft's answers
+
+    def take(self, proposal: Proposal, budget: Budget) -> int:
+        """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""
+        draft, drafted, timings = self.draft, self.drafted, proposal.timings
+        assert draft is not None, "it answered"
+        self.drafted = Timings(
+            device_ms=drafted.device_ms + timings.device_ms,
+            num_forwards=drafted.num_forwards + timings.num_forwards,
+            num_tokens=drafted.num_tokens + timings.num_tokens,
+        )
+        if self.waits.began_s is not None:
+            self.waits.count_work(timings.device_ms, draft.asked_s, self._loop.time())
+        epoch = draft.contract.epoch
+        if proposal.root_position < self.tree.root_position:
+            self._compare(proposal, budget, epoch)
+        return self.tree.take(proposal, budget.max_new_nodes, epoch)
+
+    def _compare(self, proposal: Proposal, budget: Budget, epoch: int) -> None:
+        """Judge a proposal that comes late by what the text has become."""
+        past = SpeculationTree(proposal.root_position, self.tree.vocab_size, self.stats.acceptance)
+        past.take(proposal, budget.max_new_nodes, epoch)
+        self.stats.observe_tree(past, self._history.ids[proposal.root_position + 1 :])
+
+    # ---------------------------------------------------------------- after a verdict
+
+    def observe_verify(self, result: RoundResult) -> None:
+        """Count the times of a round whose verify was asked for and waited for."""
+        now_s, waits = self._loop.time(), self.waits
+        if waits.round_ended_s is not None:  # the prompt's round comes before the first one that counts
+            self.stats.times.observe_verify(result.verdict.timings, result.verify_s, is_concurrent=self.is_concurrent)
+            self.stats.times.observe_overhead(now_s - waits.round_ended_s - result.verify_s - waits.waited_s)
+        waits.round_ended_s, waits.waited_s = now_s, 0.0
+
+    def end_round(self) -> None:
+        """Do the same for a round whose verify nobody asked for."""
+        self.waits.round_ended_s, self.waits.waited_s = self._loop.time(), 0.0
+
+    def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
+        """Learn from a verdict, and root the tree anew behind the committed tokens."""
+        token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
+        if self.draft is not None:
+            self.draft.observe(token_ids, result.scored_draft_numbers, result.verify_s)
+        if self._lookup is not None:
+            self._lookup.extend(token_ids)
+        stats.observe_tree(tree, token_ids)
+        found = self._trial.end(token_ids, waits_for_more=is_streamed)
+        if found is not None:
+            stats.observe_lookup(found, self._trial.spelled)
+        path = tree.nodes.walk(token_ids)
+        is_hit = len(path) == len(token_ids)
+        self._is_kept = None
+        if background is not None and background.has_task and not background.is_probe and tree.cells:
+            self._is_kept = is_hit
+            stats.observe_ahead(is_hit=is_hit)
+        if is_hit:
+            self.tree = tree.below(path)
+        else:
+            self.tree = SpeculationTree(len(self._history.ids) - 1, tree.vocab_size, stats.acceptance)
+            if background is not None:
+                background.cut()
+
+    async def close(self) -> None:
+        """End what is under way and free the draft's slot."""
+        if self.background is not None:
+            await self.background.end()
+        if self.draft is not None:
+            await self.draft.close()
+
+
+class DraftWaits:
+    """How long rounds waited for the draft, and the work that its device did meanwhile."""
+
+    def __init__(self) -> None:
+        self.round_ended_s: float | None = None
+        """When the last round ended; the prompt's is the first."""
+        self.waited_s = 0.0
+        """Since the last round ended."""
+        self.began_s: float | None = None
+        """When the wait under way began."""
+        self.device_ms = 0.0
+        """Work of the draft's device in the waits since the last input, at least."""
+
+    def end(self, now_s: float) -> None:
+        """End the wait under way."""
+        assert self.began_s is not None, "begun before it ends"
+        self.waited_s += now_s - self.began_s
+        self.began_s = None
+
+    def count_work(self, device_ms: float, asked_s: float, now_s: float) -> None:
+        """Count as much of a call's device work as must have been done in the wait under way."""
+        assert self.began_s is not None, "asked only then"
+        #  asked        wait began            now
+        #    |--- before ---|---- waited ------|      work that fits into `before` may have been done there
+        waited_s = self.waited_s + now_s - self.began_s
+        before_s = max(0.0, self.began_s - asked_s)
+        worked_ms = self.device_ms + max(0.0, device_ms - before_s * 1e3)
+        self.device_ms = min(worked_ms, waited_s * 1e3)
+
+
+class _LookupTrial:
+    """What lookup found for the round under way, until the text says what it was worth.
+
+    A stream's commits may be shorter than that; then the trial goes on until the text has left the tree.
+    """
+
+    def __init__(self) -> None:
+        self.spelled: list[int] = []
+        """Tokens committed since lookup was asked."""
+        self._found: LookupTree | None = None
+
+    def begin(self, found: LookupTree) -> None:
+        """Try what was found, unless a trial is under way."""
+        if self._found is None:
+            self._found, self.spelled = found, []
+
+    def end(self, token_ids: Sequence[int], *, waits_for_more: bool) -> LookupTree | None:
+        """Return what was found if `token_ids` decide the trial, None if it goes on or there is none."""
+        found = self._found
+        if found is None:
+            return None
+        self.spelled += token_ids
+        if waits_for_more and found.num_spelled(self.spelled) == len(self.spelled):
+            return None
+        self._found = None
+        return found

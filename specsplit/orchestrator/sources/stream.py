@@ -1,0 +1,96 @@
+"""Mode stream: the target goes on by itself, and is sent nodes as they are grown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specsplit.core.types import Proposal, Verdict
+from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.orchestrator.sources.lookup import LookupSource
+from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.orchestrator.target_client import TargetClient
+from specsplit.speculation.round_plan import RoundPlan
+from specsplit.telemetry import spans
+
+
+class StreamSource(LookupSource):
+    """Waits for commits, never for the draft; feeds the target's stream with the tree's new nodes."""
+
+    def __init__(self, speculator: Speculator, target: TargetClient) -> None:
+        super().__init__(speculator)
+        self._target = target
+        self._is_concurrent = False
+        """Whether the draft was at work when a commit was last waited for."""
+
+    async def first_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
+        """Let draft and target take in the prompt at the same time, and return the first commit."""
+        self._grow(plan)
+        return await self._next_commit()
+
+    async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
+        """Grow nodes for the target's next steps without waiting, and return its next commit."""
+        if not self._target.has_commit:  # otherwise the text is already further on
+            if plan.limit is not None:
+                self._speculator.look_up(plan.limit)  # the target takes what is worth its rows
+            self._grow(plan)
+        return await self._next_commit()
+
+    def _grow(self, plan: RoundPlan) -> None:
+        background, budget = self._speculator.background, plan.budget
+        if background is None:
+            return
+        background.on_nodes = self._target.push
+        if budget is None:
+            background.cut()  # an earlier decision may still have the draft at work
+            if plan.probe is not None:
+                background.probe(plan.probe)
+        elif not background.is_running:
+            background.grow(budget, self._speculator.stats.times.count_steps_away(max(budget.max_new_nodes, 2)))
+        self._is_concurrent = background.is_running
+
+    async def _next_commit(self) -> SpeculationInput:
+        committing = self._target.next_commit(self)
+        if spans.is_on:
+            committing = spans.around(committing, "commit", _span_attributes)
+        return self._scored(await committing)
+
+    def _scored(self, commit: Verdict) -> SpeculationInput:
+        """Return what the target verified as a round's input, with the verdict in the numbers of that input."""
+        tree = self._speculator.tree
+        node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
+        nodes = [node_of[number] for number in commit.verified if number in node_of]
+        number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
+        accepted = tuple(number_of[number] for number in commit.accepted if number in number_of)
+        speculation = self._speculator.make_input(nodes, 1)
+        verified = tuple(range(1, len(nodes) + 1))
+        return replace(speculation, commit=replace(commit, accepted=accepted, verified=verified))
+
+    # The stream takes its nodes from here; see `target_client.NodeFeed`.
+
+    def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
+        """Return the nodes that the stream has not got yet, numbered so, and whether more are under way."""
+        background = self._speculator.background
+        is_more_coming = background is not None and background.is_growing
+        return self._speculator.tree.take_unsent(first_node), is_more_coming
+
+    def forget_sent(self) -> None:
+        """Count all nodes as unsent: the stream begins anew."""
+        self._speculator.tree.forget_sent()
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from a commit, and root the tree anew."""
+        speculator, verdict = self._speculator, result.verdict
+        if verdict.timings.num_tokens == 1 + len(verdict.verified):  # otherwise the step took in text as well
+            self._speculator.stats.times.observe_verify(verdict.timings, None, is_concurrent=self._is_concurrent)
+        speculator.end_round()
+        speculator.advance(result, is_streamed=True)
+
+    async def leave(self) -> None:
+        """Close the stream; the target keeps the session's slot for unary rounds."""
+        if self._speculator.background is not None:
+            self._speculator.background.on_nodes = None
+        await self._target.close_stream(keeps_slot=True)
+
+
+def _span_attributes(commit: Verdict) -> dict[str, spans.Attribute]:
+    return {"nodes": len(commit.verified), "accepted": len(commit.accepted)}

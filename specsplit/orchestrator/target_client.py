@@ -1,0 +1,264 @@
+"""A session's view of its target: verdicts on trees, asked for or streamed, as long as the request allows.
+
+A stream opens with the first commit that is wanted, and again after whatever broke it. What the target committed in a
+broken stream and nobody heard of comes again, since picks depend on nothing but the text. Knows neither draft nor mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.core.ports import Verifier, VerifyStream
+from specsplit.core.tree import renumber
+from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.orchestrator.retry import RETRIED, Retrier
+from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
+
+_SLACK = 8
+"""How many times more than was seen so far a target may take for a token: all its sessions may be at it at once."""
+
+
+class NodeFeed(Protocol):
+    """Where a stream gets its nodes; the stream source is one."""
+
+    def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
+        """Return the nodes that the stream has not got yet, numbered so, and whether more are under way."""
+        ...
+
+    def forget_sent(self) -> None:
+        """Count all nodes as unsent: the stream begins anew."""
+        ...
+
+
+@dataclass(slots=True)
+class _OpenStream:
+    """A stream, and what was said in it."""
+
+    stream: VerifyStream
+    feed: NodeFeed
+    said: tuple[int, bool]
+    """The position that was acknowledged last, and whether more nodes were announced."""
+    next_node: int = 1
+    has_commits: bool = False
+
+
+class TargetClient:
+    """One session's target. It holds all committed tokens but the bonus token, so a turn's tail is never empty."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        identity: Identity,
+        contract: SessionContract,
+        retrier: Retrier,
+        limits: StreamLimits,
+    ) -> None:
+        self.contract = contract
+        self.next_node = 1
+        """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
+        self.verify_s = 0.0
+        """Seconds that the last verdict took, without attempts that had none."""
+        self._verifier, self._identity, self._retrier, self._limits = verifier, identity, retrier, limits
+        self._loop = asyncio.get_running_loop()
+        self._token_work_s = math.inf
+        """More seconds than the target needs for a token, infinity before it has answered once.
+
+        Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
+        """
+        self._open: _OpenStream | None = None
+        self._waited_since_s = 0.0
+        """When the last commit began to be waited for."""
+
+    async def verify(self, proposal: Proposal) -> Verdict:
+        """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend.
+
+        Raises:
+            DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
+            PeerMismatch: another model answers than the one that began the text.
+        """
+        contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
+        while True:
+            turn = contract.next_turn()
+            try:
+                if self._retrier.is_unbounded:
+                    # Nothing limits an attempt, so the usual one needs no wrapper; only what fails goes to the retrier.
+                    try:
+                        verdict = await self._send(turn, proposal)
+                    except RETRIED as error:
+                        verdict = await self._retrier.ask_again(self._send, turn, proposal, error=error)
+                else:
+                    work_s = self._token_work_s * (len(turn.tail) + num_nodes)
+                    verdict = await self._retrier.ask(self._send, turn, proposal, work_s=work_s)
+                break
+            except CONTRACT_ERRORS as error:
+                num_raises += not isinstance(error, SlotBehind)
+                if num_raises > MAX_RAISES:
+                    raise
+                await self._resume(error, turn.base_length)
+        self._take(verdict)
+        shift = proposal.first_node - self.next_node
+        self.next_node += num_nodes
+        return verdict if shift == 0 else _shifted(verdict, shift)
+
+    async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
+        started_s = self._loop.time()
+        if proposal.first_node != self.next_node:
+            proposal = renumber(proposal, self.next_node)
+        verdict = await self._verifier.verify(turn, proposal)
+        self._count_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids))
+        if turn.base_length == 0 and self._retrier.num_failures:
+            await self._check_worker()  # it had nothing to lose, so no SlotBehind says whether it is still the same
+        return verdict
+
+    def _take(self, verdict: Verdict) -> None:
+        contract = self.contract
+        contract.is_open = True
+        contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
+        if verdict.timings.sent_bytes:
+            contract.count_bytes(verdict.timings)
+
+    def _count_time(self, seconds: float, num_tokens: int) -> None:
+        self.verify_s = seconds
+        work_s = _SLACK * seconds / num_tokens
+        if work_s > self._token_work_s or self._token_work_s == math.inf:
+            self._token_work_s = work_s
+
+    async def _resume(self, error: SpecSplitError, believed: int) -> None:
+        """Agree with the target again on where the session is.
+
+        A stale round or epoch is an attempt of ours that nobody waits for, and that got further than we know.
+        """
+        if not isinstance(error, SlotBehind):
+            self._raise_epoch()
+            return
+        if error.have == 0 and believed > 0:
+            await self._check_worker()
+        self.contract.fall_back(believed, error)
+
+    def _raise_epoch(self, *, is_reported: bool = True) -> None:
+        self.contract.raise_epoch(is_reported=is_reported)
+        self.next_node = 1
+
+    async def _check_worker(self) -> None:
+        """Compare a target that lost a slot with the one that began the text.
+
+        Raises:
+            PeerMismatch: it computes another text, or has less room.
+        """
+        before, now = self._identity, await self._retrier.ask(self._verifier.ping)
+        if _arithmetic(now) != _arithmetic(before) or now.context < before.context:
+            raise PeerMismatch(
+                f"The target was replaced by another model ({now.model}, {now.dtype}, context {now.context}) in the "
+                f"middle of a text begun by {before.model}, {before.dtype}; send the request again."
+            )
+
+    # ---------------------------------------------------------------- streaming
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether a streamed commit has come already."""
+        return self._open is not None and self._open.stream.is_ready
+
+    async def next_commit(self, feed: NodeFeed) -> Verdict:
+        """Return the target's next commit, in the numbers of its stream; its tokens are the caller's to commit.
+
+        Raises:
+            DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
+            PeerMismatch: another model answers than the one that began the text.
+        """
+        num_raises = 0
+        while True:
+            num_tokens = self._limits.max_nodes + (1 if self._open is not None else len(self.contract.history))
+            try:
+                verdict = await self._retrier.ask(self._read, feed, work_s=self._token_work_s * num_tokens)
+                break
+            except CONTRACT_ERRORS as error:
+                num_raises += not isinstance(error, SlotBehind)
+                if num_raises > MAX_RAISES:
+                    raise
+                if isinstance(error, SlotBehind):  # otherwise the stream that broke has raised the epoch
+                    await self._resume(error, self.contract.num_held)
+        assert self._open is not None, "a commit came from it"
+        self._open.has_commits = True
+        self._take(verdict)
+        timings = verdict.timings
+        seconds = max(self._loop.time() - self._waited_since_s, timings.wall_ms / 1e3)
+        self._count_time(seconds, max(timings.num_tokens, 1 + len(verdict.verified)))
+        return verdict
+
+    def push(self) -> None:
+        """Send the stream what it has not got yet; every commit is acknowledged, be it by an empty proposal."""
+        opened = self._open
+        if opened is None:
+            return
+        proposal, is_more_coming = opened.feed.take_unsent(opened.next_node)
+        said = (proposal.root_position, is_more_coming)
+        if len(proposal) or said != opened.said:
+            opened.next_node, opened.said = opened.next_node + len(proposal), said
+            opened.stream.propose(proposal, is_more_coming=is_more_coming)
+
+    async def _read(self, feed: NodeFeed) -> Verdict:
+        self._waited_since_s = self._loop.time()
+        if self._open is None:
+            self._open_stream(feed)
+        opened = self._open
+        assert opened is not None
+        try:
+            self.push()
+            verdict = await opened.stream.next_commit()
+            if verdict is None:
+                raise WorkerFailed("The target ended a stream before the text was at its end.")
+            if verdict.length != len(self.contract.history) + len(verdict.accepted):
+                raise WorkerFailed("The target's stream is not where the text is.")
+        except BaseException:
+            await to_its_end(self._drop_stream())
+            raise
+        return verdict
+
+    def _open_stream(self, feed: NodeFeed) -> None:
+        """Open a stream with the first turn of an epoch; what fails shows in its commits."""
+        if self.contract.round:
+            self._raise_epoch(is_reported=False)
+        turn = self.contract.next_turn()
+        feed.forget_sent()
+        stream = self._verifier.open_stream(turn, self._limits)
+        self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))
+
+    async def _drop_stream(self) -> None:
+        """Leave a stream of which it is not known what the target did."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            # Without a commit there is nothing that the target could have done unseen.
+            self._raise_epoch(is_reported=opened.has_commits)
+            await opened.stream.close()
+
+    async def close_stream(self, *, keeps_slot: bool = False) -> None:
+        """End the stream, if one is open; a slot that is kept serves rounds of the next epoch."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._raise_epoch(is_reported=False)
+            await opened.stream.close(keeps_slot=keeps_slot)
+
+    async def close(self) -> None:
+        """End the stream and free the target's slot."""
+        await self.close_stream()
+        await self._verifier.close(self.contract.session)
+
+
+def _arithmetic(identity: Identity) -> tuple[str, str, str]:
+    """Return what decides the text."""
+    return identity.vocab_hash, identity.weights_hash, identity.dtype
+
+
+def _shifted(verdict: Verdict, shift: int) -> Verdict:
+    """Return the verdict with the node numbers that the caller knows."""
+    return replace(
+        verdict,
+        accepted=tuple(number + shift for number in verdict.accepted),
+        verified=tuple(number + shift for number in verdict.verified),
+    )
