@@ -29,7 +29,7 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.speculation.options import Speculation
 from specsplit.stages.serve import load_coordinator
-from specsplit.stages.wire.chain import RemoteChain
+from specsplit.stages.wire.remote_chain import RemoteChain
 
 WAYS = {"in turns": 1, "overlapping": None}
 """Steps under way at once; None for as many as there are stages."""
@@ -44,6 +44,7 @@ async def served(
     model: Path, num_stages: int, rtt_ms: float, way: str, sessions: int, nodes: int
 ) -> AsyncIterator[Orchestrator]:
     """Give an orchestrator over a chain of its own."""
+    from specsplit.stages.chain.runner import ChainOptions
     from specsplit.stages.chain.target import chain_target
 
     async with AsyncExitStack() as scope:
@@ -59,8 +60,8 @@ async def served(
         link = RemoteChain(addresses, (), coordinator.wanted)
         await link.connect()
         scope.push_async_callback(link.aclose)
-        loop = asyncio.get_running_loop()
-        target, _ = chain_target(coordinator.model, link, loop, coordinator.ends, max_pending=WAYS[way])
+        options = ChainOptions(max_pending=WAYS[way])
+        target, _ = chain_target(coordinator.model, link, coordinator.ends, options=options)
         scope.push_async_callback(target.aclose)
         tokenizer = coordinator.model.tokenizer
         assert tokenizer is not None, "written with the model"

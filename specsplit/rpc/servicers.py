@@ -6,6 +6,7 @@ Bytes in, bytes out: what cannot be parsed is then a request like any other bad 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from importlib.metadata import version
@@ -30,7 +31,7 @@ VERSION = version("specsplit")
 M = TypeVar("M", bound=Message)
 
 
-class WorkerService:
+class WorkerService(ABC):
     """What both services have in common: ping, the end of a session, and a drain that opens no new session."""
 
     name: str
@@ -58,10 +59,11 @@ class WorkerService:
         self._is_draining = True
 
     async def aclose(self) -> None:
-        """Do nothing: the worker is the caller's."""
+        """Leave the worker running: it is the caller's to close."""
+        return
 
-    def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]: ...
 
     def _check_open(self, turn: Turn) -> None:
         # A session that goes on in a new epoch has a base, so only a new session is refused.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specsplit.model.attention.metadata import SequenceInput
-    from specsplit.stages.packet import Ask, Packet
+    from specsplit.stages.packet import HeadRequest, Packet
     from specsplit.stages.wire.connection import Connection
     from specsplit.stages.wire.peer import StagePeer
 
@@ -159,26 +159,26 @@ class _Boundary:
 
     async def check(self, index: int, chain: Connection) -> StageCheck:
         from specsplit.core.types import SessionParams
-        from specsplit.stages.packet import Ask
+        from specsplit.stages.packet import HeadRequest
 
         time_ms, answer = float("inf"), None
-        ask = Ask(SessionParams()) if self._stage.has_head else None
+        head_request = HeadRequest(SessionParams()) if self._stage.has_head else None
         for _ in range(_REPEATS):
             start_s = time.perf_counter()
-            answer = await self._answer(chain, ask)
+            answer = await self._answer(chain, head_request)
             time_ms = min(time_ms, (time.perf_counter() - start_s) * 1e3)
         assert answer is not None
         num_other = self._num_other_picks(answer)
         if self._stage.has_head:
-            answer = await self._answer(chain, Ask(SessionParams(), tuple(self._truth.picks)))
+            answer = await self._answer(chain, HeadRequest(SessionParams(), tuple(self._truth.picks)))
         deviation = self._deviation(answer)
         is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.wanted.dtype]
         return StageCheck(index, self._address, self._stage.layers, deviation, num_other, time_ms, is_equal)
 
-    async def _answer(self, chain: Connection, ask: Ask | None) -> Packet:
+    async def _answer(self, chain: Connection, head_request: HeadRequest | None) -> Packet:
         from specsplit.stages.packet import check_answer
 
-        packet = self._packet(ask)
+        packet = self._packet(head_request)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await chain.begin(packet)
@@ -189,15 +189,15 @@ class _Boundary:
         check_answer(answer, packet)
         return answer
 
-    def _packet(self, ask: Ask | None) -> Packet:
-        from specsplit.stages.chain.step_slice import ChainInput, Part, Share
+    def _packet(self, head_request: HeadRequest | None) -> Packet:
+        from specsplit.stages.chain.step_slice import ChainInput, Chunk, StepSlice
         from specsplit.stages.packet import COORDINATOR, Packet, StepKind
         from specsplit.stages.shard.payload import payload_type
 
         entry, ends, model = self._entry, self._coordinator.ends, self._coordinator.model
-        asking = ChainInput(0, 0, entry.token_ids, entry.parents, entry.num_logits, ask)
-        part = Part(0, len(entry.token_ids), is_last=True)
-        session = Share(asking, self._slot).packet_session(part, None, has_ids=ends is None)
+        asking = ChainInput(0, 0, entry.token_ids, entry.parents, entry.num_logits, head_request)
+        chunk = Chunk(0, len(entry.token_ids), is_last=True)
+        session = StepSlice(asking, self._slot).packet_session(chunk, None, has_ids=ends is None)
         return Packet(
             request_id=next(self._request_ids),
             step_kind=StepKind.VERIFY,

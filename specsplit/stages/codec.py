@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest
 from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.stages.packet import Ask, Buffer, Keep, Layout, Packet, PacketSession, PayloadType, StepKind
+from specsplit.stages.packet import Buffer, HeadRequest, KeepList, Layout, Packet, PacketSession, PayloadType, StepKind
 
 _MAGIC, _VERSION = b"SSPK", 1
 _HEADER = struct.Struct("<4sHQIQBIIIBBIhhIQ")
@@ -149,8 +149,8 @@ def _session(session: PacketSession) -> bytes:
         parts.append((_Has.KEEP, lambda: _KEEP.pack(keep.request_id, len(keep.rows)) + _array("H", keep.rows)))
     if session.token_ids:
         parts.append((_Has.TOKEN_IDS, lambda: _array("I", session.token_ids)))
-    if (ask := session.ask) is not None:
-        parts.append((_Has.ASK, lambda: _params(ask.params) + _counted("I", ask.scored)))
+    if (head_request := session.head_request) is not None:
+        parts.append((_Has.ASK, lambda: _params(head_request.params) + _counted("I", head_request.scored)))
     if session.picks:
         parts.append((_Has.PICKS, lambda: _array("i", session.picks)))
     if session.log_probs:
@@ -222,16 +222,16 @@ class _Reader:
             keep=optional(_Has.KEEP, self._keep, None),
             token_ids=optional(_Has.TOKEN_IDS, lambda: self._array("I", num_tokens), ()),
             num_logits=num_logits,
-            ask=optional(_Has.ASK, self._ask, None),
+            head_request=optional(_Has.ASK, self._head_request, None),
             picks=optional(_Has.PICKS, lambda: self._array("i", num_logits), ()),
             log_probs=optional(_Has.LOG_PROBS, lambda: self._counted("d"), ()),
         )
 
-    def _keep(self) -> Keep:
+    def _keep(self) -> KeepList:
         request_id, count = self._struct(_KEEP)
-        return Keep(request_id, self._array("H", count))
+        return KeepList(request_id, self._array("H", count))
 
-    def _ask(self) -> Ask:
+    def _head_request(self) -> HeadRequest:
         *sampling, seed, choice, prompt_length, num_biases = self._struct(_PARAMS)
         token_ids, values = self._array("I", num_biases), self._array("d", num_biases)
         params = SessionParams(
@@ -240,7 +240,7 @@ class _Reader:
             choice=choice,
             prompt_length=prompt_length,
         )
-        return Ask(params, self._counted("I"))
+        return HeadRequest(params, self._counted("I"))
 
     def _counted(self, code: str) -> tuple[Any, ...]:
         (count,) = self._struct(_COUNT)

@@ -115,7 +115,7 @@ def _sum(*parts: Weights) -> Weights:
 
 
 # Feed-forward parts: of one layer, by its index.
-Part = Callable[[ConfigValues, int], Weights]
+FeedForward = Callable[[ConfigValues, int], Weights]
 
 
 def _gated(hidden: int, inner: int, *, bias: bool = False, copies: int = 1) -> Weights:
@@ -166,7 +166,7 @@ def _decoder(
     values: ConfigValues,
     index: int,
     *,
-    mlp: Part = _dense,
+    mlp: FeedForward = _dense,
     qkv_bias: str = "",
     out_bias: str = "",
     qk_norm: Literal["", "head", "width"] = "",
@@ -219,16 +219,16 @@ def _square_layer(values: ConfigValues, index: int, *, attention_bias: str, mlp_
 
 
 # Ends: embedding, final norm, head.
-Ends = tuple[Weights, Weights, Weights]
+EndWeights = tuple[Weights, Weights, Weights]
 
 
-def _ends(values: ConfigValues, *, norm_vectors: int = 1, positions: bool = False) -> Ends:
+def _ends(values: ConfigValues, *, norm_vectors: int = 1, positions: bool = False) -> EndWeights:
     table = _linear(values.hidden, values.size("vocab_size"))
     learned = _linear(values.hidden, values.size("max_position_embeddings")) if positions else Weights()
     return table + learned, Weights(vector=norm_vectors * values.hidden), table
 
 
-def _opt_ends(values: ConfigValues) -> Ends:
+def _opt_ends(values: ConfigValues) -> EndWeights:
     hidden, width = values.hidden, values.optional_size("word_embed_proj_dim") or values.hidden
     table = _linear(width, values.size("vocab_size"))
     positions = _linear(hidden, values.size("max_position_embeddings") + 2)
@@ -258,9 +258,9 @@ def _expanded_kv(values: ConfigValues) -> int:
 class Family:
     """How one model_type is counted; `defaults` are transformers' for keys that its configs may leave out."""
 
-    layer: Part
+    layer: FeedForward
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    ends: Callable[[ConfigValues], Ends] = _ends
+    ends: Callable[[ConfigValues], EndWeights] = _ends
     kv: Callable[[ConfigValues], int] = _kv
     note: str = ""
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import PeerMismatch
 from specsplit.core.types import PROTOCOL_VERSION
-from specsplit.stages.planner import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StageIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedChain:
+class ExpectedChain:
     """What the coordinator of a model needs of its stages."""
 
     model: str
@@ -59,7 +59,7 @@ class WantedChain:
     context: int
     node_limit: int
     num_slots: int
-    ends: Ends
+    ends: EndsAt
     config_hash: str
     tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None

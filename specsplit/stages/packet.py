@@ -58,7 +58,7 @@ class Layout(IntEnum):
 
 
 @record
-class Keep:
+class KeepList:
     """Which rows of the last step became committed tokens.
 
     Holds only for the rows that the packet numbered `request_id` wrote: the one whose answer the coordinator used.
@@ -76,7 +76,7 @@ class Keep:
 
 
 @record
-class Ask:
+class HeadRequest:
     """What the stage with the head shall make of its logits: picks, or log-probabilities of `scored`.
 
     The i-th token of `scored` belongs to the i-th of the last len(scored) wanted rows; biases are those of `params`.
@@ -101,11 +101,11 @@ class PacketSession:
     base_hash: int = 0
     hashes: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
-    keep: Keep | None = None
+    keep: KeepList | None = None
     token_ids: tuple[int, ...] = ()
     num_logits: int = 0
     """Of the last rows."""
-    ask: Ask | None = None
+    head_request: HeadRequest | None = None
     picks: tuple[int, ...] = ()
     """Of an answer; -1 where the logits are not numbers."""
     log_probs: tuple[float, ...] = ()
@@ -120,8 +120,8 @@ class PacketSession:
             _require(len(self.parents) == count, "another number of parents than rows")
             for row, parent in enumerate(self.parents):
                 _require(-1 <= parent < row, "a row whose parent does not precede it")
-        if self.ask is not None:
-            _require(len(self.ask.scored) <= self.num_logits, "more tokens to score than wanted rows")
+        if self.head_request is not None:
+            _require(len(self.head_request.scored) <= self.num_logits, "more tokens to score than wanted rows")
         _require(len(self.picks) in (0, self.num_logits), "another number of picks than wanted rows")
         _require(len(self.log_probs) <= self.num_logits, "more log-probabilities than wanted rows")
 
@@ -225,12 +225,12 @@ def check_answer(answer: Packet, packet: Packet) -> None:
     )
     _require(answer.is_answer and fits and shares(answer) == shares(packet), "an answer to something else")
     for asked, session in zip(packet.sessions, answer.sessions, strict=True):
-        scored = asked.ask.scored if asked.ask else ()
-        num_picks = asked.num_logits if asked.ask and not scored else 0
+        scored = asked.head_request.scored if asked.head_request else ()
+        num_picks = asked.num_logits if asked.head_request and not scored else 0
         _require(
             (len(session.picks), len(session.log_probs)) == (num_picks, len(scored)), "an answer without its picks"
         )
-    wants_hidden = any(session.num_logits and session.ask is None for session in packet.sessions)
+    wants_hidden = any(session.num_logits and session.head_request is None for session in packet.sessions)
     _require(answer.has_hidden == wants_hidden, "an answer without its hidden states")
 
 

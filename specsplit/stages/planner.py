@@ -18,7 +18,7 @@ from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
 from specsplit.stages.families import BYTES, PlanDtype, Weights
 from specsplit.stages.shape import ModelShape
 
-Ends = Literal["stages", "coordinator"]
+EndsAt = Literal["stages", "coordinator"]
 """Where embedding, final norm and head live: on the first and last stage, or on the coordinator (docs/stages.md)."""
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context, as for a worker that serves."""
@@ -43,7 +43,7 @@ class Workload:
     nodes: int = DEFAULT_NODES
     """Tree nodes verified in a round; the root is one token more."""
     dtype: PlanDtype = "bf16"
-    ends: Ends = "stages"
+    ends: EndsAt = "stages"
     node_limit: int = NODE_LIMIT
 
     def __post_init__(self) -> None:

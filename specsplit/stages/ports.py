@@ -80,7 +80,7 @@ class StageLink(Protocol):
 
 
 @runtime_checkable
-class EndsSlots(Protocol):
+class SlotReleaser(Protocol):
     """A StageLink over which stages can be told that a slot's session has ended."""
 
     def end(self, slot: int, epoch: int) -> None:

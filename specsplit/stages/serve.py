@@ -27,11 +27,12 @@ from specsplit.stages.planner import even_ranges
 if TYPE_CHECKING:
     from specsplit.engine.engine import Engine
     from specsplit.rpc.server import Server
-    from specsplit.stages.chain.runner import ChainRunner, Ends
-    from specsplit.stages.identity import WantedChain
-    from specsplit.stages.shard.ends import ChainModel
+    from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
+    from specsplit.stages.chain.runner import ChainRunner
+    from specsplit.stages.identity import ExpectedChain
+    from specsplit.stages.shard.chain_model import ChainModel
     from specsplit.stages.shard.loader import LoadedShard, ShardSpec
-    from specsplit.stages.wire.chain import RemoteChain
+    from specsplit.stages.wire.remote_chain import RemoteChain
 
 RECONNECT_S = 2.5
 """A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
@@ -47,9 +48,9 @@ class Coordinator:
     """What the process of a target holds whose layers are on stages."""
 
     model: ChainModel
-    ends: Ends | None
+    ends: CoordinatorEnds | None
     """With ends = coordinator."""
-    wanted: WantedChain
+    wanted: ExpectedChain
     local_ranges: tuple[range, ...]
     """The layers of the stages to be started here; none where they run elsewhere."""
 
@@ -119,9 +120,9 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         InvalidSettings: more stages than layers.
     """
     require_worker_extra()
-    from specsplit.stages.chain.expected import wanted_chain
-    from specsplit.stages.chain.runner import Ends
-    from specsplit.stages.shard.ends import load_chain_model
+    from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
+    from specsplit.stages.chain.expected import expected_chain
+    from specsplit.stages.shard.chain_model import load_chain_model
     from specsplit.stages.shard.loader import load_ends
 
     ranges: tuple[range, ...] = ()
@@ -138,9 +139,9 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         embedding, head = load_ends(
             settings.model, dtype=dtype, device=settings.device, context=model.context, threads=settings.threads
         )
-        ends = Ends(embedding, head)
+        ends = CoordinatorEnds(embedding, head)
     source = settings.model if _has_weights(settings.model) else None
-    return Coordinator(model, ends, wanted_chain(model, settings.ends, source), ranges)
+    return Coordinator(model, ends, expected_chain(model, settings.ends, source), ranges)
 
 
 def _default_dtype(settings: TargetSettings) -> str:
@@ -233,7 +234,8 @@ async def serving_chain(
     from specsplit.rpc.transport import largest_request
     from specsplit.stages.chain.target import chain_target
     from specsplit.stages.local import local_stages
-    from specsplit.stages.wire.chain import RemoteChain
+    from specsplit.stages.wire.options import LinkOptions
+    from specsplit.stages.wire.remote_chain import RemoteChain
 
     model, ttl_s = coordinator.model, settings.session_ttl
     async with AsyncExitStack() as stack:
@@ -246,16 +248,17 @@ async def serving_chain(
             stages,
             settings.spares,
             coordinator.wanted,
-            call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
-            reconnect_s=RECONNECT_S,
-            step_timeout_s=settings.step_timeout,
+            LinkOptions(
+                call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
+                reconnect_s=RECONNECT_S,
+                step_timeout_s=settings.step_timeout,
+            ),
         )
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
         device = ThreadExecutor("target", settings.threads)
         stack.push_async_callback(device.close)
-        loop = asyncio.get_running_loop()
-        engine, runner = chain_target(model, link, loop, coordinator.ends, device=device, ttl_s=ttl_s)
+        engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
         running = await stack.enter_async_context(
@@ -313,14 +316,15 @@ class _Incidents:
         if link.num_moved_slots > self._num_moved:
             _log.warning("%d slots were moved, with their rows", link.num_moved_slots - self._num_moved)
         self._num_spares, self._num_moved = len(link.spares_used), link.num_moved_slots
-        resyncs = list(self._statistics.resyncs)
-        known = next((index for index, resync in enumerate(resyncs) if resync is self._last), -1)
-        for resync, count in Counter(resyncs[known + 1 :]).items():  # a chain that is down is tried often
+        latest = list(self._statistics.resent)
+        # The latest entries only are kept, so the last one logged may be gone: then all of them are new.
+        known = next((index for index, resent in enumerate(latest) if resent is self._last), -1)
+        for resent, count in Counter(latest[known + 1 :]).items():  # a chain that is down is tried often
             times = f", {count} times" if count > 1 else ""
             _log.warning(
-                "sent again: %d tokens of slot %d (%s)%s", resync.num_tokens, resync.slot, resync.reason, times
+                "sent again: %d tokens of slot %d (%s)%s", resent.num_tokens, resent.slot, resent.reason, times
             )
-        self._last = resyncs[-1] if resyncs else None
+        self._last = latest[-1] if latest else None
 
 
 async def _mend(engine: Engine, link: RemoteChain) -> None:

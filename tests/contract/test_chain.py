@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.stages.planner import Ends
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.chains import Shards, opened
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> None:
         _shards[ends] = Shards.load(folder, 3, [1], ends, max_sessions=12, context=128)  # type: ignore[arg-type]
 
 
-def over(ends: Ends) -> Callable[[], AbstractAsyncContextManager[tuple[Drafter, Verifier]]]:
+def over(ends: EndsAt) -> Callable[[], AbstractAsyncContextManager[tuple[Drafter, Verifier]]]:
     @asynccontextmanager
     async def engines() -> AsyncIterator[tuple[Drafter, Verifier]]:
         async with opened(_shards[ends]) as chain:

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.types import Proposal, SamplingParams, SessionParams, Verdict
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.stages.packet import Packet
-from specsplit.stages.planner import Ends
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot, Shards, opened
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
@@ -53,7 +53,7 @@ def whole(family: str) -> LoadedModel:
 
 
 @cache
-def shards(family: str, bounds: tuple[int, ...], ends: Ends) -> Shards:
+def shards(family: str, bounds: tuple[int, ...], ends: EndsAt) -> Shards:
     return Shards.load(folder(family), 3, bounds, ends)
 
 
@@ -86,12 +86,12 @@ async def together(target: TargetEngine, family: str, sampling: str, shape: str)
     )
 
 
-def pairwise() -> list[tuple[str, int, Ends, str, str]]:
+def pairwise() -> list[tuple[str, int, EndsAt, str, str]]:
     """Return cases in which every family meets every cut, and either ends, shape and sampling each of the others."""
-    cases: list[tuple[str, int, Ends, str, str]] = []
+    cases: list[tuple[str, int, EndsAt, str, str]] = []
     for index, family in enumerate(("llama", "gpt2", "gemma2")):
         for cut in range(len(CUTS)):
-            ends: Ends = "stages" if (index + cut) % 2 else "coordinator"
+            ends: EndsAt = "stages" if (index + cut) % 2 else "coordinator"
             cases.append(
                 (family, cut, ends, ("tree", "chain")[(cut // 2 + index) % 2], sorted(SAMPLING)[(cut + index) % 3])
             )
@@ -107,7 +107,7 @@ CASES = (
 
 @pytest.mark.parametrize(("family", "cut", "ends", "shape", "sampling"), CASES)
 async def test_a_chain_gives_the_verdicts_of_one_process(
-    family: str, cut: int, ends: Ends, shape: str, sampling: str
+    family: str, cut: int, ends: EndsAt, shape: str, sampling: str
 ) -> None:
     texts_ = await asyncio.to_thread(texts, family, sampling)
     target = TargetEngine(whole(family))
@@ -126,7 +126,7 @@ async def test_a_chain_gives_the_verdicts_of_one_process(
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
 async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: EndsAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = PROMPT_LENGTHS[0], PROMPT_LENGTHS[1]
     texts_ = await asyncio.to_thread(texts, "llama", "hot")
@@ -144,7 +144,7 @@ async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
 @pytest.mark.parametrize("family", sorted(FAMILIES) if FULL else ["gemma2"])
-async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: str, ends: Ends) -> None:
+async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: str, ends: EndsAt) -> None:
     unrecorded = load_model(str(folder(family)), role="target", threads=1, context=160, record=False)
     layers = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt-neox": "gpt_neox.layers"}
     model = Whole(unrecorded.runner, layers.get(family, "model.layers"))

@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import CorruptPacket, InvalidPacket, StaleEpoch, WorkerUnreachable
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.stages.chain.runner import ResentRows
+from specsplit.stages.chain.statistics import ResentRows
 from specsplit.stages.packet import Packet
-from specsplit.stages.planner import Ends
 from specsplit.stages.shard.payload import to_payload
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Fault, OpenChain, Shards, opened
@@ -29,7 +29,7 @@ from tests.support.rounds import plain_text, verdicts
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 FAULTS: tuple[Fault, ...] = ("corrupt", "lost", "restart", "twice", "again-later")
 NUM_STAGES = 3
-ENDS: tuple[Ends, ...] = ("stages", "coordinator")
+ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 _folder = TemporaryDirectory()
@@ -42,7 +42,7 @@ def whole() -> LoadedModel:
 
 
 @cache
-def shards(ends: Ends) -> Shards:
+def shards(ends: EndsAt) -> Shards:
     whole()
     return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends)
 
@@ -59,7 +59,7 @@ def truth() -> list[int]:
 
 
 def run(
-    ends: Ends, faults: Callable[[Packet, int], Fault | None], num_sessions: int = 1, max_attempts: int = 8
+    ends: EndsAt, faults: Callable[[Packet, int], Fault | None], num_sessions: int = 1, max_attempts: int = 8
 ) -> tuple[list[list[Verdict]], OpenChain]:
     async def main() -> tuple[list[list[Verdict]], OpenChain]:
         text = await asyncio.to_thread(truth)
@@ -72,14 +72,14 @@ def run(
 
 
 @cache
-def undisturbed(ends: Ends) -> tuple[list[list[Verdict]], list[tuple[int, int, int]]]:
+def undisturbed(ends: EndsAt) -> tuple[list[list[Verdict]], list[tuple[int, int, int]]]:
     """Return the verdicts, and of every packet its number, first row and end."""
     given_, chain = run(ends, lambda packet, hop: None)
     packets = [packet for hop, packet in chain.wire.seen if hop == 0]
     return given_, [(p.request_id, p.sessions[0].start, p.sessions[0].start + p.num_tokens) for p in packets]
 
 
-def expected_resync(ends: Ends, fault: Fault, index: int, hop: int) -> ResentRows | None:
+def expected_resend(ends: EndsAt, fault: Fault, index: int, hop: int) -> ResentRows | None:
     """Return what is sent again if the fault meets packet `index` (the prompt is packets 0, 1 and 2)."""
     packets = undisturbed(ends)[1]
     _, start, end = packets[index]
@@ -102,7 +102,7 @@ CASES = [(ends, fault, index) for ends in ("stages", "coordinator") for fault in
 
 
 @pytest.mark.parametrize(("ends", "fault", "index"), CASES if FULL else CASES[::2])
-def test_a_fault_costs_exactly_the_rows_that_it_lost(ends: Ends, fault: Fault, index: int) -> None:
+def test_a_fault_costs_exactly_the_rows_that_it_lost(ends: EndsAt, fault: Fault, index: int) -> None:
     expected, packets = undisturbed(ends)
     num_hops = NUM_STAGES + (fault in ("corrupt", "lost"))
     for hop in range(num_hops):
@@ -110,8 +110,8 @@ def test_a_fault_costs_exactly_the_rows_that_it_lost(ends: Ends, fault: Fault, i
             ends, lambda packet, at, hop=hop: fault if (packet.request_id, at) == (packets[index][0], hop) else None
         )
         assert given_ == expected
-        resync, statistics = expected_resync(ends, fault, index, hop), chain.runner.chain_statistics
-        assert list(statistics.resyncs) == ([resync] if resync else [])
+        resync, statistics = expected_resend(ends, fault, index, hop), chain.runner.chain_statistics
+        assert list(statistics.resent) == ([resync] if resync else [])
         assert statistics.recomputed_tokens == (resync.num_tokens if resync else 0)
         assert statistics.num_tokens == sum(end - start for _, start, end in packets) + statistics.recomputed_tokens
 
@@ -123,7 +123,7 @@ SESSIONS = 3
 
 
 @cache
-def undisturbed_together(ends: Ends) -> tuple[list[list[Verdict]], int]:
+def undisturbed_together(ends: EndsAt) -> tuple[list[list[Verdict]], int]:
     """Return the verdicts of several sessions at once, and the tokens that were sent for them."""
     given_, chain = run(ends, lambda packet, hop: None, num_sessions=SESSIONS)
     return given_, chain.runner.chain_statistics.num_tokens
@@ -143,8 +143,8 @@ def test_whatever_goes_wrong_the_verdicts_are_the_same(part: int) -> None:
         statistics = chain.runner.chain_statistics
         assert given_ == expected, f"schedule {seed}"
         assert statistics.num_tokens == needed + statistics.recomputed_tokens, f"schedule {seed}"
-        if len(statistics.resyncs) < (statistics.resyncs.maxlen or 0):
-            again = sum(resync.num_tokens for resync in statistics.resyncs)
+        if len(statistics.resent) < (statistics.resent.maxlen or 0):
+            again = sum(resync.num_tokens for resync in statistics.resent)
             assert statistics.recomputed_tokens == again, f"schedule {seed}"
 
 
@@ -197,13 +197,13 @@ def test_what_comes_late_of_a_slots_last_session_is_refused() -> None:
             send = chain.wire.send
             chain.wire.send = deliver_late  # type: ignore[method-assign]
             await verdicts(chain.target, PROMPT, PARAMS, text, 0)
-            assert not chain.runner.chain_statistics.resyncs
+            assert not chain.runner.chain_statistics.resent
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
-def test_a_last_stage_that_answers_nonsense_is_refused(ends: Ends) -> None:
+def test_a_last_stage_that_answers_nonsense_is_refused(ends: EndsAt) -> None:
     def lie(answer: Packet) -> Packet:
         if answer.has_hidden:
             return replace(answer, payload=to_payload(torch.full((answer.num_rows, answer.hidden_size), torch.nan)))

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.stages.planner import Ends
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.target.engine import TargetEngine
 from tests.support.chain_model import ChainModel
@@ -33,7 +33,7 @@ __all__ = ["patient"]  # a fixture
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 NUM_EXACT, NUM_TOGETHER, NUM_PARTS = (1000, 1000, 20) if FULL else (20, 20, 2)
 NUM_STAGES = 3
-ENDS: tuple[Ends, ...] = ("stages", "coordinator")
+ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
 RATES = (0.02, 0.05, 0.1)
 LINK_FAULTS = ("corrupt", "twice", "again-later", "delayed", "swapped")
 COPIES = ("twice", "again-later")
@@ -61,13 +61,13 @@ def whole() -> LoadedModel:
 
 
 @cache
-def shards(ends: Ends) -> Shards:
+def shards(ends: EndsAt) -> Shards:
     whole()
     return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends)
 
 
 @cache
-def spares(ends: Ends) -> list[LoadedShard]:
+def spares(ends: EndsAt) -> list[LoadedShard]:
     whole()
     return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends).stages
 
@@ -115,9 +115,9 @@ async def test_what_is_sent_again_is_exactly_what_was_lost(part: int) -> None:
             async with farm.opened(fate, only_latest=True, window=1, max_attempts=200) as chain:
                 assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text, f"schedule {seed}"
                 statistics = chain.runner.chain_statistics
-                assert chain.resyncs == model.resyncs, f"schedule {seed}: {farm.fired}"
+                assert chain.resent == model.resent, f"schedule {seed}: {farm.fired}"
                 assert (statistics.num_packets, statistics.num_tokens) == (model.num_packets, model.num_tokens)
-                assert statistics.recomputed_tokens == sum(count for _, count in model.resyncs)
+                assert statistics.recomputed_tokens == sum(count for _, count in model.resent)
                 await settled(farm, chain)
 
 
@@ -141,10 +141,10 @@ async def test_whatever_goes_wrong_the_verdicts_of_sessions_are_the_same(part: i
             async with farm.opened(fate, max_attempts=200) as chain:
                 assert await several(chain) == expected, f"schedule {seed}"
                 statistics = chain.runner.chain_statistics
-                again = sum(count for _, count in chain.resyncs)
+                again = sum(count for _, count in chain.resent)
                 assert statistics.recomputed_tokens == again, f"schedule {seed}"
                 assert statistics.num_tokens == needed + again, f"schedule {seed}"
-                assert {reason for reason, _ in chain.resyncs} <= set().union(
+                assert {reason for reason, _ in chain.resent} <= set().union(
                     *(REASONS.get(fault, set()) for fault in farm.fired)
                 ), f"schedule {seed}: {farm.fired}"
                 await settled(farm, chain)

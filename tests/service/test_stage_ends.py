@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,10 +12,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import StaleEpoch, WorkerUnreachable
 from specsplit.core.types import Proposal, SamplingParams, SessionParams
 from specsplit.model.loader import load_model
-from specsplit.stages.planner import Ends
 from specsplit.stages.shard.loader import LoadedShard, load_shard
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.peer import StagePeer, StagePing
@@ -39,7 +40,7 @@ def folder() -> Path:
 
 
 @cache
-def shards(ends: Ends) -> Shards:
+def shards(ends: EndsAt) -> Shards:
     return Shards.load(folder(), 3, (1, 2), ends)
 
 
@@ -93,14 +94,15 @@ class SilentProxy(CountingProxy):
 
 def num_rows(host: StageHost) -> list[int]:
     """Return the rows of every slot of a stage, and check that what goes with rows goes with them."""
-    slots = host.stage.engine._slots
-    for slot in slots:
-        assert slot.num_rows or not (slot.hashes or slot.ids or slot.pending or slot._sampler)
-    return [slot.num_rows for slot in slots]
+    host.stage.engine.check_integrity()
+    return host.stage.engine.num_rows
 
 
 def is_forgotten(chain: RemoteOpen) -> bool:
-    return not any(rows for host in (*chain.hosts, *chain.spares) for rows in num_rows(host)) and not chain.link._ended
+    return (
+        not any(rows for host in (*chain.hosts, *chain.spares) for rows in num_rows(host))
+        and not chain.link.num_ended_slots
+    )
 
 
 async def opening(target: TargetEngine, key: str, params: SessionParams = PARAMS) -> None:
@@ -108,7 +110,7 @@ async def opening(target: TargetEngine, key: str, params: SessionParams = PARAMS
 
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
-async def test_stages_forget_a_session_that_is_closed_and_no_other(ends: Ends) -> None:
+async def test_stages_forget_a_session_that_is_closed_and_no_other(ends: EndsAt) -> None:
     async with opened_remote(shards(ends)) as chain:
         await opening(chain.target, "one")
         await opening(chain.target, "two")
@@ -133,7 +135,7 @@ async def test_stages_forget_what_expired_what_failed_and_what_was_scored() -> N
         await wait_until(lambda: is_forgotten(chain))
 
         await chain.hosts[2].stop()
-        chain.link._reconnect_s = 0.1
+        chain.link.options = replace(chain.link.options, reconnect_s=0.1)
         with pytest.raises(WorkerUnreachable):
             await opening(chain.target, "two")
         await chain.target.close("two")
@@ -162,12 +164,12 @@ async def test_a_slot_taken_anew_is_safe_from_the_end_of_its_old_session(
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
         await opening(chain.target, "new")
         waiting.set()
-        await wait_until(lambda: not chain.link._ended)
+        await wait_until(lambda: not chain.link.num_ended_slots)
         assert len(told) >= 3
         assert [num_rows(host) for host in chain.hosts] == [[40, 0, 0, 0]] * 3
         turn = script(PARAMS, [*PROMPT, text[0]], len(PROMPT), 2, "new")
         assert (await chain.target.verify(turn, Proposal(1, len(PROMPT)))).bonus_token == text[1]
-        assert chain.resyncs == []
+        assert chain.resent == []
 
 
 async def test_slots_that_are_used_again_and_again_compute_nothing_twice() -> None:
@@ -182,7 +184,7 @@ async def test_slots_that_are_used_again_and_again_compute_nothing_twice() -> No
                     await verdicts(chain.target, PROMPT, PARAMS, text, seed, "tree", rollback=0.2)
 
         await asyncio.gather(*(use(seed) for seed in range(NUM_SLOTS)))
-        assert chain.resyncs == []
+        assert chain.resent == []
         assert (chain.link.statistics.num_connections, chain.link.statistics.num_late) == (1, 0)
         await wait_until(lambda: is_forgotten(chain))
 
@@ -255,7 +257,7 @@ async def test_what_ends_while_slots_move_to_a_spare_is_forgotten_there_too(monk
         may_go_on.set()
         assert await moving == 2
         await wait_until(lambda: num_rows(chain.spares[0]) == [0, 40, 0, 0])
-        await wait_until(lambda: not chain.link._ended)
+        await wait_until(lambda: not chain.link.num_ended_slots)
 
 
 async def test_packets_of_an_epoch_that_is_over_write_nothing() -> None:
@@ -268,4 +270,4 @@ async def test_packets_of_an_epoch_that_is_over_write_nothing() -> None:
             await chain.hosts[0].stage.engine.forward(late)
         assert num_rows(chain.hosts[0]) == [0] * NUM_SLOTS
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == await asyncio.to_thread(truth)
-        assert chain.resyncs == []
+        assert chain.resent == []

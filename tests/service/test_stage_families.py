@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import load_model
-from specsplit.stages.chain import runner as chain
-from specsplit.stages.planner import Ends
-from specsplit.stages.shard.ends import ChainModel, load_chain_model
+from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
+from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
 from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, save_deeper
@@ -37,7 +37,7 @@ FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 NUM_LAYERS = 4
 CUTS = ((1,), (1, 3), (1, 2, 3), (3,), (2, 3))
 """Two and three uneven stages, and one layer each; in the full product uneven the other way round too."""
-ENDS: tuple[Ends, ...] = ("stages", "coordinator")
+ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
 SAMPLING = {"greedy": SamplingParams(), "hot": SamplingParams(temperature=1.0, top_p=0.9)}
 SHAPES = ("tree", "chain")
 LENGTHS = (9, 40)
@@ -97,17 +97,17 @@ def coordinator(family: str) -> ChainModel:
 
 
 @cache
-def ends_of(family: str) -> chain.Ends:
-    return chain.Ends(*load_ends(str(folder(family)), threads=1, context=160, record=False))
+def ends_of(family: str) -> CoordinatorEnds:
+    return CoordinatorEnds(*load_ends(str(folder(family)), threads=1, context=160, record=False))
 
 
-def shards(family: str, bounds: tuple[int, ...], ends: Ends) -> Shards:
+def shards(family: str, bounds: tuple[int, ...], ends: EndsAt) -> Shards:
     """Return the parts of a model; what several cuts have in common is loaded once."""
     stages = [shard(family, spec) for spec in cut(NUM_LAYERS, bounds, has_ends=ends == "stages")]
     return Shards(coordinator(family), stages, ends_of(family) if ends == "coordinator" else None)
 
 
-Case = tuple[str, tuple[int, ...], Ends, str, str]
+Case = tuple[str, tuple[int, ...], EndsAt, str, str]
 
 
 def choices() -> list[Case]:
@@ -137,7 +137,7 @@ def test_any_two_choices_meet() -> None:
 
 @pytest.mark.parametrize(("family", "bounds", "ends", "sampling", "shape"), CASES)
 async def test_a_family_over_served_stages_gives_the_verdicts_of_one_process(
-    family: str, bounds: tuple[int, ...], ends: Ends, sampling: str, shape: str
+    family: str, bounds: tuple[int, ...], ends: EndsAt, sampling: str, shape: str
 ) -> None:
     texts, given = (await asyncio.to_thread(expected, family))[sampling, shape]
     parts = await asyncio.to_thread(shards, family, bounds, ends)

@@ -112,5 +112,5 @@ async def test_the_loop_goes_on_while_a_large_slot_is_hashed(monkeypatch: pytest
         assert (after.hashes, after.pending, after.payload) == (before.hashes, before.pending, before.payload)
         verdict = await chain.target.verify(script(_PARAMS, [*_PROMPT, 5], NUM_ROWS, 2, "one"), Proposal(1, NUM_ROWS))
         assert verdict.length == NUM_ROWS + 1
-        assert chain.resyncs == []
+        assert chain.resent == []
         await chain.target.close("one")

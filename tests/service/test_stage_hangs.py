@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -89,7 +90,7 @@ async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it:
 
         def hangs(packet: Packet) -> bool:
             if packet.sessions[0].start == 43:
-                chain.link._step_timeout_s = 0.3
+                chain.link.options = replace(chain.link.options, step_timeout_s=0.3)
                 stuck.set()
             return stuck.is_set()
 
@@ -136,14 +137,12 @@ async def test_a_stage_unreachable_for_its_neighbour_is_replaced_if_that_helps(
         addresses, open_next = chain.link.addresses, NextLink.open
 
         async def open_or_not(link: NextLink) -> Duplex:
-            if link._name.endswith(addresses[1]) or (link._name.startswith("Stage 0") and not helps):
-                raise WorkerUnreachable(f"{link._name}: nobody answers.")
+            if link.name.endswith(addresses[1]) or (link.name.startswith("Stage 0") and not helps):
+                raise WorkerUnreachable(f"{link.name}: nobody answers.")
             return await open_next(link)
 
         monkeypatch.setattr(NextLink, "open", open_or_not)
-        connection = chain.link._connection
-        assert connection is not None
-        connection.lose(WorkerUnreachable("The link between stage 0 and stage 1 was cut."))
+        chain.link.lose(WorkerUnreachable("The link between stage 0 and stage 1 was cut."))
         if helps:
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             assert chain.link.statistics.spares_used == [chain.spares[0].address]
@@ -174,7 +173,7 @@ async def test_a_link_between_stages_lost_at_the_beginning_is_made_again() -> No
         through_proxy, proxies, _ = await in_front_of(stack, 1, Refusing)
         async with opened_remote(shards("stages"), addresses=through_proxy) as chain:
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
-            assert chain.resyncs == []
+            assert chain.resent == []
             assert proxies[0].num_connections > 2
 
 
@@ -210,12 +209,12 @@ async def test_a_stage_silent_in_the_prefill_is_replaced_or_an_error(index: int,
             async with asyncio.timeout(SILENT_S):
                 with pytest.raises(WorkerUnreachable, match=rf"{chain.link.addresses[index]}\b"):
                     await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
-            assert (chain.resyncs, chain.runner.chain_statistics.recomputed_tokens) == ([], 0)
+            assert (chain.resent, chain.runner.chain_statistics.recomputed_tokens) == ([], 0)
             proxy.frozen = False
             async with asyncio.timeout(LIMIT_S):
                 await mended(chain)
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
-            assert chain.resyncs == []
+            assert chain.resent == []
 
 
 @pytest.mark.usefixtures("patient")  # no attempt to connect, and no ping, ends before `reconnect_s`
@@ -224,10 +223,9 @@ async def test_an_error_names_the_stage_whose_answer_is_awaited() -> None:
         through_proxy, proxies, port = await in_front_of(stack, 1, Freezable)
         options = {"reconnect_s": 2.5}
         async with opened_remote(shards("stages"), addresses=through_proxy, link_options=options) as chain:
-            (proxy,), connection = proxies, chain.link._connection
-            assert connection is not None
+            (proxy,) = proxies
             proxy.frozen = True
-            connection.lose(WorkerUnreachable("A link was cut."))
+            chain.link.lose(WorkerUnreachable("A link was cut."))
             with pytest.raises(WorkerUnreachable, match=rf"in 2.5 s. The stage at 127.0.0.1:{port} gave no answer.$"):
                 await chain.link.mend()
             proxy.frozen = False
@@ -239,11 +237,10 @@ async def test_a_spare_that_comes_late_still_replaces_a_silent_stage() -> None:
         through_proxy, proxies, _ = await in_front_of(stack, 1, Freezable)
         spares, options = [await asyncio.to_thread(spare, 1, "stages")], {"reconnect_s": RECONNECT_S}
         async with opened_remote(shards("stages"), spares, addresses=through_proxy, link_options=options) as chain:
-            (proxy,), connection = proxies, chain.link._connection
-            assert connection is not None
+            (proxy,) = proxies
             await chain.spares[0].stop()
             proxy.frozen = True
-            connection.lose(WorkerUnreachable("A link was cut."))
+            chain.link.lose(WorkerUnreachable("A link was cut."))
             with pytest.raises(WorkerUnreachable, match=r"is lost|could not be restored"):
                 await chain.link.mend()
             await chain.spares[0].start()

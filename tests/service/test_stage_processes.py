@@ -175,9 +175,9 @@ async def test_a_killed_local_stage_comes_back_and_is_sent_what_it_held(
         run = await generate(workers, SAMPLINGS[sampling], {20: kill})
     assert run.done.token_ids == expected
     await eventually(lambda: ("behind", run.lengths[20]) in sent_again(local)[told:])
-    resyncs = sent_again(local)[told:]
-    assert [resync for resync in resyncs if resync[0] == "behind"] == [("behind", run.lengths[20])]
-    assert {resync for resync in resyncs if resync[0] != "behind"} <= {("lost", 1)}
+    resent = sent_again(local)[told:]
+    assert [resync for resync in resent if resync[0] == "behind"] == [("behind", run.lengths[20])]
+    assert {resync for resync in resent if resync[0] != "behind"} <= {("lost", 1)}
 
 
 @pytest.mark.slow

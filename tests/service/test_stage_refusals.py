@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import (
     CorruptPacket,
     InvalidPacket,
@@ -31,22 +32,20 @@ from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.stages.codec import decode, encode
-from specsplit.stages.packet import Ask, Packet, PacketSession, PayloadType, StepKind
-from specsplit.stages.planner import Ends
+from specsplit.stages.packet import HeadRequest, Packet, PacketSession, PayloadType, StepKind
 from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
 from specsplit.stages.shard.payload import to_payload
 from specsplit.stages.slot_state import SlotState, encode_state
-from specsplit.stages.wire import frames as stage_frames
-from specsplit.stages.wire import servicer as stage_servicer
-from specsplit.stages.wire.chain import RemoteChain
 from specsplit.stages.wire.frames import ChainId, FrameReader, error_in, packet_frames
 from specsplit.stages.wire.messages import slot_pieces
+from specsplit.stages.wire.options import LinkOptions
 from specsplit.stages.wire.peer import StagePeer
+from specsplit.stages.wire.remote_chain import RemoteChain
 from tests.support.chains import Shards
 from tests.support.fakes import FakeTarget
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import LIMIT_S
-from tests.support.remote_chains import StageHost, opened_remote, served, wanted_of
+from tests.support.remote_chains import StageHost, expected_of, opened_remote, served
 from tests.support.rounds import plain_text
 from tests.support.rpc_servers import LOOPBACK, wait_until
 
@@ -61,7 +60,7 @@ def folder(seed: int = 1) -> Path:
 
 
 @cache
-def shards(bounds: tuple[int, ...] = (1, 2), ends: Ends = "stages", seed: int = 1, **options: Any) -> Shards:
+def shards(bounds: tuple[int, ...] = (1, 2), ends: EndsAt = "stages", seed: int = 1, **options: Any) -> Shards:
     return Shards.load(folder(seed), 3, bounds, ends, **options)
 
 
@@ -76,7 +75,7 @@ async def refusal(stages: Sequence[LoadedShard], spares: Sequence[LoadedShard] =
     """Return why a coordinator refuses stages, and where they are."""
     async with served([*stages, *spares]) as hosts:
         addresses = [host.address for host in hosts]
-        wanted = wanted_of(shards(), str(folder()))
+        wanted = expected_of(shards(), str(folder()))
         chain = RemoteChain(addresses[: len(stages)], addresses[len(stages) :], wanted)
         try:
             with pytest.raises(PeerMismatch) as refused:
@@ -118,12 +117,12 @@ async def test_what_is_no_stage_and_what_is_not_there_is_named() -> None:
             (target.address, PeerMismatch, f"At {target.address} is no stage"),
             ("127.0.0.1:1", WorkerUnreachable, "The stage at 127.0.0.1:1 cannot be reached"),
         ):
-            chain = RemoteChain([address], [], wanted_of(shards()))
+            chain = RemoteChain([address], [], expected_of(shards()))
             with pytest.raises(error, match=sentence):
                 await chain.connect()
             await chain.aclose()
     with pytest.raises(InvalidRequest, match="named twice"):
-        RemoteChain(["a:1"], ["a:1"], wanted_of(shards()))
+        RemoteChain(["a:1"], ["a:1"], expected_of(shards()))
 
 
 async def test_a_restarted_stage_with_other_weights_does_not_get_its_place_back() -> None:
@@ -141,13 +140,13 @@ async def test_a_second_coordinator_is_refused_unless_it_takes_over() -> None:
     async with opened_remote(shards()) as first:
         text = await plain_text(first.target, [5, 6, 7, 8, 9], PARAMS, 3)
         addresses = first.link.addresses
-        second = RemoteChain(addresses, [], wanted_of(shards()))
+        second = RemoteChain(addresses, [], expected_of(shards()))
         with pytest.raises(PeerMismatch, match=rf"The stage at {addresses[0]} refuses: .*another coordinator"):
             await second.connect()
         await second.aclose()
         assert await plain_text(first.target, [5, 6, 7, 8, 9], PARAMS, 3) == text, "the first one notices nothing"
         assert first.link.statistics.num_reconnects == 0
-        third = RemoteChain(addresses, [], wanted_of(shards()), takeover=True)
+        third = RemoteChain(addresses, [], expected_of(shards()), LinkOptions(takeover=True))
         await third.connect()
         await wait_until(lambda: isinstance(first.link.trouble, PeerMismatch))
         with pytest.raises(PeerMismatch, match="another coordinator"):
@@ -169,7 +168,8 @@ async def alone(shard: LoadedShard) -> AsyncIterator[tuple[StageHost, StagePeer]
 
 
 def packet(request_id: int) -> Packet:
-    session = PacketSession(0, request_id, 0, hashes=(1, 2, 3), token_ids=(5, 6, 7), num_logits=1, ask=Ask(PARAMS))
+    request = HeadRequest(PARAMS)
+    session = PacketSession(0, request_id, 0, hashes=(1, 2, 3), token_ids=(5, 6, 7), num_logits=1, head_request=request)
     return Packet(request_id, StepKind.PREFILL, 32, PayloadType.FP32, -1, 0, (session,))
 
 
@@ -248,7 +248,7 @@ async def test_a_message_beyond_grpcs_limit_ends_the_stream_and_not_the_stage() 
 async def test_packets_in_several_frames_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened_remote(shards((1, 2), "coordinator")) as chain:
         text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
-        monkeypatch.setattr(stage_frames, "PIECE_BYTES", 100)
+        monkeypatch.setattr("specsplit.stages.wire.frames.PIECE_BYTES", 100)
         assert await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3) == text
 
 
@@ -310,7 +310,7 @@ async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
 
 
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_servicer, "HELLO_S", 0.05)
+    monkeypatch.setattr("specsplit.stages.wire.servicer.HELLO_S", 0.05)
     async with alone(shards(()).stages[0]) as (host, _):
         channel = WorkerChannel(host.address, "The stage")
         stream = channel.duplex("/specsplit.v1.StageService/Forward")
@@ -327,17 +327,16 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
         stream = await peer.stream(CHAIN)
         assert isinstance(await send(stream, next(packet_frames(packet(1)))), Packet)
         state = await host.stage.engine.export_kv(0)
-        service = host.server._stage
-        assert service is not None
+        service = host.service
         await peer.configure(ChainId("me", 2), 0, 1, "", keep_slots=True)
         assert (await host.stage.engine.export_kv(0)).num_rows == 3
 
         async def import_kv(state: SlotState) -> None:
             await host.stage.engine.import_kv(state)
-            service._grace_s = 0.05  # from now on the coordinator is not waited for
+            service.set_grace(0.05)  # from now on the coordinator is not waited for
 
         if keep_slots:
-            service._grace_s = 0.05
+            service.set_grace(0.05)
         host.stage.import_kv = import_kv
         await peer.configure(ChainId("me", 3), 0, 1, "", keep_slots=keep_slots)
         if not keep_slots:  # slots that were moved here, for a chain that was never made
@@ -347,12 +346,12 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
                     yield piece
 
             await peer.import_slot(ChainId("me", 3), pieces(), LIMIT_S)  # type: ignore[arg-type]
-        await wait_until(lambda: host.stage.engine._slots[0].num_rows == 0)
+        await wait_until(lambda: host.stage.engine.num_rows[0] == 0)
         stream.cancel()
 
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
-async def test_no_stage_but_the_last_one_may_answer(ends: Ends) -> None:
+async def test_no_stage_but_the_last_one_may_answer(ends: EndsAt) -> None:
     async with opened_remote(shards((1, 2), ends)) as chain:
         text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
         engine = chain.hosts[0].stage.engine
@@ -363,7 +362,7 @@ async def test_no_stage_but_the_last_one_may_answer(ends: Ends) -> None:
             if not stands_wrong:
                 return passed
             answers = [
-                PacketSession(one.slot, one.epoch, one.start, num_logits=1, picks=(7,) if one.ask else ())
+                PacketSession(one.slot, one.epoch, one.start, num_logits=1, picks=(7,) if one.head_request else ())
                 for one in packet.sessions
             ]
             payload = b"" if ends == "stages" else bytes(passed.payload)[-4 * 32 :]

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.stages.planner import Ends
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot, Shards
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
@@ -44,7 +44,7 @@ def whole() -> LoadedModel:
 
 
 @cache
-def shards(bounds: tuple[int, ...], ends: Ends) -> Shards:
+def shards(bounds: tuple[int, ...], ends: EndsAt) -> Shards:
     return Shards.load(folder(), 3, bounds, ends)
 
 
@@ -79,7 +79,7 @@ def expected(sampling: str, shape: str) -> tuple[tuple[list[int], ...], list[lis
     return asyncio.run(main())
 
 
-CASES: list[tuple[tuple[int, ...], Ends, str, str]] = [
+CASES: list[tuple[tuple[int, ...], EndsAt, str, str]] = [
     ((), "stages", "greedy", "tree"),
     ((1,), "coordinator", "hot", "chain"),
     ((2,), "stages", "hot", "tree"),
@@ -90,7 +90,7 @@ CASES: list[tuple[tuple[int, ...], Ends, str, str]] = [
 
 @pytest.mark.parametrize(("bounds", "ends", "sampling", "shape"), CASES)
 async def test_a_remote_chain_gives_the_verdicts_of_one_process(
-    bounds: tuple[int, ...], ends: Ends, sampling: str, shape: str
+    bounds: tuple[int, ...], ends: EndsAt, sampling: str, shape: str
 ) -> None:
     texts, given = await asyncio.to_thread(expected, sampling, shape)
     async with opened_remote(shards(bounds, ends), max_pending=1 if sampling == "greedy" else None) as chain:
@@ -129,7 +129,7 @@ async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> No
         packets = [packet for host in chain.hosts for packet in host.stage.seen]
         assert len(packets) >= 3 * (3 + 2 + 1)
         for session in [session for packet in packets for session in packet.sessions]:
-            assert (session.token_ids, session.ask, session.picks, session.log_probs) == ((), None, (), ())
+            assert (session.token_ids, session.head_request, session.picks, session.log_probs) == ((), None, (), ())
         for host in chain.hosts:
             identity = host.stage.identity
             assert (identity.has_embedding, identity.has_head) == (False, False)
@@ -166,7 +166,7 @@ async def test_a_coordinator_that_leaves_leaves_nothing_behind() -> None:
             await chain.link.aclose()
             for host, engine in zip(chain.hosts, engines, strict=True):
                 await wait_until(lambda host=host: host.server.num_running == 0)
-                await wait_until(lambda engine=engine: engine._slots[0].num_rows == 0)
+                await wait_until(lambda engine=engine: engine.num_rows[0] == 0)
 
     await use()
     gc.collect()
@@ -197,7 +197,7 @@ async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() ->
         assert chain.link.statistics.num_moved_slots == 1
         assert chain.runner.chain_statistics.recomputed_tokens == 0
         assert chain.spares[0].stage.seen
-        assert chain.resyncs == []
+        assert chain.resent == []
 
 
 async def test_slots_are_moved_to_a_spare_on_demand() -> None:

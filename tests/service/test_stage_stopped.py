@@ -16,7 +16,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.loader import load_model
 from specsplit.stages.packet import Packet
-from specsplit.stages.shard.ends import load_chain_model
+from specsplit.stages.shard.chain_model import load_chain_model
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards
 from tests.support.packet_proxy import PacketProxy
@@ -78,7 +78,7 @@ async def chain_over(
 
 def price(chain: RemoteOpen) -> tuple[list[tuple[str, int]], int, int]:
     statistics = chain.runner.chain_statistics
-    return chain.resyncs, statistics.recomputed_tokens, statistics.num_tokens
+    return chain.resent, statistics.recomputed_tokens, statistics.num_tokens
 
 
 @pytest.mark.parametrize("index", range(len(LAYERS)))

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.engine.executor import ThreadExecutor
-from specsplit.stages.chain import runner as chain
-from specsplit.stages.chain.runner import ChainRunner
+from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
+from specsplit.stages.chain.runner import ChainOptions, ChainRunner
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.chain.target import chain_target
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Packet
-from specsplit.stages.planner import Ends
-from specsplit.stages.shard.ends import ChainModel, load_chain_model
+from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
 from specsplit.stages.shard.loader import LoadedShard, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model
@@ -43,16 +43,17 @@ class Shards:
 
     model: ChainModel
     stages: list[LoadedShard]
-    ends: chain.Ends | None
+    ends: CoordinatorEnds | None
 
     @classmethod
-    def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: Ends, **options: Any) -> Shards:
+    def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: EndsAt, **options: Any) -> Shards:
         options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
         stages = [
             load_shard(str(folder), spec, **options) for spec in cut(num_layers, bounds, has_ends=ends == "stages")
         ]
         model = load_chain_model(str(folder), context=options["context"], max_sessions=options.pop("max_sessions"))
-        return cls(model, stages, chain.Ends(*load_ends(str(folder), **options)) if ends == "coordinator" else None)
+        own_ends = CoordinatorEnds(*load_ends(str(folder), **options)) if ends == "coordinator" else None
+        return cls(model, stages, own_ends)
 
 
 @dataclass
@@ -145,7 +146,7 @@ async def opened(shards: Shards, **options: Any) -> AsyncIterator[OpenChain]:
     ]
     wire = Wire(stages)
     target, runner = chain_target(
-        shards.model, wire, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+        shards.model, wire, shards.ends, options=ChainOptions(**{"chunk_tokens": 16, **options})
     )
     try:
         yield OpenChain(target, runner, wire, stages)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.engine.executor import ThreadExecutor
 from specsplit.rpc.server import Server, serving
-from specsplit.stages.chain.expected import wanted_chain
-from specsplit.stages.chain.runner import ChainRunner
+from specsplit.stages.chain.expected import expected_chain
+from specsplit.stages.chain.runner import ChainOptions, ChainRunner
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.chain.target import chain_target
-from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.packet import Packet
-from specsplit.stages.planner import Ends
 from specsplit.stages.serve import connect_chain
 from specsplit.stages.shard.loader import LoadedShard
-from specsplit.stages.wire.chain import RemoteChain
+from specsplit.stages.wire.options import LinkOptions
+from specsplit.stages.wire.remote_chain import RemoteChain
 from specsplit.stages.wire.servicer import StageService
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards
@@ -70,7 +71,8 @@ class StageHost:
     async def start(self) -> None:
         self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked)
         self._stack.push_async_callback(self.stage.engine.aclose)
-        self.server: Server = await self._stack.enter_async_context(serving(self.address, [StageService(self.stage)]))  # type: ignore[arg-type]
+        self.service = StageService(self.stage)
+        self.server: Server = await self._stack.enter_async_context(serving(self.address, [self.service]))
         self.address = self.server.address
         self.num_starts += 1
         self.is_serving = True
@@ -99,8 +101,8 @@ class RemoteOpen:
     spares: list[StageHost]
 
     @property
-    def resyncs(self) -> list[tuple[str, int]]:
-        return [(resync.reason, resync.num_tokens) for resync in self.runner.chain_statistics.resyncs]
+    def resent(self) -> list[tuple[str, int]]:
+        return [(resync.reason, resync.num_tokens) for resync in self.runner.chain_statistics.resent]
 
 
 @asynccontextmanager
@@ -120,9 +122,9 @@ async def served(shards: Sequence[LoadedShard]) -> AsyncIterator[list[StageHost]
             await asyncio.gather(*host.tasks)
 
 
-def wanted_of(shards: Shards, folder: str | None = None) -> WantedChain:
-    ends: Ends = "coordinator" if shards.ends else "stages"
-    return wanted_chain(shards.model, ends, folder)
+def expected_of(shards: Shards, folder: str | None = None) -> ExpectedChain:
+    ends: EndsAt = "coordinator" if shards.ends else "stages"
+    return expected_chain(shards.model, ends, folder)
 
 
 @asynccontextmanager
@@ -154,10 +156,11 @@ async def opened_over(
     **options: Any,
 ) -> AsyncIterator[RemoteOpen]:
     """Connect a chain of stages and spares that are served, and open a target over it."""
-    patience = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
-    link = RemoteChain(addresses, spare_addresses, wanted_of(shards), **(patience | (link_options or {})))
+    patience: dict[str, Any] = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
+    patience |= link_options or {}
+    link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience))
     target, runner = chain_target(
-        shards.model, link, asyncio.get_running_loop(), shards.ends, **{"chunk_tokens": 16, **options}
+        shards.model, link, shards.ends, options=ChainOptions(**{"chunk_tokens": 16, **options})
     )
     try:
         await connect_chain(link, _CONNECT_S)
@@ -169,7 +172,7 @@ async def opened_over(
 
 async def mended(chain: RemoteOpen, reconnect_s: float = LIMIT_S) -> None:
     """Restore the chain in tries of `reconnect_s`, by default as long as the machine takes; so it is from then on."""
-    chain.link._reconnect_s = reconnect_s
+    chain.link.options = replace(chain.link.options, reconnect_s=reconnect_s)
     while chain.link.trouble is not None:
         with suppress(WorkerUnreachable):
             await chain.link.mend()
@@ -184,7 +187,7 @@ def give_up_soon(link: RemoteChain, is_late: Callable[[Packet], bool]) -> None:
         nonlocal is_over
         is_now = not is_over and is_late(packet)
         is_over = is_over or is_now
-        link._call_timeout_s = 1.0 if is_now else 2 * LIMIT_S
+        link.options = replace(link.options, call_timeout_s=1.0 if is_now else 2.0 * LIMIT_S)
         return await send(packet)
 
     link.send = send_with_deadline  # type: ignore[method-assign]

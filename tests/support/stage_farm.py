@@ -18,15 +18,10 @@ from torch import Tensor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.rpc import channel, transport
-from specsplit.stages.chain.remote_kv import HeldSlot
+from specsplit.stages.chain.remote_kv import RemoteSlot
 from specsplit.stages.packet import Packet
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload
-from specsplit.stages.wire import admission as stage_admission
-from specsplit.stages.wire import chain as stage_chain
-from specsplit.stages.wire import next_stage as stage_next
-from specsplit.stages.wire import peer as stage_peer
-from specsplit.stages.wire import servicer as stage_servicer
 from tests.support.chains import Shards
 from tests.support.packet_proxy import LinkFault, PacketProxy
 from tests.support.remote_chains import RemoteOpen, StageHost, opened_over, served
@@ -52,11 +47,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(channel, "CLIENT_OPTIONS", patiently(transport.CLIENT_OPTIONS))
     monkeypatch.setattr(transport, "SERVER_OPTIONS", patiently(transport.SERVER_OPTIONS))
-    monkeypatch.setattr(stage_next, "OPEN_S", 60.0)
-    monkeypatch.setattr(stage_peer, "CALL_S", 60.0)
-    monkeypatch.setattr(stage_servicer, "HELLO_S", 60.0)
-    for module in (stage_admission, stage_chain):
-        monkeypatch.setattr(module, "PING_S", 5.0)  # one behind a packet that is held up takes all of it
+    monkeypatch.setattr("specsplit.stages.wire.next_stage.OPEN_S", 60.0)
+    monkeypatch.setattr("specsplit.stages.wire.peer.CALL_S", 60.0)
+    monkeypatch.setattr("specsplit.stages.wire.servicer.HELLO_S", 60.0)
+    for module in ("admission", "members"):
+        # A ping behind a packet that is held up takes all of this time.
+        monkeypatch.setattr(f"specsplit.stages.wire.{module}.PING_S", 5.0)
 
 
 class Farm:
@@ -156,7 +152,7 @@ async def check_rows(farm: Farm, chain: RemoteOpen, whole: LoadedModel) -> int:
     return num_missing
 
 
-async def _check_slot(host: StageHost, slot: int, held: HeldSlot, whole: LoadedModel) -> int:
+async def _check_slot(host: StageHost, slot: int, held: RemoteSlot, whole: LoadedModel) -> int:
     state, last = await host.stage.engine.export_kv(slot), held.last
     assert last is not None, "rows are held since a last packet"
     count = min(state.length if state.pending is None else state.pending.start, last.start)

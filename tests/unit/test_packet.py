@@ -17,8 +17,8 @@ from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import (
     COORDINATOR,
-    Ask,
-    Keep,
+    HeadRequest,
+    KeepList,
     Packet,
     PacketSession,
     PayloadType,
@@ -34,7 +34,7 @@ CRC_AT = 61
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> HeadRequest:
     biases = draw(st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=3))
     sampling = SamplingParams(
         temperature=draw(st.floats(0, 2)),
@@ -44,7 +44,7 @@ def asks(draw: st.DrawFn) -> Ask:
         logit_bias=tuple(biases),
     )
     params = SessionParams(sampling, draw(HASHES), draw(st.integers(0, 9)), draw(st.integers(0, 99)))
-    return Ask(params, draw(st.sampled_from([(), (7,)])))
+    return HeadRequest(params, draw(st.sampled_from([(), (7,)])))
 
 
 @st.composite
@@ -62,10 +62,10 @@ def packet_sessions(draw: st.DrawFn, slot: int, *, is_answer: bool) -> PacketSes
         base_hash=draw(HASHES),
         hashes=tuple(draw(st.lists(HASHES, min_size=count, max_size=count))),
         parents=draw(st.sampled_from([None, parents])),
-        keep=draw(st.sampled_from([None, Keep(draw(HASHES), tuple(rows))])),
+        keep=draw(st.sampled_from([None, KeepList(draw(HASHES), tuple(rows))])),
         token_ids=draw(st.sampled_from([(), tuple(range(count))])),
         num_logits=draw(st.integers(1, count)),
-        ask=draw(st.none() | asks()),
+        head_request=draw(st.none() | asks()),
     )
 
 
@@ -177,6 +177,7 @@ def test_other_lengths_under_a_right_crc_are_invalid(packet: Packet, extra: byte
                 decode(resealed(other))
 
 
+SCORE_TWO = HeadRequest(SessionParams(), (1, 2))
 SESSION = packet_of().sessions[0]
 MALFORMED: dict[str, Callable[[], object]] = {
     "a parent behind its row": lambda: replace(SESSION, parents=(-1, 1, 0)),
@@ -184,13 +185,13 @@ MALFORMED: dict[str, Callable[[], object]] = {
     "a parent before the row in front": lambda: replace(SESSION, parents=(-2, 0, 0)),
     "too few token ids": lambda: replace(SESSION, token_ids=(1,)),
     "more wanted rows than rows": lambda: packet_of(sessions=(replace(SESSION, num_logits=4),)),
-    "more to score than wanted": lambda: replace(SESSION, num_logits=1, ask=Ask(SessionParams(), (1, 2))),
+    "more to score than wanted": lambda: replace(SESSION, num_logits=1, head_request=SCORE_TWO),
     "no rows": lambda: packet_of(sessions=(PacketSession(2, 3, 9),), payload=b""),
     "no session": lambda: packet_of(sessions=(), payload=b""),
     "one slot twice": lambda: packet_of(sessions=(SESSION, SESSION), payload=bytes(6 * 16)),
     "too few hidden states": lambda: packet_of(payload=bytes(3 * 4 * 4 - 4)),
-    "a keep-list out of order": lambda: Keep(1, (2, 1)),
-    "a keep-list with a row twice": lambda: Keep(1, (2, 2)),
+    "a keep-list out of order": lambda: KeepList(1, (2, 1)),
+    "a keep-list with a row twice": lambda: KeepList(1, (2, 2)),
     "picks on the way down": lambda: packet_of(sessions=(replace(SESSION, num_logits=1, picks=(5,)),)),
     "rows in an answer": lambda: replace(packet_of(payload=b""), stage_to=COORDINATOR),
     "a compressed payload": lambda: replace(packet_of(), dtype=PayloadType.INT8_BLOCK),
@@ -216,15 +217,15 @@ def test_a_lying_header_is_invalid(field_at: int, value: bytes) -> None:
 
 
 def test_sampling_parameters_out_of_range_are_invalid() -> None:
-    ask = Ask(SessionParams(SamplingParams(temperature=0.5)))
-    data = written(packet_of(sessions=(replace(SESSION, num_logits=1, ask=ask),)))
+    ask = HeadRequest(SessionParams(SamplingParams(temperature=0.5)))
+    data = written(packet_of(sessions=(replace(SESSION, num_logits=1, head_request=ask),)))
     hot = data.replace(struct.pack("<d", 0.5), struct.pack("<d", -3.0))
     with pytest.raises(InvalidPacket, match="temperature"):
         decode(resealed(hot))
 
 
 def test_an_answer_to_something_else_is_invalid() -> None:
-    packet = packet_of(sessions=(replace(SESSION, num_logits=2, ask=Ask(SessionParams())),))
+    packet = packet_of(sessions=(replace(SESSION, num_logits=2, head_request=HeadRequest(SessionParams())),))
     answer = replace(
         packet, sessions=(PacketSession(2, 3, 9, num_logits=2, picks=(4, 5)),), stage_to=COORDINATOR, payload=b""
     )

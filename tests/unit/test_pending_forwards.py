@@ -16,7 +16,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
-from specsplit.stages.chain.runner import ChainRunner, PendingChainForward
+from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape, PendingChainForward
 from specsplit.stages.packet import Packet
 from tests.support.rpc_servers import wait_until
 from tests.support.works import Diary, submitted
@@ -279,7 +279,7 @@ async def test_packets_of_steps_that_wait_for_the_same_window_are_sent_one_step_
 ) -> None:
     link = SlowLink(num_stages)
     loop = asyncio.get_running_loop()
-    runner = ChainRunner(link, loop, num_slots=16, hidden_size=8, vocab_size=100, dtype=torch.float32, window=2)
+    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32), options=ChainOptions(window=2))
 
     def begin_all() -> list[PendingChainForward]:
         return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]

@@ -8,7 +8,7 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound
 from specsplit.model.loader import load_model
-from specsplit.stages.shard.ends import load_chain_model
+from specsplit.stages.shard.chain_model import load_chain_model
 from tests.support.chains import Shards, opened
 from tests.support.model_zoo import FAMILIES, save_model
 

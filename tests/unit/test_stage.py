@@ -14,7 +14,7 @@ from torch import Tensor
 from specsplit.core.errors import InvalidPacket, InvalidSettings, StageBehind, StaleEpoch
 from specsplit.core.types import SessionParams
 from specsplit.stages.chain.stage import StageEngine
-from specsplit.stages.packet import COORDINATOR, Ask, Keep, Packet, PacketSession, PayloadType, StepKind
+from specsplit.stages.packet import COORDINATOR, HeadRequest, KeepList, Packet, PacketSession, PayloadType, StepKind
 from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
 from specsplit.stages.shard.payload import from_payload, to_payload
 from specsplit.stages.slot_state import decode_state, encode_state
@@ -93,41 +93,41 @@ def tree(start: int = 4, **changes: Any) -> Packet:
 
 async def test_a_stage_keeps_the_rows_that_the_next_packet_names(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))
-    await ask(stage, tree(keep=Keep(1, (0, 1, 2, 3))))
-    rows = await ask(stage, packet(3, share(0, 7, 1, 107, keep=Keep(2, (0, 2, 4)))))
+    await ask(stage, tree(keep=KeepList(1, (0, 1, 2, 3))))
+    rows = await ask(stage, packet(3, share(0, 7, 1, 107, keep=KeepList(2, (0, 2, 4)))))
     assert_equal(rows[-1], await straight(8))
     assert stage.statistics.num_tokens == 4 + 5 + 1
 
 
 async def test_a_keep_list_of_another_attempt_is_ignored_and_its_rows_are_written_again(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))
-    await ask(stage, tree(keep=Keep(1, (0, 1, 2, 3))))
+    await ask(stage, tree(keep=KeepList(1, (0, 1, 2, 3))))
     with pytest.raises(StageBehind) as raised:
-        await ask(stage, packet(3, share(0, 7, 1, 107, keep=Keep(99, (0, 2, 4)))))
+        await ask(stage, packet(3, share(0, 7, 1, 107, keep=KeepList(99, (0, 2, 4)))))
     assert raised.value.have == {0: 4}
-    rows = await ask(stage, packet(4, share(0, 4, 4, 104, keep=Keep(99, (0, 2, 4)))))
+    rows = await ask(stage, packet(4, share(0, 4, 4, 104, keep=KeepList(99, (0, 2, 4)))))
     assert_equal(rows[-1], await straight(8))
 
 
 async def test_a_repeated_packet_changes_nothing(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))
-    step = tree(keep=Keep(1, (0, 1, 2, 3)))
+    step = tree(keep=KeepList(1, (0, 1, 2, 3)))
     assert_equal(await ask(stage, step), await ask(stage, step))
-    rows = await ask(stage, packet(3, share(0, 7, 1, 107, keep=Keep(2, (0, 2, 4)))))
+    rows = await ask(stage, packet(3, share(0, 7, 1, 107, keep=KeepList(2, (0, 2, 4)))))
     assert_equal(rows[-1], await straight(8))
 
 
 async def test_a_lower_start_rolls_back(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 9, 50)))
     await ask(stage, packet(2, share(0, 0, 6, 100)))
-    rows = await ask(stage, packet(3, share(0, 3, 5, 103, keep=Keep(2, (0, 1, 2, 3, 4, 5)))))
+    rows = await ask(stage, packet(3, share(0, 3, 5, 103, keep=KeepList(2, (0, 1, 2, 3, 4, 5)))))
     assert_equal(rows[-1], await straight(8))
 
 
 async def test_equal_length_never_hides_other_rows(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 50)))
     with pytest.raises(StageBehind) as raised:
-        await ask(stage, packet(2, share(0, 4, 4, 104, keep=Keep(1, (0, 1, 2, 3)))))
+        await ask(stage, packet(2, share(0, 4, 4, 104, keep=KeepList(1, (0, 1, 2, 3)))))
     assert raised.value.have == {0: 0}
     assert_equal((await ask(stage, packet(3, share(0, 0, 8, 100))))[-1], await straight(8))
 
@@ -135,7 +135,7 @@ async def test_equal_length_never_hides_other_rows(stage: StageEngine) -> None:
 async def test_one_session_that_is_behind_holds_nothing_of_the_others_back(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100), share(1, 0, 4, 200)))
     await stage.end(1)
-    keep = Keep(1, (0, 1, 2, 3))
+    keep = KeepList(1, (0, 1, 2, 3))
     both = (share(0, 4, 4, 104, keep=keep), share(1, 4, 4, 204, keep=keep))
     with pytest.raises(StageBehind) as raised:
         await ask(stage, packet(2, *both))
@@ -149,15 +149,15 @@ async def test_a_lower_epoch_is_refused_and_changes_nothing(stage: StageEngine) 
     await ask(stage, packet(1, share(0, 0, 4, 100, epoch=5)))
     with pytest.raises(StaleEpoch):
         await ask(stage, packet(2, share(1, 0, 2, 300), share(0, 0, 2, 50, epoch=4)))
-    rows = await ask(stage, packet(3, share(0, 4, 4, 104, epoch=5, keep=Keep(1, (0, 1, 2, 3)))))
+    rows = await ask(stage, packet(3, share(0, 4, 4, 104, epoch=5, keep=KeepList(1, (0, 1, 2, 3)))))
     assert_equal(rows[-1], await straight(8))
 
 
 async def test_a_higher_epoch_takes_over_what_is_committed_and_nothing_else(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))
-    await ask(stage, packet(2, share(0, 4, 2, 104, keep=Keep(1, (0, 1, 2, 3)))))
+    await ask(stage, packet(2, share(0, 4, 2, 104, keep=KeepList(1, (0, 1, 2, 3)))))
     with pytest.raises(StageBehind) as raised:
-        await ask(stage, packet(3, share(0, 6, 2, 106, epoch=2, keep=Keep(2, (0, 1)))))
+        await ask(stage, packet(3, share(0, 6, 2, 106, epoch=2, keep=KeepList(2, (0, 1)))))
     assert raised.value.have == {0: 4}
     assert_equal((await ask(stage, packet(4, share(0, 4, 4, 104, epoch=2))))[-1], await straight(8))
 
@@ -169,7 +169,7 @@ async def test_hidden_states_that_are_not_finite_are_refused_and_the_stage_lives
     await ask(stage, packet(1, share(0, 0, 4, 100)))
     hidden = states(104, 4)
     hidden[2, 5] = value
-    keep = Keep(1, (0, 1, 2, 3))
+    keep = KeepList(1, (0, 1, 2, 3))
     with pytest.raises(InvalidPacket, match="not finite"):
         await ask(stage, packet(2, share(0, 4, 4, 104, keep=keep), payload=to_payload(hidden)))
     assert_equal((await ask(stage, packet(3, share(0, 4, 4, 104, keep=keep))))[-1], await straight(8))
@@ -207,8 +207,8 @@ async def test_another_hidden_size_or_dtype_is_refused(stage: StageEngine) -> No
 async def test_a_keep_list_beyond_its_packet_is_refused_and_changes_nothing(stage: StageEngine) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))
     with pytest.raises(InvalidPacket, match="keep-list"):
-        await ask(stage, packet(2, share(0, 5, 1, 105, keep=Keep(1, (0, 1, 2, 3, 4)))))
-    rows = await ask(stage, packet(3, share(0, 4, 4, 104, keep=Keep(1, (0, 1, 2, 3)))))
+        await ask(stage, packet(2, share(0, 5, 1, 105, keep=KeepList(1, (0, 1, 2, 3, 4)))))
+    rows = await ask(stage, packet(3, share(0, 4, 4, 104, keep=KeepList(1, (0, 1, 2, 3)))))
     assert_equal(rows[-1], await straight(8))
 
 
@@ -217,8 +217,8 @@ async def test_a_keep_list_beyond_its_packet_is_refused_and_changes_nothing(stag
     [
         {"token_ids": ()},
         {"token_ids": (5, 320)},
-        {"token_ids": (5, 6), "ask": Ask(SessionParams(), (320,))},
-        {"token_ids": (5, 6), "parents": (-1, -1), "ask": Ask(SessionParams())},
+        {"token_ids": (5, 6), "head_request": HeadRequest(SessionParams(), (320,))},
+        {"token_ids": (5, 6), "parents": (-1, -1), "head_request": HeadRequest(SessionParams())},
     ],
     ids=["none", "outside", "scored outside", "two roots"],
 )
@@ -246,15 +246,15 @@ async def test_an_exported_slot_goes_on_elsewhere_as_if_nothing_had_happened(sta
     await ask(
         stage,
         replace(
-            tree(keep=Keep(1, (0, 1, 2, 3))),
-            sessions=(replace(tree().sessions[0], slot=1, keep=Keep(1, (0, 1, 2, 3))),),
+            tree(keep=KeepList(1, (0, 1, 2, 3))),
+            sessions=(replace(tree().sessions[0], slot=1, keep=KeepList(1, (0, 1, 2, 3))),),
         ),
     )
     data = b"".join(encode_state(await stage.export_kv(1)))
     assert len(data) < 9 * _shards["middle"].kv_bytes_per_token + 300, "trimmed to its rows"
     fresh = stage_of()
     await fresh.import_kv(decode_state(data))
-    rows = await ask(fresh, packet(3, share(1, 7, 1, 107, keep=Keep(2, (0, 2, 4)))))
+    rows = await ask(fresh, packet(3, share(1, 7, 1, 107, keep=KeepList(2, (0, 2, 4)))))
     await fresh.aclose()
     assert_equal(rows[-1], await straight(8))
 
@@ -273,7 +273,7 @@ async def test_an_exported_slot_that_does_not_fit_is_refused_and_changes_nothing
     ):
         with pytest.raises(InvalidPacket):
             await stage.import_kv(other)
-    rows = await ask(stage, packet(3, share(0, 4, 4, 104, keep=Keep(1, (0, 1, 2, 3)))))
+    rows = await ask(stage, packet(3, share(0, 4, 4, 104, keep=KeepList(1, (0, 1, 2, 3)))))
     assert_equal(rows[-1], await straight(8))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
-from specsplit.stages.identity import WantedChain
+from specsplit.stages.identity import ExpectedChain
 from specsplit.stages.wire.admission import why_lost
 from specsplit.stages.wire.peer import StagePeer
 
@@ -46,7 +46,7 @@ class _Wanted:
 
 
 async def found(peer: Any) -> SpecSplitError | None:
-    return await why_lost(cast(StagePeer, peer), cast(WantedChain, _Wanted()), 1.0)
+    return await why_lost(cast(StagePeer, peer), cast(ExpectedChain, _Wanted()), 1.0)
 
 
 async def test_a_call_that_meets_the_end_of_a_cut_connection_is_made_again_over_a_new_one() -> None:

@@ -9,14 +9,14 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, PeerMismatch
 from specsplit.core.types import PROTOCOL_VERSION
-from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.wire.messages import decode_identity, encode_identity
 
 STAGE = StageIdentity(
     model="llama", num_layers=6, start=0, end=2, has_embedding=False, has_head=False, hidden_size=32, vocab_size=320,
     dtype="fp32", context=160, node_limit=128, num_slots=4, slot_bytes=1 << 20, config_hash="c", weights_hash="w",
 )  # fmt: skip
-WANTED = WantedChain("llama", 6, 32, 320, "fp32", 160, 128, 4, "coordinator", "c", "t", lambda stage: "w")
+WANTED = ExpectedChain("llama", 6, 32, 320, "fp32", 160, 128, 4, "coordinator", "c", "t", lambda stage: "w")
 
 
 def stages(*ranges: str, **changes: Any) -> list[tuple[str, StageIdentity]]:

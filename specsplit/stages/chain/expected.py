@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
+from specsplit.core.defaults import EndsAt
 from specsplit.model.loader import DTYPES
-from specsplit.stages.identity import StageIdentity, WantedChain
-from specsplit.stages.planner import Ends
-from specsplit.stages.shard.ends import ChainModel
+from specsplit.stages.identity import ExpectedChain, StageIdentity
+from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.stages.shard.loader import ShardSpec, shard_hash
 
 
-def wanted_chain(model: ChainModel, ends: Ends, source: str | None = None) -> WantedChain:
+def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -> ExpectedChain:
     """Return what stages of `model` must be; with its `source` their weights are compared with the files there.
 
     Without it (a coordinator that has no weights) stages are only held against each other's model and layers.
@@ -23,7 +23,7 @@ def wanted_chain(model: ChainModel, ends: Ends, source: str | None = None) -> Wa
         spec = ShardSpec(identity.start, identity.end, identity.has_embedding, identity.has_head)
         return shard_hash(source, spec)
 
-    return WantedChain(
+    return ExpectedChain(
         model=model.name,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -1,4 +1,4 @@
-"""What the stage with the head makes of its logits with ends = stages, so that logits never travel.
+"""Answers of the last stage: picks or log-probabilities made from its logits, so that logits never travel.
 
 The same arithmetic as a target's in one process; it knows no slots and no links.
 Legend: R wanted rows (the last committed token, then the tree's nodes), V vocabulary.
@@ -17,7 +17,7 @@ from specsplit.core.tree import depths, path_to
 from specsplit.sampling.pick import pick
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler
-from specsplit.stages.packet import Ask, PacketSession
+from specsplit.stages.packet import HeadRequest, Packet, PacketSession
 
 NOT_A_NUMBER = -1
 """The pick of a row whose logits are not numbers."""
@@ -50,10 +50,25 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     )
 
 
-def log_probs_of(ask: Ask, logits: Tensor) -> tuple[float, ...]:
+def log_probs_of(request: HeadRequest, logits: Tensor) -> tuple[float, ...]:
     """Return log_softmax(logits + bias) of the asked tokens, one for each of the last rows of `logits` [R, V]."""
-    logits = logits[len(logits) - len(ask.scored) :].float()
-    bias = bias_row(ask.params.sampling, logits.shape[-1], logits.device)
+    logits = logits[len(logits) - len(request.scored) :].float()
+    bias = bias_row(request.params.sampling, logits.shape[-1], logits.device)
     shifted = logits if bias is None else logits + bias
-    wanted = torch.tensor(ask.scored, device=logits.device).unsqueeze(-1)
+    wanted = torch.tensor(request.scored, device=logits.device).unsqueeze(-1)
     return tuple(torch.log_softmax(shifted, -1).gather(-1, wanted).squeeze(-1).tolist())
+
+
+def empty_answer(session: PacketSession) -> PacketSession:
+    """Return an answer's session without picks: what it answers, and how many rows were wanted."""
+    return PacketSession(session.slot, session.epoch, session.start, num_logits=session.num_logits)
+
+
+def wanted_rows(packet: Packet) -> Tensor:
+    """Return the indices of the wanted rows among all: the last of each session."""
+    indices: list[int] = []
+    end = 0
+    for session in packet.sessions:
+        end += session.num_tokens
+        indices.extend(range(end - session.num_logits, end))
+    return torch.tensor(indices, dtype=torch.long)

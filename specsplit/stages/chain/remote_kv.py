@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 
 from specsplit.core.record import record
-from specsplit.stages.packet import Keep
+from specsplit.stages.packet import KeepList
 
 _HASH_BYTES = 8
 
@@ -39,12 +39,12 @@ class LastRows:
     start: int
     sources: tuple[int, ...]
 
-    def keep(self, length: int) -> Keep | None:
+    def keep(self, length: int) -> KeepList | None:
         """Return the keep-list that leaves a slot of `length` rows; None if it takes none to roll back there."""
-        return Keep(self.request_id, self.sources[: length - self.start]) if length >= self.start else None
+        return KeepList(self.request_id, self.sources[: length - self.start]) if length >= self.start else None
 
 
-class HeldSlot:
+class RemoteSlot:
     """One slot's rows as the stages hold them once their next packet's keep-list has been applied."""
 
     def __init__(self, row_hash: RowHash) -> None:
@@ -106,7 +106,7 @@ class RemoteKV:
 
     def __init__(self, num_slots: int) -> None:
         row_hash = RowHash()
-        self.slots = [HeldSlot(row_hash) for _ in range(num_slots)]
+        self.slots = [RemoteSlot(row_hash) for _ in range(num_slots)]
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Note what a KVCache would do at once."""

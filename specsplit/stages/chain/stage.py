@@ -17,16 +17,14 @@ from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings
 from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.stages.chain.head_output import log_probs_of, picks_of
+from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
+from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
 from specsplit.stages.shard.loader import LoadedShard
-from specsplit.stages.shard.payload import from_payload, payload_type, to_payload, torch_dtype
+from specsplit.stages.shard.payload import from_payload, payload_type, to_payload
 from specsplit.stages.slot_state import SlotState
-
-_HEADER_BYTES, _NOTE_BYTES = 256, 12
-"""Of an exported slot: its header with alignment, and per row its prefix hash and token id."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class StageEngine:
     @property
     def identity(self) -> StageIdentity:
         """Return who this stage is to a coordinator."""
-        shard, cache = self.shard, self.shard.runner.cache
+        shard = self.shard
         return StageIdentity(
             model=shard.name,
             num_layers=shard.num_layers,
@@ -71,7 +69,7 @@ class StageEngine:
             context=shard.context,
             node_limit=shard.node_limit,
             num_slots=shard.max_sessions,
-            slot_bytes=_HEADER_BYTES + cache.capacity * (shard.kv_bytes_per_token + _NOTE_BYTES),
+            slot_bytes=slot_bytes(shard),
             config_hash=shard.config_hash,
             weights_hash=shard.weights_hash,
         )
@@ -85,6 +83,16 @@ class StageEngine:
     def is_alive(self) -> bool:
         """Whether it may ever be well again."""
         return self._worker.is_alive
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Return the rows that each slot holds."""
+        return [slot.num_rows for slot in self._slots]
+
+    def check_integrity(self) -> None:
+        """Assert that a slot without rows keeps nothing of the session that had it."""
+        for slot in self._slots:
+            assert slot.num_rows or slot.is_empty, f"slot {slot.index} has no rows and still keeps something"
 
     async def place(self, index: int, num_stages: int) -> None:
         """Stand at `index` in a chain of `num_stages` from the next packet on."""
@@ -121,12 +129,12 @@ class StageEngine:
     async def export_kv(self, slot: int) -> SlotState:
         """Return what a slot holds, the rows of its last step included, and nothing behind them."""
         self._check_slot(slot)
-        return await self._run(lambda: self._export(self._slots[slot]))
+        return await self._run(lambda: export_slot(self.shard, self._slots[slot]))
 
     async def import_kv(self, state: SlotState) -> None:
         """Take over what the same layers held in a slot elsewhere."""
         self._check_slot(state.slot)
-        await self._run(lambda: self._import(state))
+        await self._run(lambda: import_slot(self.shard, self._slots[state.slot], state))
 
     async def aclose(self) -> None:
         """Take no more packets."""
@@ -145,6 +153,7 @@ class StageEngine:
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
         hidden = self._checked(packet)
+        # All sessions are checked before the first slot changes, so that a refused packet leaves every slot as it was.
         for session in packet.sessions:
             self._slots[session.slot].check(session)
         have: dict[int, int] = {}
@@ -198,7 +207,7 @@ class StageEngine:
             vocab_size = self.shard.vocab_size
             if len(session.token_ids) != session.num_tokens or max(session.token_ids) >= vocab_size:
                 raise InvalidPacket(f"A stage of {spec} needs token ids below {vocab_size}.")
-            if session.ask and any(token >= vocab_size for token in session.ask.scored):
+            if session.head_request and any(token >= vocab_size for token in session.head_request.scored):
                 raise InvalidPacket(f"A token to score is outside the vocabulary of {vocab_size}.")
 
     def _entry(self, session: PacketSession) -> SequenceInput:
@@ -206,90 +215,32 @@ class StageEngine:
         return SequenceInput(session.slot, session.start, token_ids, session.parents, session.num_logits)
 
     def _following(self, packet: Packet, rows: Tensor) -> Packet:
-        """Return the packet for the next stage: hidden states of all rows; from the last one, what is wanted."""
-        is_last = self.index == self.num_stages - 1
-        if not is_last:
+        """Return the packet for the next stage with the hidden states of all rows; from the last one, the answer."""
+        if self.index != self.num_stages - 1:
             return replace(
                 packet, stage_from=self.index, stage_to=self.index + 1, dtype=self._dtype, payload=to_payload(rows)
             )
         has_head = self.shard.spec.has_head
-        sessions = self._answers(packet, rows) if has_head else [_answer(session) for session in packet.sessions]
         return replace(
             packet,
             stage_from=self.index,
             stage_to=COORDINATOR,
             dtype=self._dtype,
-            sessions=tuple(sessions),
-            payload=b"" if has_head else to_payload(rows[_wanted(packet)]),
+            sessions=self._answers(packet, rows) if has_head else tuple(map(empty_answer, packet.sessions)),
+            payload=b"" if has_head else to_payload(rows[wanted_rows(packet)]),
         )
 
-    def _answers(self, packet: Packet, logits: Tensor) -> list[PacketSession]:
+    def _answers(self, packet: Packet, logits: Tensor) -> tuple[PacketSession, ...]:
+        vocab_size, device = self.shard.vocab_size, self.shard.runner.device
         answers: list[PacketSession] = []
-        shares = logits.split([session.num_logits for session in packet.sessions])
-        for session, share in zip(packet.sessions, shares, strict=True):
-            answer, slot = _answer(session), self._slots[session.slot]
-            if session.ask is None:
-                answers.append(answer)
-            elif session.ask.scored:
-                answers.append(replace(answer, log_probs=log_probs_of(session.ask, share)))
-            else:
-                sampler = slot.sampler(session.ask.params, self.shard.vocab_size, self.shard.runner.device)
-                picks = picks_of(sampler, share, slot.ids[: session.start], session)
-                answers.append(replace(answer, picks=picks))
-        return answers
-
-    def _export(self, slot: StageSlot) -> SlotState:
-        rows, cache, spec = slot.num_rows, self.shard.runner.cache, self.shard.spec
-        layers = [
-            block[slot.index, :, :rows].reshape(-1)
-            for pair in zip(cache.keys, cache.values, strict=True)
-            for block in pair
-        ]
-        return SlotState(
-            slot=slot.index,
-            epoch=max(slot.epoch, 0),
-            length=slot.length,
-            first_layer=spec.start,
-            end_layer=spec.end,
-            dtype=self._dtype,
-            hashes=tuple(slot.hashes[:rows]),
-            token_ids=tuple(slot.ids[:rows]),
-            pending=slot.pending,
-            payload=to_payload(torch.cat(layers)),
-        )
-
-    @torch.inference_mode()
-    def _import(self, state: SlotState) -> None:
-        cache, spec, rows = self.shard.runner.cache, self.shard.spec, state.num_rows
-        blocks = [block for pair in zip(cache.keys, cache.values, strict=True) for block in pair]
-        sizes = [block.shape[1] * rows * block.shape[3] for block in blocks]
-        fits = (state.first_layer, state.end_layer, state.dtype) == (spec.start, spec.end, self._dtype)
-        num_bytes = memoryview(state.payload).nbytes
-        if not fits or rows > cache.capacity or num_bytes != sum(sizes) * self._dtype.itemsize:
-            raise InvalidPacket(
-                f"A slot of {state.dtype.name} layers {state.first_layer}:{state.end_layer} with {rows} rows in "
-                f"{num_bytes} bytes does not fit a stage of {self._dtype.name} {spec}."
-            )
-        if rows:
-            dtype = torch_dtype(state.dtype)
-            assert dtype is not None
-            values = from_payload(state.payload, dtype, sum(sizes))
-            if not values.isfinite().all():
-                raise InvalidPacket("The rows of an exported slot are not finite.")
-            for block, part in zip(blocks, values.split(sizes), strict=True):
-                block[state.slot, :, :rows] = part.view(block.shape[1], rows, block.shape[3])
-        self._slots[state.slot].take_over(state)
-
-
-def _answer(session: PacketSession) -> PacketSession:
-    return PacketSession(session.slot, session.epoch, session.start, num_logits=session.num_logits)
-
-
-def _wanted(packet: Packet) -> Tensor:
-    """Return the indices of the wanted rows among all: the last of each session."""
-    indices: list[int] = []
-    end = 0
-    for session in packet.sessions:
-        end += session.num_tokens
-        indices.extend(range(end - session.num_logits, end))
-    return torch.tensor(indices, dtype=torch.long)
+        rows = logits.split([session.num_logits for session in packet.sessions])
+        for session, session_rows in zip(packet.sessions, rows, strict=True):
+            answer, slot, request = empty_answer(session), self._slots[session.slot], session.head_request
+            if request is not None and request.scored:
+                answer = replace(answer, log_probs=log_probs_of(request, session_rows))
+            elif request is not None:
+                sampler = slot.sampler(request.params, vocab_size, device)
+                picks = picks_of(sampler, session_rows, slot.ids[: session.start], session)
+                answer = replace(answer, picks=picks)
+            answers.append(answer)
+        return tuple(answers)

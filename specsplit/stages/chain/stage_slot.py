@@ -11,7 +11,7 @@ from specsplit.core.errors import InvalidPacket, StaleEpoch
 from specsplit.core.types import SessionParams
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.sampler import Sampler
-from specsplit.stages.packet import Keep, PacketSession
+from specsplit.stages.packet import KeepList, PacketSession
 from specsplit.stages.slot_state import Pending, SlotState
 
 
@@ -73,7 +73,7 @@ class StageSlot:
         self.ids[session.start :] = session.token_ids
         self.pending = Pending(request_id, session.start, session.num_tokens)
 
-    def _keep(self, keep: Keep, cache: KVCache) -> None:
+    def _keep(self, keep: KeepList, cache: KVCache) -> None:
         pending = self.pending
         if pending is None or pending.request_id != keep.request_id:
             return
@@ -88,6 +88,11 @@ class StageSlot:
     def num_rows(self) -> int:
         """Return the rows in use, those of the last packet included."""
         return self.length if self.pending is None else self.pending.start + self.pending.count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the epoch is left of whatever it served."""
+        return not (self.hashes or self.ids or self.pending or self._sampler)
 
     def take_over(self, state: SlotState) -> None:
         """Become what another process held."""

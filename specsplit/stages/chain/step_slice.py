@@ -10,30 +10,30 @@ from collections.abc import Sequence
 
 from specsplit.core.record import record
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.stages.chain.remote_kv import HeldSlot, LastRows
-from specsplit.stages.packet import Ask, PacketSession
+from specsplit.stages.chain.remote_kv import LastRows, RemoteSlot
+from specsplit.stages.packet import HeadRequest, PacketSession
 
 
 @record
 class ChainInput(SequenceInput):
-    """An entry whose logits stay with the last stage, which does with them what `ask` says."""
+    """An entry whose logits stay with the last stage, which does with them what `head_request` says."""
 
-    ask: Ask | None = None
+    head_request: HeadRequest | None = None
 
 
 @record
-class Part:
-    """Rows [start, end) of a step in one packet; the last part has the tree and everything that is wanted."""
+class Chunk:
+    """Rows [start, end) of a step in one packet; the last chunk has the tree and everything that is wanted."""
 
     start: int
     end: int
     is_last: bool
 
 
-class Share:
-    """An entry of a step, cut into parts that travel in packets one behind the other."""
+class StepSlice:
+    """An entry of a step, cut into chunks that travel in packets one behind the other."""
 
-    def __init__(self, entry: SequenceInput, slot: HeldSlot) -> None:
+    def __init__(self, entry: SequenceInput, slot: RemoteSlot) -> None:
         assert entry.num_tree_rows == len(entry.token_ids), "a chain writes a tree in one step"
         slot.begin(entry.base_length)
         self.entry = entry
@@ -49,8 +49,8 @@ class Share:
         """Return the rows that the next attempt sends."""
         return self._end - self._held
 
-    def parts(self, max_tokens: int) -> list[Part]:
-        """Return what is left to be sent, in parts of `max_tokens` rows; neither a tree nor wanted rows are cut."""
+    def chunks(self, max_tokens: int) -> list[Chunk]:
+        """Return what is left to be sent, in chunks of `max_tokens` rows; neither a tree nor wanted rows are cut."""
         parents = enumerate(self.entry.parents or ())
         branches = [self._base + parent + 1 for row, parent in parents if parent != row - 1]
         last_start = min([self._end - max(1, self.entry.num_logits), *branches])
@@ -58,34 +58,34 @@ class Share:
         while starts[-1] < last_start and self._end - starts[-1] > max_tokens:
             starts.append(min(starts[-1] + max_tokens, last_start))
         ends = [*starts[1:], self._end]
-        return [Part(start, end, is_last=end == self._end) for start, end in zip(starts, ends, strict=True)]
+        return [Chunk(start, end, is_last=end == self._end) for start, end in zip(starts, ends, strict=True)]
 
-    def packet_session(self, part: Part, before: LastRows | None, *, has_ids: bool) -> PacketSession:
-        """Return the part as it travels.
+    def packet_session(self, chunk: Chunk, before: LastRows | None, *, has_ids: bool) -> PacketSession:
+        """Return the chunk as it travels.
 
         `before` are the rows in front of it that the stages have not compacted yet, None for those that this step
-        found. Token ids travel if `has_ids`, and then wanted rows must come with an ask.
+        found. Token ids travel if `has_ids`, and then wanted rows must come with a `head_request`.
         """
         entry, slot = self.entry, self._slot
         before = before or self._last
-        ask = entry.ask if isinstance(entry, ChainInput) and part.is_last else None
-        is_wanted = part.is_last and (ask is not None or not has_ids)
+        head_request = entry.head_request if isinstance(entry, ChainInput) and chunk.is_last else None
+        is_wanted = chunk.is_last and (head_request is not None or not has_ids)
         return PacketSession(
             slot=entry.slot,
             epoch=slot.epoch,
-            start=part.start,
-            base_hash=self._hash_before(part.start),
-            hashes=tuple(self._hash_before(row + 1) for row in range(part.start, part.end)),
-            parents=self._parents(part),
-            keep=before.keep(part.start) if before else None,
-            token_ids=tuple(self._ids(part)) if has_ids else (),
+            start=chunk.start,
+            base_hash=self._hash_before(chunk.start),
+            hashes=tuple(self._hash_before(row + 1) for row in range(chunk.start, chunk.end)),
+            parents=self._parents(chunk),
+            keep=before.keep(chunk.start) if before else None,
+            token_ids=tuple(self._ids(chunk)) if has_ids else (),
             num_logits=entry.num_logits if is_wanted else 0,
-            ask=ask,
+            head_request=head_request,
         )
 
-    def entry_of(self, part: Part) -> SequenceInput:
-        """Return the part as an entry, for the embedding."""
-        return SequenceInput(self.entry.slot, part.start, self._ids(part), self._parents(part))
+    def entry_of(self, chunk: Chunk) -> SequenceInput:
+        """Return the chunk as an entry, for the embedding."""
+        return SequenceInput(self.entry.slot, chunk.start, self._ids(chunk), self._parents(chunk))
 
     def head_entry(self) -> SequenceInput:
         """Return the wanted rows as an entry, each at its position, for the head."""
@@ -94,11 +94,11 @@ class Share:
         parents = None if entry.parents is None else [parent - root for parent in entry.parents[root:]]
         return SequenceInput(0, self._base + root, [0] * num_wanted, parents, num_wanted)
 
-    def succeed(self, part: Part, request_id: int) -> None:
-        """Note that an answer to the part came through the whole chain: every row in front of its end is held."""
-        if part.end > self._held:
-            self._held, self._last = part.end, LastRows(request_id, part.start, tuple(range(part.end - part.start)))
-        self.is_done = self.is_done or part.is_last
+    def succeed(self, chunk: Chunk, request_id: int) -> None:
+        """Note that an answer to the chunk came through the whole chain: every row in front of its end is held."""
+        if chunk.end > self._held:
+            self._held, self._last = chunk.end, LastRows(request_id, chunk.start, tuple(range(chunk.end - chunk.start)))
+        self.is_done = self.is_done or chunk.is_last
 
     def fall_back(self, have: int | None) -> None:
         """Note that a stage has only `have` rows (None if it did not say): what lies behind them is sent again."""
@@ -110,19 +110,19 @@ class Share:
         assert self._last is not None, "an answered step has a last packet"
         self._slot.write(self._base, self.entry.token_ids, self._hashes, self._last)
 
-    def _ids(self, part: Part) -> Sequence[int]:
-        own = self.entry.token_ids[max(0, part.start - self._base) : part.end - self._base]
-        return [*self._slot.ids[part.start : min(part.end, self._base)], *(own if part.end > self._base else ())]
+    def _ids(self, chunk: Chunk) -> Sequence[int]:
+        own = self.entry.token_ids[max(0, chunk.start - self._base) : chunk.end - self._base]
+        return [*self._slot.ids[chunk.start : min(chunk.end, self._base)], *(own if chunk.end > self._base else ())]
 
     def _hash_before(self, length: int) -> int:
         """Return the prefix hash of row `length` - 1."""
         return self._slot.base_hash(length) if length <= self._base else self._hashes[length - self._base - 1]
 
-    def _parents(self, part: Part) -> tuple[int, ...] | None:
-        """Return the parents of a part's rows within it, -1 for the row before it; None for a chain."""
+    def _parents(self, chunk: Chunk) -> tuple[int, ...] | None:
+        """Return the parents of a chunk's rows within it, -1 for the row before it; None for a chain."""
         parents = self.entry.parents
-        if parents is None or not part.is_last:
+        if parents is None or not chunk.is_last:
             return None
-        shift = part.start - self._base
+        shift = chunk.start - self._base
         replayed = range(-1, -shift - 1)
         return (*replayed, *(parent - shift for parent in parents[max(0, shift) :]))

@@ -19,18 +19,19 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
+from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.head_output import NOT_A_NUMBER
-from specsplit.stages.chain.runner import CHUNK_TOKENS, MAX_ATTEMPTS, WINDOW, ChainRunner, Ends
+from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape
 from specsplit.stages.chain.step_slice import ChainInput
-from specsplit.stages.packet import Ask
-from specsplit.stages.ports import EndsSlots, StageLink
-from specsplit.stages.shard.ends import ChainModel
+from specsplit.stages.packet import HeadRequest
+from specsplit.stages.ports import SlotReleaser, StageLink
+from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.target.engine import TargetEngine
 from specsplit.target.score import check_score
 
 
 class ChainTarget(TargetEngine):
-    """The target engine, but for who applies the sampler: the stage with the head, by what every entry asks."""
+    """A target engine whose sampler is applied by the stage with the head, as every entry requests it."""
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
@@ -50,8 +51,8 @@ class ChainTarget(TargetEngine):
                 chunk = token_ids[start : start + MAX_STEP_TOKENS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
-                ask = Ask(SessionParams(biases), wanted) if wanted else None
-                values += (yield ChainInput(slot.index, start, chunk, num_logits=num_scored, ask=ask)).tolist()
+                request = HeadRequest(SessionParams(biases), wanted) if wanted else None
+                values += (yield ChainInput(slot.index, start, chunk, None, num_scored, request)).tolist()
         if not all(map(math.isfinite, values)):
             raise self._damaged()
         return tuple(values)
@@ -63,7 +64,7 @@ class ChainTarget(TargetEngine):
         entry, sampler = TargetEngine._sequence_input(session, tail, proposal, tree), session.sampler
         assert sampler is not None
         return ChainInput(
-            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, Ask(sampler.params)
+            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, HeadRequest(sampler.params)
         )
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
@@ -83,49 +84,35 @@ class ChainTarget(TargetEngine):
 def chain_target(
     model: ChainModel,
     link: StageLink,
-    loop: asyncio.AbstractEventLoop,
-    ends: Ends | None = None,
+    ends: CoordinatorEnds | None = None,
     *,
-    device: Executor | None = None,
+    executor: Executor | None = None,
     ttl_s: float = TTL_S,
-    chunk_tokens: int = CHUNK_TOKENS,
-    window: int = WINDOW,
-    max_attempts: int = MAX_ATTEMPTS,
-    max_pending: int | None = None,
+    options: ChainOptions | None = None,
 ) -> tuple[TargetEngine, ChainRunner]:
-    """Return a target over the chain behind `link`, and its runner, whose statistics tell what was sent again.
+    """Return a target over the chain behind `link`, and its runner, whose statistics count what was sent again.
 
-    `ends` are this process's own with ends = coordinator, None with ends = stages. The links live on `loop`; the engine
-    computes on `device`, never the loop's own thread, since a forward waits for them, or on a thread of its own. Its
-    sessions are freed when they were not used for `ttl_s`, and the stages forget what freed slots held. `max_pending`
-    steps of different sessions are on their way at once, by default one a stage.
+    It is called on the event loop on which the links live. `ends` are this process's own with ends = coordinator, None
+    with ends = stages. The engine computes on `executor`, never the loop's own thread, since a forward waits for the
+    links, or on a thread of its own. Its sessions are freed when they were not used for `ttl_s`, and the stages forget
+    what freed slots held.
     """
-    runner = ChainRunner(
-        link,
-        loop,
-        num_slots=model.max_sessions,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        dtype=model.dtype,
-        ends=ends,
-        chunk_tokens=chunk_tokens,
-        window=window,
-        max_attempts=max_attempts,
-        max_pending=max_pending,
-    )
-    # A ChainRunner has of a Runner what engines use: forward, begin, max_under_way, cache.move_rows, device, dtype,
-    # vocab_size, statistics.
+    loop = asyncio.get_running_loop()
+    shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype)
+    runner = ChainRunner(link, loop, shape, ends, options)
+    # An engine uses of a Runner only what a ChainRunner has, too: forward, begin, max_pending, cache.move_rows, device,
+    # dtype, vocab_size and is_recorded. The cast says so where a protocol of eight members would.
     loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
-    return kind(loaded, device, ttl_s=ttl_s, on_release=_ending(runner, link, loop)), runner
+    return kind(loaded, executor, ttl_s=ttl_s, on_release=_slot_release(runner, link, loop)), runner
 
 
-def _ending(runner: ChainRunner, link: StageLink, loop: asyncio.AbstractEventLoop) -> Callable[[int], None]:
-    """Return what forgets a slot that has become free, in the stages too as soon as they hear of it."""
+def _slot_release(runner: ChainRunner, link: StageLink, loop: asyncio.AbstractEventLoop) -> Callable[[int], None]:
+    """Return the function that forgets a slot that has become free, here at once and in the stages soon."""
 
-    def end(slot: int) -> None:
+    def release(slot: int) -> None:
         epoch = runner.cache.slots[slot].end()
-        if epoch is not None and isinstance(link, EndsSlots):
+        if epoch is not None and isinstance(link, SlotReleaser):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the coordinator gone for its stages
                 loop.call_soon_threadsafe(link.end, slot, epoch)
 
-    return end
+    return release

@@ -51,7 +51,7 @@ def hidden_entry(
     return SequenceInput(slot, base_length, [0] * num_tokens, parents, num_logits)
 
 
-class _Part:
+class PartialModel:
     """Calls a stripped model as a function of what enters the stage; the model's own forward does the rest.
 
     What enters takes the place of the first layer's input, whatever the model did before (GPT-2 and OPT add position
@@ -120,7 +120,7 @@ class ShardRunner(Runner):
     The layers' indices are those of the whole model; KV slots exist for the stage's own.
     """
 
-    def __init__(self, part: _Part, probed: ProbeResult, cache: KVCache, context: int) -> None:
+    def __init__(self, part: PartialModel, probed: ProbeResult, cache: KVCache, context: int) -> None:
         super().__init__(part.model, probed, cache, context)
         self.spec, self.hidden_size, self.context = part.spec, part.hidden_size, context
         self._part = part
@@ -339,7 +339,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: _Op
 def _runner(
     model: PreTrainedModel, outline: Outline, spec: ShardSpec, name: str, context: int, options: _Options
 ) -> ShardRunner:
-    part = _Part(model, outline, spec)
+    part = PartialModel(model, outline, spec)
     probed = _probe(model, part)
     cache = allocate(model, probed, context, options.node_limit, options.max_sessions)
     runner = ShardRunner(part, probed, cache, context)
@@ -349,7 +349,7 @@ def _runner(
     return runner
 
 
-def _probe(model: PreTrainedModel, part: _Part) -> ProbeResult:
+def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
     if part.spec.is_empty:
         model.set_attn_implementation(NAME)
         return ProbeResult((), ())
@@ -361,7 +361,7 @@ def _probe(model: PreTrainedModel, part: _Part) -> ProbeResult:
 
 
 @torch.inference_mode()
-def _check_rows(runner: ShardRunner, part: _Part, name: str) -> None:
+def _check_rows(runner: ShardRunner, part: PartialModel, name: str) -> None:
     """Hold the stage against itself with transformers' own attention.
 
     Raises:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
-from specsplit.stages.identity import StageIdentity, WantedChain
+from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.wire.peer import StagePeer, StagePing
 
 PING_S = 1.0
 _AT_ONCE_S = 0.3
 
 
-async def admit(peer: StagePeer, like: StageIdentity, wanted: WantedChain, step_timeout_s: float) -> None:
+async def admit(peer: StagePeer, like: StageIdentity, expected: ExpectedChain, step_timeout_s: float) -> None:
     """Look at a stage (anew), and check that it fits in the place of `like`.
 
     Raises:
@@ -24,7 +24,7 @@ async def admit(peer: StagePeer, like: StageIdentity, wanted: WantedChain, step_
     ping = await peer.ping(PING_S)
     check_alive(peer, ping, step_timeout_s)
     identity = ping.identity
-    await asyncio.to_thread(wanted.check_stage, peer.address, identity)
+    await asyncio.to_thread(expected.check_stage, peer.address, identity)
     if identity.layers != like.layers:
         raise PeerMismatch(f"{peer.name} has layers {identity.layers}, and {like.layers} are needed in its place.")
     if identity.weights_hash != like.weights_hash:
@@ -32,7 +32,7 @@ async def admit(peer: StagePeer, like: StageIdentity, wanted: WantedChain, step_
     peer.admit(ping)
 
 
-async def why_lost(peer: StagePeer, wanted: WantedChain, step_timeout_s: float) -> SpecSplitError | None:
+async def why_lost(peer: StagePeer, expected: ExpectedChain, step_timeout_s: float) -> SpecSplitError | None:
     """Return why a stage of the chain cannot serve in its place any more, None if it can.
 
     A call that fails at once may have met the end of a connection that was lost with the chain, so it is made again
@@ -43,7 +43,7 @@ async def why_lost(peer: StagePeer, wanted: WantedChain, step_timeout_s: float) 
     began_s, is_again = loop.time(), False
     while True:
         try:
-            await admit(peer, like, wanted, step_timeout_s)
+            await admit(peer, like, expected, step_timeout_s)
         except PeerMismatch as error:
             return error
         except SpecSplitError as error:

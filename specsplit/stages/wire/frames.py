@@ -89,6 +89,11 @@ class FrameReader:
         self._pieces: list[Buffer] = []
         self._piece_bytes = 0
 
+    @property
+    def num_pieces(self) -> int:
+        """Return the pieces at hand of a packet that has not come whole."""
+        return len(self._pieces)
+
     def read(self, data: bytes) -> Buffer | stage_pb2.Frame | None:
         """Return a packet's bytes, a view of `data` where it came whole; another frame; None where more follows.
 

@@ -62,7 +62,7 @@ class NextLink:
     def __init__(self, chain: ChainId, index: int, address: str, on_lost: Callable[[SpecSplitError], None]) -> None:
         self.sent_bytes = 0
         self._chain, self._on_lost = chain, on_lost
-        self._name = f"Stage {index} cannot reach stage {index + 1} at {address}"
+        self.name = f"Stage {index} cannot reach stage {index + 1} at {address}"
         self._channel = WorkerChannel(address, f"The stage at {address}")
         self._duplex: Duplex | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -124,4 +124,4 @@ class NextLink:
         self._on_lost(error if isinstance(error, PeerMismatch) else self._unreachable(error))
 
     def _unreachable(self, error: SpecSplitError) -> WorkerUnreachable:
-        return WorkerUnreachable(f"{self._name}: {error}")
+        return WorkerUnreachable(f"{self.name}: {error}")

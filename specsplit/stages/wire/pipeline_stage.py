@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StaleEpoch, WorkerUnreachable
 from specsplit.stages.codec import decode
 from specsplit.stages.packet import Buffer, Packet
 from specsplit.stages.ports import Stage
@@ -102,27 +102,74 @@ class Stopwatch:
             self._since_s = time.monotonic()
 
 
-class Place:
-    """Where a stage stands in one chain, until another one is configured."""
+class Computations:
+    """Packets that the stage computes, in the order in which they came; `report` hears of every failure."""
 
-    def __init__(
-        self, stage: Stage, watch: Stopwatch, chain: ChainId, index: int, num_stages: int, next_address: str
-    ) -> None:
-        self.chain, self.index, self.num_stages = chain, index, num_stages
+    def __init__(self, stage: Stage, watch: Stopwatch, report: Callable[[Exception, int], None]) -> None:
+        self._stage, self._watch, self._report = stage, watch, report
+        self.running: set[asyncio.Task[Packet | None]] = set()
+        self._in_order: asyncio.Queue[asyncio.Task[Packet | None]] = asyncio.Queue()
+
+    def start(self, packet: Packet) -> None:
+        """Hand a packet to the stage, behind those that it has already."""
+        task = asyncio.create_task(self._compute(packet))
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        self._in_order.put_nowait(task)
+
+    async def wait_next(self) -> Packet | None:
+        """Wait for the next packet in order, and return what the stage made of it, None if it failed."""
+        return await (await self._in_order.get())
+
+    async def _compute(self, packet: Packet) -> Packet | None:
+        try:
+            with self._watch.running():
+                return await self._stage.forward(packet)
+        except Exception as error:  # noqa: BLE001 - whatever a packet does, the coordinator hears of it and the stage lives
+            if not isinstance(error, SpecSplitError):
+                _log.exception("computing a packet failed")
+            self._report(error, packet.request_id)
+            return None
+
+
+class PipelineStage:
+    """The stage's position in one chain, until another one is configured: its streams, and the packets on their way.
+
+    `coordinator` and `previous` are what is to be written on the streams that those two have open.
+    """
+
+    def __init__(self, stage: Stage, watch: Stopwatch, chain: ChainId, index: int, next_address: str) -> None:
+        self.chain, self.index = chain, index
         self.coordinator: Outbox | None = None
-        self.previous: Outbox | None = None
-        self.answered_bytes = 0
+        self._previous: Outbox | None = None
+        self._answered_bytes = 0
         self._is_over = False
-        self._stage, self._watch = stage, watch
         self._next = NextLink(chain, index, next_address, self.report) if next_address else None
+        # A permit is taken when a packet comes in, and given back when it has been written on.
         self._room = asyncio.Semaphore(WINDOW)
-        self._under_way: asyncio.Queue[asyncio.Task[Packet | None]] = asyncio.Queue()
-        self._computing: set[asyncio.Task[Packet | None]] = set()
+        self._computations = Computations(stage, watch, self.report)
         self._writing = asyncio.create_task(self._write_on())
+
+    def attach(self, outbox: Outbox, *, is_coordinator: bool) -> Inlet:
+        """Take a stream in the place of the one that its other end had open before; return its other direction."""
+        if is_coordinator:
+            before, self.coordinator = self.coordinator, outbox
+            link = "the link from the coordinator to stage 0"
+        else:
+            before, self._previous = self._previous, outbox
+            link = f"the link from stage {self.index - 1} to stage {self.index}"
+        if before is not None:
+            before.close(StaleEpoch("The stage's other end has opened the stream anew."))
+        return Inlet(link)
+
+    def detach(self, outbox: Outbox) -> None:
+        """Forget the previous stage's stream, if it is still this one."""
+        if self._previous is outbox:
+            self._previous = None
 
     @property
     def sent_bytes(self) -> int:
-        return self.answered_bytes + (self._next.sent_bytes if self._next else 0)
+        return self._answered_bytes + (self._next.sent_bytes if self._next else 0)
 
     async def open(self) -> None:
         """Open the way to the next stage; raises WorkerUnreachable where there is none."""
@@ -140,10 +187,7 @@ class Place:
         await self._room.acquire()
         if self._is_over:
             return
-        computing = asyncio.create_task(self._compute(packet))
-        self._computing.add(computing)
-        computing.add_done_callback(self._computing.discard)
-        self._under_way.put_nowait(computing)
+        self._computations.start(packet)
 
     def report(self, error: Exception, request_id: int | None = None, after: int = 0) -> None:
         """Tell the coordinator, if it listens, why there will be no answer to a packet, or to any after `after`."""
@@ -153,29 +197,19 @@ class Place:
     async def aclose(self, error: SpecSplitError | None = None) -> None:
         """Cut every stream of the chain, with an error or well, and give up what is under way."""
         self._is_over = True
-        for outbox in (self.previous, self.coordinator):
+        for outbox in (self._previous, self.coordinator):
             if outbox is not None:
                 outbox.close(error)
-        tasks = {self._writing, *self._computing}
+        tasks = {self._writing, *self._computations.running}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         if self._next is not None:
             await self._next.aclose()
 
-    async def _compute(self, packet: Packet) -> Packet | None:
-        try:
-            with self._watch.running():
-                return await self._stage.forward(packet)
-        except Exception as error:  # noqa: BLE001 - whatever a packet does, the coordinator hears of it and the stage lives
-            if not isinstance(error, SpecSplitError):
-                _log.exception("computing a packet failed")
-            self.report(error, packet.request_id)
-            return None
-
     async def _write_on(self) -> None:
         while True:
-            packet = await (await self._under_way.get())
+            packet = await self._computations.wait_next()
             try:
                 if packet is not None:
                     await self._pass(packet)
@@ -191,5 +225,5 @@ class Place:
             await self._next.write(packet)
         elif (coordinator := self.coordinator) is not None:
             for frame in packet_frames(packet):
-                self.answered_bytes += len(frame)
+                self._answered_bytes += len(frame)
                 await coordinator.put(frame)

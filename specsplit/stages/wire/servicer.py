@@ -1,9 +1,4 @@
-"""StageService over a Stage: who may use it, and its streams. The coordinator decides everything else.
-
-A stage serves one coordinator at a time. A chain that the same coordinator configures later (a higher number) replaces
-the one before; another coordinator is refused while a stream of the first is open, unless it says `takeover`. A
-coordinator that says that it leaves frees the slots; one that is cut off has `grace_s` to come back to them.
-"""
+"""StageService over a Stage: its calls and streams. `tenancy` decides who may use it, the coordinator all else."""
 
 from __future__ import annotations
 
@@ -24,19 +19,18 @@ from specsplit.core.errors import (
     CorruptPacket,
     InvalidPacket,
     InvalidRequest,
-    PeerMismatch,
     SpecSplitError,
-    StaleEpoch,
     WorkerUnreachable,
 )
 from specsplit.rpc import calls
-from specsplit.rpc.interceptors import Context, draining
+from specsplit.rpc.interceptors import Context
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
 from specsplit.stages.ports import Stage
 from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, error_frame
 from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_slot, slot_pieces
-from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, Place, Stopwatch
+from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
+from specsplit.stages.wire.tenancy import Tenancy
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _METHODS = frozenset(method.name for method in stage_pb2.DESCRIPTOR.services_by_name["StageService"].methods)
@@ -51,39 +45,33 @@ _PREVIOUS = stage_pb2.STREAM_ROLE_PREVIOUS
 
 
 class StageService:
-    """The state behind the service's calls; `aclose` ends what it began."""
+    """The service's calls; `aclose` ends what they began."""
 
     name = STAGE_SERVICE
     # A draining stage answers everything until its coordinator has moved its sessions elsewhere.
     methods_while_draining = _METHODS
 
     def __init__(self, stage: Stage, *, grace_s: float = GRACE_S) -> None:
-        self._stage, self._grace_s = stage, grace_s
+        self._stage, self._tenancy = stage, Tenancy(stage, grace_s)
         self._process = secrets.token_hex(8)
-        self._place: Place | None = None
-        self._watch = Stopwatch()
-        self._changing = asyncio.Lock()
-        self._abandoned: asyncio.Task[None] | None = None
-        self._is_draining = False
-        self._received_bytes = self._sent_bytes = 0
+        self._received_bytes = 0
 
     @property
     def num_sessions(self) -> int:
         """Return 1 while a coordinator has a stream open, else 0: its sessions are its own to count."""
-        return int(self._place is not None and self._place.coordinator is not None)
+        return int(self._tenancy.has_coordinator)
+
+    def set_grace(self, grace_s: float) -> None:
+        """Give coordinators that are cut off from now on so long to come back."""
+        self._tenancy.grace_s = grace_s
 
     def refuse(self) -> None:
         """Take no other coordinator any more, and let the one there is know that it should move its sessions."""
-        self._is_draining = True
-        if self._place is not None and self._place.coordinator is not None:
-            self._place.coordinator.put_nowait(DRAINING)
+        self._tenancy.refuse()
 
     async def aclose(self) -> None:
         """Cut all streams and stop what runs for them."""
-        await self._stop_waiting()
-        async with self._changing:
-            await self._leave(draining())
-        await self._stop_waiting()
+        await self._tenancy.aclose()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the service's calls."""
@@ -107,99 +95,60 @@ class StageService:
             process=self._process,
             time_us=time.time_ns() // 1000,
             received_bytes=self._received_bytes,
-            sent_bytes=self._sent_bytes + (self._place.sent_bytes if self._place else 0),
-            computing_us=int(self._watch.running_s * 1e6),
+            sent_bytes=self._tenancy.sent_bytes,
+            computing_us=int(self._tenancy.watch.running_s * 1e6),
         )
 
     async def _configure(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
         _check_configuration(request)
-        return await to_its_end(self._change(request))  # half a change would cost what the slots hold
-
-    async def _change(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
-        chain = ChainId.of(request.chain)
-        async with self._changing:
-            before = self._place
-            self._check_change(before, chain, takeover=request.takeover)
-            await self._stop_waiting()
-            same = before is not None and before.chain.coordinator == chain.coordinator
-            kept = request.keep_slots and same
-            successor = "a newer chain of its coordinator" if same else "another coordinator"
-            error = StaleEpoch if same else PeerMismatch
-            await self._leave(error(f"The stage was taken over by {successor}."))
-            with self._watch.running():
-                if not kept:
-                    await self._stage.reset()
-                await self._stage.place(request.index, request.num_stages)
-            where = request.index, request.num_stages, request.next_address
-            self._place = Place(self._stage, self._watch, chain, *where)
-            self._expect(self._grace_s)
+        # A caller that hangs up does not stop a change halfway, which would cost what the slots hold.
+        kept = await to_its_end(self._tenancy.configure(request))
         return stage_pb2.ConfigureResponse(kept=kept)
 
-    def _check_change(self, before: Place | None, chain: ChainId, *, takeover: bool) -> None:
-        is_same = before is not None and before.chain.coordinator == chain.coordinator
-        if self._is_draining and not is_same:
-            raise draining()
-        if before is None or takeover:
-            return
-        if is_same and chain.number <= before.chain.number:
-            raise StaleEpoch(f"Chain {before.chain.number} of this coordinator has replaced chain {chain.number}.")
-        if not is_same and before.coordinator is not None:
-            raise PeerMismatch("The stage serves another coordinator; stop that one, or take the stage over.")
-
-    async def _leave(self, error: SpecSplitError | None) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            self._sent_bytes += place.sent_bytes
-            await place.aclose(error)
-
     async def _end_session(self, request: stage_pb2.EndSlotRequest) -> stage_pb2.EndSlotResponse:
-        self._placed(ChainId.of(request.chain))
+        self._tenancy.position_in(ChainId.of(request.chain))
         await self._stage.end(request.slot, request.epoch if request.HasField("epoch") else None)
         return stage_pb2.EndSlotResponse()
-
-    def _placed(self, chain: ChainId, *, exactly: bool = False) -> Place:
-        """Return the stage's place in a chain of that coordinator, or in exactly that one."""
-        place = self._place
-        if place is None or place.chain.coordinator != chain.coordinator:
-            raise PeerMismatch("The stage is not configured for this coordinator.")
-        if exactly and place.chain != chain:
-            raise StaleEpoch(f"The stage stands in chain {place.chain.number} of its coordinator, not {chain.number}.")
-        return place
 
     async def _forward(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
         hello = await _hello(requests)
         chain, role = ChainId.of(hello.chain), hello.role
-        place, outbox = self._placed(chain, exactly=True), Outbox()
+        position, outbox = self._tenancy.position_in(chain, exactly=True), Outbox()
         if role == _COORDINATOR:
-            await self._stop_waiting()
-            before, place.coordinator = place.coordinator, outbox
-            link = "the link from the coordinator to stage 0"
-        else:
-            before, place.previous = place.previous, outbox
-            link = f"the link from stage {place.index - 1} to stage {place.index}"
-        if before is not None:
-            before.close(StaleEpoch("The stage's other end has opened the stream anew."))
+            await self._tenancy.stop_grace()
+        inlet = position.attach(outbox, is_coordinator=role == _COORDINATOR)
         reading: asyncio.Task[None] | None = None
         try:
             if role == _COORDINATOR:
                 try:
-                    await place.open()
-                except WorkerUnreachable as error:  # said in this place, it is about the next stage
+                    await position.open()
+                except WorkerUnreachable as error:  # an error in the place of READY is about the next stage
                     yield error_frame(error)
                     return
             yield READY
-            if self._is_draining and role == _COORDINATOR:
+            if self._tenancy.is_draining and role == _COORDINATOR:
                 yield DRAINING
-            takes = role == _PREVIOUS or place.index == 0
-            reading = asyncio.create_task(self._read(requests, place, Inlet(link), outbox, takes=takes))
+            has_packets = role == _PREVIOUS or position.index == 0
+            reading = asyncio.create_task(self._read(requests, position, inlet, outbox, has_packets=has_packets))
             reading.add_done_callback(partial(_close, outbox))
             async for frame in outbox:
                 yield frame
         finally:
-            await self._detach(place, role, outbox, reading)
+            outbox.close()
+            self._tenancy.abandon(position, outbox, self._tenancy.grace_s)
+            position.detach(outbox)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait({reading})
 
     async def _read(
-        self, requests: AsyncIterator[bytes], place: Place, inlet: Inlet, outbox: Outbox, *, takes: bool
+        self,
+        requests: AsyncIterator[bytes],
+        position: PipelineStage,
+        inlet: Inlet,
+        outbox: Outbox,
+        *,
+        has_packets: bool,
     ) -> None:
         """Take packets in until the other end says, or is found, to be gone."""
         reader = FrameReader(inlet.link)
@@ -209,78 +158,35 @@ class StageService:
                 if packet is None:
                     continue
                 if isinstance(packet, stage_pb2.Frame) and packet.leaving:
-                    self._abandon(place, outbox, 0.0)
+                    self._tenancy.abandon(position, outbox, 0.0)
                     return
-                if isinstance(packet, stage_pb2.Frame) or not takes:
+                if isinstance(packet, stage_pb2.Frame) or not has_packets:
                     raise InvalidPacket(f"Something that is no packet came over {inlet.link}.")
             except (CorruptPacket, InvalidPacket) as error:
-                place.report(error, after=inlet.last_id)
+                position.report(error, after=inlet.last_id)
                 continue
             self._received_bytes += len(data)
-            await place.take(packet, inlet)
-
-    async def _detach(
-        self, place: Place, role: stage_pb2.StreamRole.ValueType, outbox: Outbox, reading: asyncio.Task[None] | None
-    ) -> None:
-        outbox.close()
-        if role == _COORDINATOR:
-            self._abandon(place, outbox, self._grace_s)
-        elif place.previous is outbox:
-            place.previous = None
-        if reading is not None:
-            reading.cancel()
-            await asyncio.wait({reading})
-
-    def _abandon(self, place: Place, outbox: Outbox, grace_s: float) -> None:
-        """Note that the coordinator has left, and free its slots if it does not come back in time."""
-        if place.coordinator is not outbox:
-            return
-        place.coordinator = None
-        if place is self._place:
-            self._expect(grace_s)
-
-    def _expect(self, grace_s: float) -> None:
-        """Free the slots if no coordinator opens its stream in time, counted from now."""
-        place = self._place
-        if place is None or place.coordinator is not None:
-            return
-        if self._abandoned is not None:
-            self._abandoned.cancel()
-        self._abandoned = asyncio.create_task(self._free(place, grace_s))
-
-    async def _free(self, place: Place, grace_s: float) -> None:
-        await asyncio.sleep(grace_s)
-        self._abandoned = None  # from here on to its end
-        async with self._changing:
-            if self._place is place and place.coordinator is None:
-                await self._leave(None)
-                with self._watch.running():
-                    await self._stage.reset()
-
-    async def _stop_waiting(self) -> None:
-        """Forget that the coordinator had left."""
-        abandoned, self._abandoned = self._abandoned, None
-        if abandoned is not None:
-            abandoned.cancel()
-            await asyncio.wait({abandoned})
+            await position.take(packet, inlet)
 
     async def _export(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
         request = calls.parse(stage_pb2.ExportKVRequest, data)
-        self._placed(ChainId.of(request.chain))
+        self._tenancy.position_in(ChainId.of(request.chain))
         state = await self._stage.export_kv(request.slot)
         if state.num_rows:
             for piece in slot_pieces(await encode_slot(state)):
                 yield piece
 
     async def _import(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
+        tenancy = self._tenancy
         content, chain, refused, is_first = bytearray(), ChainId("", 0), None, True
-        async for data in requests:  # to its end even if refused: gRPC may lose the reason of a call cut while written
+        # Read to the end even what is refused: gRPC may lose the reason of a call that is cut while the other writes.
+        async for data in requests:
             if refused is None:
                 try:
                     piece = self._checked(data, len(content), is_first=is_first)
                     chain = ChainId.of(piece.chain) if is_first else chain
                     content += piece.data
-                    self._expect(self._grace_s)
+                    tenancy.start_grace(tenancy.grace_s)
                 except SpecSplitError as error:
                     refused = error
                     content.clear()
@@ -288,17 +194,18 @@ class StageService:
         if refused is not None:
             raise refused
         state = await decode_slot(content, "the link that a slot came over")
-        async with self._changing:
-            self._placed(chain)  # still: nothing of an old coordinator lands in the slots of a new one
+        async with tenancy.changing:
+            # Checked again under the lock: nothing of an old coordinator lands in the slots of a new one.
+            tenancy.position_in(chain)
             await self._stage.import_kv(state)
-            self._expect(self._grace_s)
+            tenancy.start_grace(tenancy.grace_s)
         yield stage_pb2.ImportKVResponse().SerializeToString()
 
     def _checked(self, data: bytes, num_bytes: int, *, is_first: bool) -> stage_pb2.SlotPiece:
         """Return a piece of a slot, behind `num_bytes` of it; the first one must name a chain of the coordinator."""
         piece, limit = calls.parse(stage_pb2.SlotPiece, data), self._stage.identity.slot_bytes
         if is_first:
-            self._placed(ChainId.of(piece.chain))
+            self._tenancy.position_in(ChainId.of(piece.chain))
         if num_bytes + len(piece.data) > limit:
             raise InvalidPacket(f"An exported slot exceeds the {limit} bytes that one of this stage can have.")
         return piece

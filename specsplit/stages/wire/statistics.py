@@ -13,6 +13,8 @@ class RemoteChainStatistics:
 
     num_connections: int = 0
     """Times that the chain was configured, the first one among them."""
+    num_tries: int = 0
+    """Attempts to restore the chain, the successful ones included."""
     spares_used: list[str] = field(default_factory=list[str])
     """Addresses, in the order in which they took over."""
     num_moved_slots: int = 0

@@ -1,0 +1,130 @@
+"""The stages of a chain in their order, and the spares: who they are, who fits in whose place. Knows no connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerUnreachable
+from specsplit.stages.identity import ExpectedChain, StageIdentity
+from specsplit.stages.wire.admission import PING_S, admit, why_lost
+from specsplit.stages.wire.options import LinkOptions
+from specsplit.stages.wire.peer import StagePeer
+
+
+class ChainMembers:
+    """`stages` and `spares`, which change places when a stage is replaced; all of them are `expected` to fit."""
+
+    def __init__(self, stages: Sequence[str], spares: Sequence[str], expected: ExpectedChain) -> None:
+        addresses = [*stages, *spares]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise InvalidRequest(f"The stage at {address} is named twice.", param="stages")
+        self.stages = [StagePeer(address) for address in stages]
+        self.spares = [StagePeer(address) for address in spares]
+        self.spares_used: list[str] = []
+        """Addresses of spares that took a stage's place, in that order."""
+        self.options = LinkOptions()
+        """Patience of the chain that they are members of."""
+        self._expected = expected
+
+    @property
+    def all(self) -> list[StagePeer]:
+        return [*self.stages, *self.spares]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [peer.address for peer in self.stages]
+
+    @property
+    def identities(self) -> list[StageIdentity]:
+        """Return who the stages are, in their order; none before `admit_all`."""
+        return [peer.identity for peer in self.stages if peer.identity is not None]
+
+    @property
+    def num_slots(self) -> int:
+        return self._expected.num_slots
+
+    async def admit_all(self) -> None:
+        """Look at every stage and spare, and check that they fit.
+
+        Raises:
+            PeerMismatch: one does not fit, and why.
+            LinkError: a stage cannot be reached. A spare that cannot is left for later.
+        """
+        pings = [await peer.ping() for peer in self.stages]
+        found = [(peer.address, ping.identity) for peer, ping in zip(self.stages, pings, strict=True)]
+        await asyncio.to_thread(self._expected.check_chain, found)
+        for peer, ping in zip(self.stages, pings, strict=True):
+            peer.admit(ping)
+        for spare in self.spares:
+            with suppress(WorkerUnreachable, DeadlineExceeded):
+                await self._admit_spare(spare)
+
+    async def admit(self, peer: StagePeer, like: StageIdentity) -> None:
+        """Look at a stage anew, and check that it fits in the place of `like`; raises as `admit_all` does."""
+        await admit(peer, like, self._expected, self.options.step_timeout_s)
+
+    async def replace_lost(self) -> None:
+        """Look at every stage anew, and put spares in the place of those that cannot serve any more.
+
+        Raises:
+            SpecSplitError: why a stage is lost for which there is no spare.
+        """
+        for peer in self.all:
+            peer.is_awaited = False
+        limit_s = self.options.step_timeout_s
+        errors = await asyncio.gather(*(why_lost(peer, self._expected, limit_s) for peer in self.stages))
+        for index, error in enumerate(errors):
+            if error is not None and not await self.replace(index):
+                raise error
+
+    async def replace(self, index: int) -> bool:
+        """Put a spare that fits in the place of a stage, and return whether there was one."""
+        lost = self.stages[index]
+        assert lost.identity is not None, "a chain is connected before it is restored"
+        for spare in self.spares:
+            try:
+                await self.admit(spare, lost.identity)
+            except PeerMismatch:
+                continue
+            except SpecSplitError:
+                await spare.renew()
+                continue
+            if spare.is_draining:
+                continue
+            self.swap(index, spare)
+            return True
+        return False
+
+    def swap(self, index: int, spare: StagePeer) -> None:
+        """Let a spare stand at `index`, and its predecessor stand by."""
+        self.spares[self.spares.index(spare)] = self.stages[index]
+        self.stages[index] = spare
+        self.spares_used.append(spare.address)
+
+    def undo_swap(self, index: int, before: StagePeer) -> None:
+        """Let the predecessor of a spare stand at `index` again, as if the spare had never been used."""
+        self.swap(index, before)
+        del self.spares_used[-2:]
+
+    async def aclose(self) -> None:
+        """Close the connections to all of them."""
+        for peer in self.all:
+            await peer.aclose()
+
+    async def _admit_spare(self, spare: StagePeer) -> None:
+        identity = (await spare.ping(PING_S)).identity
+        for like in self.identities:
+            if like.layers == identity.layers:
+                return await self.admit(spare, like)
+        raise PeerMismatch(f"The spare at {spare.address} has layers {identity.layers}, which no stage here has.")
+
+
+def find(peers: Sequence[StagePeer], address: str) -> StagePeer:
+    """Return the one of `peers` at an address; raises InvalidRequest if there is none."""
+    for peer in peers:
+        if peer.address == address:
+            return peer
+    raise InvalidRequest(f"There is no stage at {address} here that could be moved so.", param="address")
