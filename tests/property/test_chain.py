@@ -183,7 +183,7 @@ async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> No
                 state = await stage.export_kv(0)
                 assert (len(state.token_ids), state.num_rows > 0) == (0, True)
     for session in [session for packet in seen[0] for session in packet.sessions]:
-        assert (session.token_ids, session.ask, session.picks, session.log_probs) == ((), None, (), ())
+        assert (session.token_ids, session.head_request, session.picks, session.log_probs) == ((), None, (), ())
     first, second = ([hash_ for p in packets for s in p.sessions for hash_ in s.hashes] for packets in seen)
     assert len(first) == len(second) > 40
     assert not set(first) & set(second), "hashes are keyed by their coordinator"

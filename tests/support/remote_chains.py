@@ -11,6 +11,7 @@ from typing import Any
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.engine.executor import ThreadExecutor
+from specsplit.engine.session import TTL_S
 from specsplit.rpc.server import Server, serving
 from specsplit.stages.chain.expected import expected_chain
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner
@@ -159,9 +160,9 @@ async def opened_over(
     patience: dict[str, Any] = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
     patience |= link_options or {}
     link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience))
-    target, runner = chain_target(
-        shards.model, link, shards.ends, options=ChainOptions(**{"chunk_tokens": 16, **options})
-    )
+    ttl_s = options.pop("ttl_s", TTL_S)
+    sending = ChainOptions(**{"chunk_tokens": 16, **options})
+    target, runner = chain_target(shards.model, link, shards.ends, ttl_s=ttl_s, options=sending)
     try:
         await connect_chain(link, _CONNECT_S)
         yield RemoteOpen(target, runner, link, own, other)
