@@ -52,7 +52,7 @@ format: $(TOOLS)  ## Format the code
 format-check: $(TOOLS)  ## Check that the code is formatted
 	$(BIN)/ruff format --check
 
-type: $(TOOLS)  ## Check the types of the package
+type: $(TOOLS)  ## Check the types of the package and of tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/

@@ -6,7 +6,7 @@ So `auto` decides alike on every machine and however busy it is, and the same ca
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,13 +37,15 @@ CLOCK = Clock()
 
 
 @contextmanager
-def simulated() -> Iterator[None]:
+def simulated() -> Generator[None]:
     """Time forwards of the block by our own clock; enter it before anything imports an engine."""
     kept = (time.monotonic, time.perf_counter)
     time.monotonic = time.perf_counter = CLOCK.now
     from specsplit.model import loader
     from specsplit.model.runner import Runner
 
+    # Classes and modules whose functions are replaced: to the type checker they are of any type.
+    runner_class: Any = Runner
     forward, load_model = Runner.forward, loader.load_model
     roles: dict[Any, str] = {}
 
@@ -51,14 +53,14 @@ def simulated() -> Iterator[None]:
         CLOCK.pass_forward(roles.get(runner, "target"), sum(len(entry.token_ids) for entry in entries))
         return forward(runner, entries)
 
-    def load_with_role(source: str, *, role: str, **options: Any) -> Any:
+    def load_with_role(source: str, *, role: Any, **options: Any) -> Any:
         model = load_model(source, role=role, **options)
         roles[model.runner] = role
         return model
 
-    Runner.forward, loader.load_model = timed_forward, load_with_role
+    runner_class.forward, loader.load_model = timed_forward, load_with_role
     try:
         yield
     finally:
-        Runner.forward, loader.load_model = forward, load_model
+        runner_class.forward, loader.load_model = forward, load_model
         time.monotonic, time.perf_counter = kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tools.house.measure import Measure, none_of
 from tools.house.sources import Source, sources
@@ -51,9 +51,11 @@ def _graph(folder: str, *, for_types: bool) -> Graph:
     return {module: set(_imported(source, files.keys(), for_types)) for module, source in files.items()}
 
 
-def _imported(source: Source, modules: set[str], for_types: bool) -> Iterator[str]:
+def _imported(source: Source, modules: Collection[str], for_types: bool) -> Iterator[str]:
     """Yield the modules that a file imports; importing a package runs its `__init__`, which holds no code here."""
-    skipped = {id(node) for block in _type_blocks(source) for node in ast.walk(block)} if not for_types else set()
+    skipped: set[int] = set()
+    if not for_types:
+        skipped = {id(node) for block in _type_blocks(source) for node in ast.walk(block)}
     for node in ast.walk(source.tree):
         if id(node) in skipped:
             continue

@@ -13,7 +13,7 @@ import json
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +35,14 @@ _PROMPTS = ROOT / "benchmarks" / "data" / "code_prompts.jsonl"
 _OPTIONS: dict[str, dict[str, Any]] = {"pingpong": {"lookup": False}}
 """Pingpong is measured by itself: a tree with lookup's nodes in it is what `auto` measures."""
 Call = tuple[str, str]
-"""File and function."""
+"""Names of file and function."""
 
 
 @dataclass(slots=True)
 class Round:
     """The calls of one round."""
 
-    calls: Counter[Call] = field(default_factory=Counter)
+    calls: Counter[Call] = field(default_factory=Counter[Call])
     has_draft: bool = False
 
     @property
@@ -118,14 +118,17 @@ def _pipeline(options: dict[str, Any]) -> Pipeline:
 
 
 @contextmanager
-def _recorded() -> Iterator[Recorder]:
+def _recorded() -> Generator[Recorder]:
     """Count the calls of all threads begun inside the block; engines mark where rounds begin and which ask a draft."""
     import specsplit
     from specsplit.draft.engine import DraftEngine
     from specsplit.target.engine import TargetEngine
 
+    drafter: Any = DraftEngine
+    verifier: Any = TargetEngine
+
     recorder = Recorder(Path(specsplit.__file__).parent)
-    verify, propose = TargetEngine.verify, DraftEngine.propose
+    verify, propose = verifier.verify, drafter.propose
 
     def marked_verify(engine: Any, *arguments: Any, **named: Any) -> Any:
         recorder.begin_round()
@@ -135,13 +138,13 @@ def _recorded() -> Iterator[Recorder]:
         recorder.see_draft()
         return propose(engine, *arguments, **named)
 
-    TargetEngine.verify, DraftEngine.propose = marked_verify, marked_propose  # type: ignore[method-assign]
+    verifier.verify, drafter.propose = marked_verify, marked_propose
     threading.setprofile(recorder)
     try:
         yield recorder
     finally:
         threading.setprofile(None)
-        TargetEngine.verify, DraftEngine.propose = verify, propose  # type: ignore[method-assign]
+        verifier.verify, drafter.propose = verify, propose
 
 
 def measures() -> list[Measure]:
