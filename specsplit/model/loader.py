@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamage
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import memory
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -26,9 +27,26 @@ Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_CONTEXT = 4096
-"""Upper limit of the default context; a longer one is asked for with --context."""
+"""Upper limit of the default context; --context allows a longer one."""
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of `load_model`."""
+
+    dtype: str | None
+    """By default fp32 on the CPU and the checkpoint's own on CUDA."""
+    device: str
+    threads: int | None
+    """Threads for the engine's operators."""
+    context: int | None
+    """Tokens that one session may hold; by default what the model was made for, at most `default_context`."""
+    default_context: int
+    max_sessions: int
+    node_limit: int
+    record: bool
+    """False keeps the model's forward in Python, for hooks and profiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +100,18 @@ class LoadedModel:
 
 
 def load_model(
-    source: str,
-    *,
-    role: Role,
-    dtype: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    context: int | None = None,
-    max_sessions: int = 1,
-    default_context: int = DEFAULT_CONTEXT,
-    node_limit: int = DEFAULT_NODE_LIMIT,
-    record: bool = True,
-    progress: Progress | None = None,
+    source: str, *, role: Role, progress: Progress | None = None, **options: Unpack[LoadOptions]
 ) -> LoadedModel:
     """Load a decoder-only model and prepare its KV slots.
 
-    `source` is "embedded", a folder or a hub id; `dtype` defaults to fp32 on the CPU and the checkpoint's own on CUDA.
-    `context` defaults to what the model was made for, at most `default_context`; `threads` are the engine's to use.
-    `record=False` keeps the model's forward in Python, for hooks and profiles. `progress` is called with a phase and
-    the fraction done.
+    `source` is "embedded", a folder or a hub id. `progress` is called with a phase and the fraction done.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
     """
     report = progress or (lambda phase, fraction: None)
-    target_device = as_device(device)
+    device = as_device(options.get("device", "cpu"))
+    max_sessions, node_limit = options.get("max_sessions", 1), options.get("node_limit", DEFAULT_NODE_LIMIT)
     if max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
@@ -115,15 +120,17 @@ def load_model(
         config = load_config(path, name)
         refuse_by_config(config)
         report("weights", 0.15)
-        model = load_weights(path, name, config, as_dtype(dtype, target_device), target_device)
+        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device), device)
         report("probing", 0.7)
         probed = probe(model)
-        context = as_context(config, context, default_context, name)
+        default_context = options.get("default_context", DEFAULT_CONTEXT)
+        context = as_context(config, options.get("context"), default_context, name)
         fix_longrope(model, context)
-        runner = Runner(model, probed, allocate(model, probed, context, node_limit, max_sessions), context)
+        cache = allocate(model, probed, context, node_limit, max_sessions)
+        runner = Runner(EagerBackend(model, probed), cache, context)
         _check_logits(runner, model, context, name)
         report("recording", 0.85)
-        if record:
+        if options.get("record", True):
             runner.record()
     report("tokenizer", 0.95)
     tokenizer, eos_ids = load_tokenizer(path, name, config)
@@ -137,7 +144,7 @@ def load_model(
         context=context,
         node_limit=node_limit,
         eos_ids=eos_ids,
-        threads=threads,
+        threads=options.get("threads"),
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
         weights_hash=_weights_hash(path, name),
     )

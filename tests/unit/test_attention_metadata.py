@@ -17,7 +17,7 @@ from specsplit.model.attention.metadata import (
     OneTokenMetadata,
     SequenceInput,
     evaluate_mask,
-    make_plan,
+    make_metadata,
 )
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ kinds = st.builds(
 
 
 def plan_of(step: list[SequenceInput], of_kinds: list[BiasKind]) -> AttentionMetadata:
-    return make_plan(step, of_kinds, dtype=torch.float32, device=CPU)
+    return make_metadata(step, of_kinds, dtype=torch.float32, device=CPU)
 
 
 def parents_of(entry: SequenceInput) -> list[int]:
@@ -196,7 +196,9 @@ def test_plans_of_one_shape_do_not_share_what_they_write_to() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_biases_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
-    plan = make_plan([SequenceInput(0, 3, [1, 2], [-1, -1])], [BiasKind(window_rule(2), 2)], dtype=dtype, device=CPU)
+    plan = make_metadata(
+        [SequenceInput(0, 3, [1, 2], [-1, -1])], [BiasKind(window_rule(2), 2)], dtype=dtype, device=CPU
+    )
     assert plan.biases[0].dtype == dtype
     assert set(plan.biases[0].float().tolist()) == {0.0, float("-inf")}
 
@@ -221,7 +223,7 @@ one_token = st.builds(
 def test_one_token_is_laid_out_as_ever(steps: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
     kept = OneTokenMetadata(of_kinds, torch.float32)
     for entry in steps:
-        found, truth = kept.of([entry]), plan_of([entry], of_kinds)
+        found, truth = kept.try_update([entry]), plan_of([entry], of_kinds)
         is_its = len(entry.token_ids) == 1 and parents_of(entry) == list(range(-1, len(parents_of(entry)) - 1))
         assert (found is not None) == (is_its and all(kind.mask is None for kind in of_kinds))
         if found is not None:
@@ -234,5 +236,5 @@ def test_one_token_is_laid_out_as_ever(steps: list[SequenceInput], of_kinds: lis
 
 def test_a_step_of_two_entries_or_without_logits_is_laid_out_anew() -> None:
     kept = OneTokenMetadata([BiasKind(None, 2)], torch.float32)
-    assert kept.of([SequenceInput(0, 3, [1]), SequenceInput(1, 4, [2])]) is None
-    assert kept.of([SequenceInput(0, 3, [1], num_logits=0)]) is None
+    assert kept.try_update([SequenceInput(0, 3, [1]), SequenceInput(1, 4, [2])]) is None
+    assert kept.try_update([SequenceInput(0, 3, [1], num_logits=0)]) is None

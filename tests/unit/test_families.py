@@ -89,7 +89,7 @@ def test_a_recording_that_computes_nothing_or_elsewhere_is_refused(
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: lambda *memory: memory[-1])  # what lies there
     assert not runner.record()
     assert (runner.forward([SequenceInput(0, 0, [5])])[0] - truth).abs().max() < 1e-5
-    forward = runner._model_forward  # type: ignore[reportPrivateUsage]
+    forward = runner.backend.forward
     elsewhere = lambda *memory: forward(*memory[:-1], torch.empty_like(memory[-1]))  # noqa: E731
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: elsewhere)
     assert runner.record()  # what it returns is what counts

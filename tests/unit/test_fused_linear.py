@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specsplit.model import runner
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.backends import recorded_cpu
 from specsplit.model.fused_linear import Fusing, fuse_linears
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
@@ -117,7 +117,7 @@ def test_families_record_fewer_products(family: str, per_layer: int, tmp_path: P
     """Llama: qkv, o, gate and up, down. OPT: qkv, o and two. GPT-2 and Phi-3 come with theirs joined."""
     folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
     loaded = load_model(str(folder), role="target", threads=1)
-    recorded = loaded.runner._forward  # type: ignore[reportPrivateUsage]
+    recorded = loaded.runner.backend.forward
     head = 1
     assert str(recorded.graph).count("aten::linear") == head + per_layer * loaded.runner.model.config.num_hidden_layers
 
@@ -132,7 +132,7 @@ def test_where_only_a_recording_as_the_model_is_reproduces_it_that_is_used(
     truth = load_model(str(folder), role="target", threads=1, record=False).runner.forward(
         [SequenceInput(0, 0, [5, 6, 7])]
     )[0]
-    monkeypatch.setattr(runner, "fuse_linears", wrong)
+    monkeypatch.setattr(recorded_cpu, "fuse_linears", wrong)
     loaded = load_model(str(folder), role="target", threads=1)
     assert loaded.runner.is_recorded
     assert torch.equal(loaded.runner.forward([SequenceInput(0, 0, [5, 6, 7])])[0], truth)

@@ -27,6 +27,7 @@ from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.probe import probe
 from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner, steered
@@ -372,9 +373,8 @@ def test_the_slots_take_the_memory_that_the_check_names(max_sessions: int, monke
         )
 
     model = loaded()
-    per_token = KVCache.bytes_per_token(
-        [(layer.key_shape, layer.value_shape) for layer in model.runner._layers], model.runner.dtype
-    )
+    layers = probe(model.runner.model).layers
+    per_token = KVCache.bytes_per_token([(layer.key_shape, layer.value_shape) for layer in layers], model.runner.dtype)
     needed = per_token * (CONTEXT + NODE_LIMIT) * max_sessions
     assert model.runner.cache.num_bytes == needed
     assert model.kv_bytes_per_token == per_token

@@ -1,8 +1,8 @@
 """Our attention function behind transformers' interface: it writes K and V into static slots and attends there.
 
-One function serves every decoder-only family whose attention goes through that interface; what a layer needs beyond
-q, k, v (scale, soft-cap, sinks, window) was seen by the probing forward (`probe`) and is held in its LayerSpec. It is
-TorchScript, so a recorded forward holds no Python at all and runs without the interpreter lock.
+One function serves every decoder-only family whose attention goes through that interface; the needs of a layer beyond
+q, k, v (scale, soft-cap, sinks, window) were seen by the probing forward (`probe`) and stand in its LayerSpec. The
+function is TorchScript, so a recorded forward holds no Python at all and runs without the interpreter lock.
 
 Legend: T tokens of the step, t of one span, H KV heads, G query heads per KV head, S slot capacity, D head size.
 """
@@ -29,24 +29,24 @@ NAME = "specsplit"
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer needs, as its own module passes it."""
+    """One attention layer's parameters, as its own module passes them."""
 
     scaling: float
     softcap: float | None
     sinks: Tensor | None
     bias: int
-    """Index into the model's bias kinds (`plan.BiasKind`)."""
+    """Index into the model's bias kinds (`metadata.BiasKind`)."""
     key_shape: HeadShape
     value_shape: HeadShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRule:
-    """What our mask interface hands to the layers instead of a tensor."""
+    """Our mask interface hands this to the layers instead of a tensor."""
 
     function: MaskFunction
     is_vectorised: bool
-    """False where transformers would need vmap, which positions of a tree cannot be fed to."""
+    """False if transformers would need vmap, which takes no positions of a tree."""
 
     @property
     def is_plain_causal(self) -> bool:
@@ -54,7 +54,7 @@ class MaskRule:
 
 
 class LayerAttention(Protocol):
-    """What the model's layers call during a forward: SlotAttention when serving, the probe at load."""
+    """The model's layers call this during a forward: SlotAttention when serving, the probe at load."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]."""
@@ -62,7 +62,7 @@ class LayerAttention(Protocol):
 
 
 class SlotAttention:
-    """Attention of one forward over the KV cache: `spans` [E, 6] and `biases` of the step's plan, K and V per layer."""
+    """The attention of one forward: `spans` [E, 6] and `biases` are the step's metadata, K and V come per layer."""
 
     def __init__(
         self,
@@ -79,42 +79,31 @@ class SlotAttention:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         spec = self._layers[layer]
-        return attend_spans(
-            q,
-            k,
-            v,
-            self._keys[layer],
-            self._values[layer],
-            self._spans,
-            self._biases[spec.bias],
-            spec.scaling,
-            spec.softcap or 0.0,
-            spec.sinks,
-        )
+        memory = (self._keys[layer], self._values[layer], self._spans, self._biases[spec.bias])
+        return attend_spans(q, k, v, memory, (spec.scaling, spec.softcap or 0.0, spec.sinks))
 
 
 def _attend_spans(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    biases: Tensor,
-    scaling: float,
-    softcap: float,
-    sinks: Tensor | None,
+    memory: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: tuple[float, float, Tensor | None],
 ) -> Tensor:
     """Attend span by span; queries of one KV head are folded into its rows [H, G * t, D], so no K or V is repeated.
 
+    `memory` is (keys, values, spans, biases); `scale` is (scaling, soft-cap or 0, sinks).
     `spans` rows are (slot, start, stop, first_row, end_row, bias offset or -1); a span's bias [G * t, end_row] begins
     at G * offset of the flat `biases`.
     Soft-caps (Gemma 2) and sinks (gpt-oss: a score per head that takes mass and gives none) need the explicit formula.
     """
+    keys, values, spans, biases = memory
+    scaling, softcap, sinks = scale
     outputs: list[Tensor] = []
     table: list[list[int]] = spans.tolist()
-    is_alone = len(table) == 1  # then its tokens are all of the step's, and need not be cut out
+    is_alone = len(table) == 1  # its tokens are all of the step's then, and need not be cut out
     for slot, start, stop, first_row, end_row, offset in table:
+        # Rows of the slot: [older rows | first_row: this span's | end_row: garbage of earlier trees, never looked at).
         slot_keys, slot_values = keys[slot : slot + 1, :, :end_row], values[slot : slot + 1, :, :end_row]
         slot_keys[:, :, first_row:].copy_(k if is_alone else k[:, :, start:stop])
         slot_values[:, :, first_row:].copy_(v if is_alone else v[:, :, start:stop])

@@ -1,6 +1,9 @@
-"""What one forward reads and writes: entries of several sessions packed into one row of T tokens.
+"""The layout of one forward: the sequences of several sessions packed into one row of T tokens.
 
-Knows nothing of models; `attention` consumes the spans and biases, `runner` the ids and positions.
+Knows nothing of models; `function` consumes the spans and biases, `runner` the ids and positions.
+
+    tokens of the step:   [ sequence 0 | sequence 1 | ... )             start, stop of each span
+    rows of one slot:     [ base_length | earlier levels | token_ids ) free        [0, end_row) is attended to
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _HIDDEN = float("-inf")
 _NO_BIAS = -1
 _MOST_KEPT_ROWS = 32
-"""Trees of a few rows have few shapes, so that of a round has mostly been seen; larger ones would only fill memory."""
+"""Trees of a few rows have few shapes, so their biases are kept; larger ones would only fill memory."""
 _Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class BiasKind:
-    """What layers share a bias: a mask rule beyond causality (None = plainly causal) and query heads per KV head."""
+    """A kind of bias that layers share: a mask rule beyond causality (None = plainly causal), and heads per KV head."""
 
     mask: MaskFunction | None
     group: int
@@ -39,7 +42,7 @@ class SequenceInput:
     """One session's share of a step.
 
     `token_ids` are written to the slot's rows behind those that exist. `parents` covers every row behind `base_length`:
-    first the rows already there (earlier levels of a tree), then `token_ids`; entry i is the index of an earlier row
+    first the rows already there (earlier levels of a tree), then `token_ids`; item i is the index of an earlier row
     behind `base_length`, or -1 for the last committed token. None means a chain right behind `base_length`.
     Logits are wanted for the last `num_logits` tokens.
     """
@@ -58,7 +61,7 @@ class SequenceInput:
 
 @record
 class AttentionMetadata:
-    """One step as tensors, E entries in T tokens.
+    """One step as tensors, E sequences in T tokens.
 
     `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits]; `spans` [E, 6], on the CPU: slot, start, stop
     (tokens of the step), first_row, end_row (rows of the slot), bias offset (-1: every row is visible). `biases` holds,
@@ -73,8 +76,8 @@ class AttentionMetadata:
     biases: tuple[Tensor, ...]
 
 
-def make_plan(
-    entries: Sequence[SequenceInput], kinds: Sequence[BiasKind], *, dtype: torch.dtype, device: torch.device
+def make_metadata(
+    sequences: Sequence[SequenceInput], kinds: Sequence[BiasKind], *, dtype: torch.dtype, device: torch.device
 ) -> AttentionMetadata:
     """Lay out a step for a model with these bias kinds."""
     token_ids: list[int] = []
@@ -82,20 +85,23 @@ def make_plan(
     logit_rows: list[int] = []
     spans: list[list[int]] = []
     biases: list[list[_Array]] = [[] for _ in kinds]
+    # Offsets count elements of one query head per KV head, so that one table of spans serves kinds of any group.
     offset = 0
     is_plain = all(kind.mask is None for kind in kinds)
-    for entry in entries:
-        count, start, num_rows = len(entry.token_ids), len(token_ids), entry.num_tree_rows
-        end_row = entry.base_length + num_rows
-        row_positions = _row_positions(entry)
-        token_ids.extend(entry.token_ids)
+    for sequence in sequences:
+        count, start, num_rows = len(sequence.token_ids), len(token_ids), sequence.num_tree_rows
+        end_row = sequence.base_length + num_rows
+        row_positions = _row_positions(sequence)
+        token_ids.extend(sequence.token_ids)
         positions.extend(row_positions[num_rows - count :])
-        logit_rows.extend(range(start + count - entry.num_logits, start + count))
-        needs_bias = not is_plain or not _sees_every_row(entry)
-        spans.append([entry.slot, start, start + count, end_row - count, end_row, offset if needs_bias else _NO_BIAS])
+        logit_rows.extend(range(start + count - sequence.num_logits, start + count))
+        needs_bias = not is_plain or not _sees_every_row(sequence)
+        spans.append(
+            [sequence.slot, start, start + count, end_row - count, end_row, offset if needs_bias else _NO_BIAS]
+        )
         if needs_bias:
             offset += count * end_row
-            for flat, bias in zip(biases, _biases(entry, row_positions, kinds), strict=True):
+            for flat, bias in zip(biases, _biases(sequence, row_positions, kinds), strict=True):
                 flat.append(bias)
     return AttentionMetadata(
         token_ids=_integers([token_ids]).to(device),
@@ -107,16 +113,17 @@ def make_plan(
 
 
 class OneTokenMetadata:
-    """The plan of one token that sees every row, as in plain decoding and a draft's chain, in memory that stays.
+    """The metadata of one token that sees every row, as in plain decoding and a draft's chain, in memory that stays.
 
-    Laying it out anew takes four times as long. For a model on the CPU, one step at a time.
+    Laying it out anew takes four times as long. It serves a model on the CPU, one step at a time.
     """
 
     def __init__(self, kinds: Sequence[BiasKind], dtype: torch.dtype) -> None:
+        # Arrays and tensors share their memory: an update of the numbers below is an update of the metadata.
         token_ids, position_ids = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
         spans = np.array([[0, 0, 1, 0, 0, _NO_BIAS]], np.int64)
         self._token_ids, self._position_ids, self._spans = token_ids[0], position_ids[0], spans[0]
-        self._plan = AttentionMetadata(
+        self._metadata = AttentionMetadata(
             token_ids=torch.from_numpy(token_ids),
             position_ids=torch.from_numpy(position_ids),
             logit_rows=_integers([0]),
@@ -125,17 +132,17 @@ class OneTokenMetadata:
         )
         self._has_masks = any(kind.mask is not None for kind in kinds)
 
-    def of(self, entries: Sequence[SequenceInput]) -> AttentionMetadata | None:
-        """Return the plan of a step, until the next call; None for other steps than these."""
-        entry = entries[0]
-        if len(entries) > 1 or self._has_masks or not _sees_every_row(entry) or entry.num_logits != 1:
+    def try_update(self, sequences: Sequence[SequenceInput]) -> AttentionMetadata | None:
+        """Return the metadata of a step, valid until the next call; None for any step but one of one such token."""
+        sequence = sequences[0]
+        if len(sequences) > 1 or self._has_masks or not _sees_every_row(sequence) or sequence.num_logits != 1:
             return None
-        row = entry.base_length + entry.num_tree_rows - 1
-        self._token_ids[0] = entry.token_ids[0]
-        self._position_ids[0] = row  # of a chain a row's number is its position
+        row = sequence.base_length + sequence.num_tree_rows - 1
+        self._token_ids[0] = sequence.token_ids[0]
+        self._position_ids[0] = row  # along a chain a row's number is its position
         spans = self._spans
-        spans[0], spans[3], spans[4] = entry.slot, row, row + 1
-        return self._plan
+        spans[0], spans[3], spans[4] = sequence.slot, row, row + 1
+        return self._metadata
 
 
 def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -149,33 +156,34 @@ def _joined(flat: list[_Array]) -> Tensor:
     return torch.from_numpy(flat[0] if len(flat) == 1 else np.concatenate(flat))
 
 
-def _sees_every_row(entry: SequenceInput) -> bool:
-    """Return whether the entry is one token at the end of a chain, as in plain decoding and a draft's chain."""
-    if len(entry.token_ids) != 1:
+def _sees_every_row(sequence: SequenceInput) -> bool:
+    """Return whether the sequence is one token at the end of a chain, as in plain decoding and a draft's chain."""
+    if len(sequence.token_ids) != 1:
         return False
-    return entry.parents is None or is_chain(entry.parents)
+    return sequence.parents is None or is_chain(sequence.parents)
 
 
-def _row_positions(entry: SequenceInput) -> Sequence[int]:
-    """Positions of the rows behind `base_length`: base_length + depth below the last committed token."""
-    base = entry.base_length
-    if entry.parents is None:
-        return range(base, base + len(entry.token_ids))
+def _row_positions(sequence: SequenceInput) -> Sequence[int]:
+    """Return the positions of the rows behind `base_length`: base_length + depth below the last committed token."""
+    base = sequence.base_length
+    if sequence.parents is None:
+        return range(base, base + len(sequence.token_ids))
     positions: list[int] = []
-    for parent in entry.parents:
+    for parent in sequence.parents:
         positions.append(base if parent < 0 else positions[parent] + 1)
     return positions
 
 
-def _biases(entry: SequenceInput, row_positions: Sequence[int], kinds: Sequence[BiasKind]) -> list[_Array]:
-    """Return per kind what the entry's tokens may see, flat [group * t * end_row]."""
-    count, num_rows, base = len(entry.token_ids), len(row_positions), entry.base_length
-    if entry.parents is None:
+def _biases(sequence: SequenceInput, row_positions: Sequence[int], kinds: Sequence[BiasKind]) -> list[_Array]:
+    """Return the bias of the sequence's tokens over the rows [0, end_row) of their slot, by kind, flat."""
+    count, num_rows, base = len(sequence.token_ids), len(row_positions), sequence.base_length
+    if sequence.parents is None:
         tree = _chain_bias(num_rows)
     else:
-        tree = (_tree_bias if num_rows > _MOST_KEPT_ROWS else _known_tree_bias)(tuple(entry.parents))
+        tree = (_tree_bias if num_rows > _MOST_KEPT_ROWS else _known_tree_bias)(tuple(sequence.parents))
     biases: list[_Array] = []
     for kind in kinds:
+        # [group, t, committed rows | rows behind them]: all committed rows are visible but those a mask hides.
         bias = np.zeros((kind.group, count, base + num_rows), dtype=np.float32)
         bias[:, :, base:] = tree[num_rows - count :]
         if kind.mask is not None:
@@ -187,7 +195,7 @@ def _biases(entry: SequenceInput, row_positions: Sequence[int], kinds: Sequence[
 
 
 def _tree_bias(parents: tuple[int, ...]) -> _Array:
-    """0 where a row behind `base_length` may see another (itself and its ancestors), -inf elsewhere."""
+    """Return [rows, rows]: 0 if a row behind `base_length` sees the other (itself, its ancestors), else -inf."""
     return np.where(ancestor_mask(parents).numpy(), np.float32(0), np.float32(_HIDDEN))
 
 
@@ -200,7 +208,7 @@ def _chain_bias(num_rows: int) -> _Array:
 
 
 def evaluate_mask(mask: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return mask's verdict [queries, keys] for positions (not rows) of queries and keys."""
+    """Return whether the rule lets queries attend to keys, bool [queries, keys]; both are positions, not rows."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     allowed = mask(zero, zero, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
     return allowed.expand(1, 1, len(queries), len(keys))[0, 0]

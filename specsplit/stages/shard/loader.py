@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.attention.function import NAME, SlotAttention
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.backends.eager import EagerBackend
+from specsplit.model.backends.recorded_cpu import StepShape
 from specsplit.model.files import load_config, resolve, translated
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import (
@@ -121,35 +123,34 @@ class ShardRunner(Runner):
     """
 
     def __init__(self, part: PartialModel, probed: ProbeResult, cache: KVCache, context: int) -> None:
-        super().__init__(part.model, probed, cache, context)
+        super().__init__(_ShardBackend(part, probed), cache, context)
         self.spec, self.hidden_size, self.context = part.spec, part.hidden_size, context
         self._part = part
 
     @torch.inference_mode()
-    def rows(self, entries: Sequence[SequenceInput], hidden: Tensor | None = None) -> Tensor:
-        """Run all entries in one forward: fp32 logits [R, V] of a stage with a head, else hidden states [T, H].
+    def rows(self, sequences: Sequence[SequenceInput], hidden: Tensor | None = None) -> Tensor:
+        """Run all sequences in one forward: fp32 logits [R, V] of a stage with a head, else hidden states [T, H].
 
-        Token ids are the entries'; a stage without embedding takes `hidden` [T, H] instead, entry after entry (see
+        Token ids are the sequences'; a stage without embedding takes `hidden` [T, H] instead, entry after entry (see
         `hidden_entry`). Writes each entry's rows into its slot. The caller owns the slots' lengths.
 
         Raises:
             InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
         """
-        plan = self._planned(entries)
-        step = self._arguments(plan)
-        num_tokens = plan.token_ids.shape[1]
+        step = self._arguments(sequences)
+        num_tokens = step[0].shape[1]
         if not self.spec.has_embedding or hidden is not None:
             step = (self._checked(hidden, num_tokens), *step[1:])
-        rows = self._forward(*step)
+        rows = self.backend.forward(*step)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.num_forwards += 1
         return rows.float() if self.spec.has_head else rows
 
-    def forward(self, entries: Sequence[SequenceInput], hidden: Tensor | None = None) -> list[Tensor]:
+    def forward(self, sequences: Sequence[SequenceInput], hidden: Tensor | None = None) -> list[Tensor]:
         """Return `rows` entry by entry: logits [num_logits, V], or hidden states of all its tokens."""
-        rows = self.rows(entries, hidden)
-        counts = [entry.num_logits if self.spec.has_head else len(entry.token_ids) for entry in entries]
+        rows = self.rows(sequences, hidden)
+        counts = [entry.num_logits if self.spec.has_head else len(entry.token_ids) for entry in sequences]
         return [rows] if len(counts) == 1 else list(rows.split(counts))
 
     def _checked(self, hidden: Tensor | None, num_tokens: int) -> Tensor:
@@ -169,20 +170,32 @@ class ShardRunner(Runner):
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
 
-    def _outputs(self, logit_rows: Tensor) -> tuple[Tensor, ...]:
+    def _logits_memory(self, num_rows: int) -> tuple[Tensor, ...]:
         return ()
 
-    def _model_forward(
+    def _example(self, shape: StepShape, seed: int) -> tuple[Tensor, ...]:
+        step = super()._example(shape, seed)
+        return (self._part.random_source(step[0].shape[1], seed), *step[1:])
+
+
+class _ShardBackend(EagerBackend):
+    """Calls a stage's part of the model, from whatever enters it to whatever leaves it."""
+
+    def __init__(self, part: PartialModel, probed: ProbeResult) -> None:
+        super().__init__(part.model, probed)
+        self._part = part
+
+    def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
     ) -> Tensor:
-        num_kinds, num_layers = len(self._kinds), len(self._layers)
+        num_kinds, num_layers = len(self.kinds), len(self.layers)
         biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
 
-        # Attention modules name their layer of the whole model; what stands before the stage's first is not asked for.
+        # Attention modules name their layer of the whole model; the layers before the stage's first are never used.
         def shifted(layers: tuple[Any, ...]) -> tuple[Any, ...]:
-            return layers[:1] * self.spec.start + layers
+            return layers[:1] * self._part.spec.start + layers
 
-        attention = SlotAttention(shifted(self._layers), shifted(keys), shifted(values), spans, biases)
+        attention = SlotAttention(shifted(self.layers), shifted(keys), shifted(values), spans, biases)
         return self._part(
             source,
             position_ids,
@@ -190,12 +203,6 @@ class ShardRunner(Runner):
             attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
             layer_attention=attention,
         )
-
-    def _example(
-        self, num_tokens: int, first_row: int, seed: int, *, is_tree: bool = False, num_entries: int = 1
-    ) -> tuple[Tensor, ...]:
-        step = super()._example(num_tokens, first_row, seed, is_tree=is_tree, num_entries=num_entries)
-        return (self._part.random_source(step[0].shape[1], seed), *step[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,97 @@
+"""The recorded backend: the forward is recorded once (torch.jit.trace) and replayed.
+
+The same operators run in the same order, without the Python of some hundred module calls and without the interpreter
+lock. A model whose recording does not reproduce it (routing that depends on the data) stays eager. See docs/adr/0002.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specsplit.model.backends import Backend
+from specsplit.model.fused_linear import fuse_linears
+
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of an example step; a tree is a binary one, else it is a chain."""
+
+    num_tokens: int
+    first_row: int
+    is_tree: bool = False
+    num_sequences: int = 1
+
+    def within(self, context: int, num_slots: int) -> StepShape:
+        """Return the largest shape up to this one that a slot of `context` tokens holds."""
+        return StepShape(
+            min(self.num_tokens, context),
+            min(self.first_row, max(0, context - 8)),
+            self.is_tree,
+            min(self.num_sequences, num_slots),
+        )
+
+
+_FIRST = StepShape(5, 0)
+_FAR = 1 << 62
+_COMPARED = (
+    # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
+    *(StepShape(*shape) for shape in ((1, 5), (1, 6), (3, 7), (8, _FAR), (8, _FAR), (2, 0), (1, 2), (40, 0))),
+    StepShape(7, 3, is_tree=True),
+    StepShape(7, 4, is_tree=True, num_sequences=2),
+)
+MakeStep = Callable[[StepShape, int], tuple[Tensor, ...]]
+"""Makes the arguments of `forward` for a random step of a shape, by a seed; logits' memory, if any, is fresh."""
+
+
+class RecordedCpuBackend:
+    """Replays a recording, which holds no Python: `forward` is the recording itself."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
+
+
+@torch.inference_mode()
+def try_record(eager: Backend, make_step: MakeStep, *, has_logits_memory: bool) -> RecordedCpuBackend | None:
+    """Record the forward of `eager`; None if the recording does not reproduce it.
+
+    Linear layers that read the same input are one in it, unless only a recording as the model is reproduces it: in half
+    precision a single rounding is more than the tolerance.
+    """
+    example = make_step(_FIRST, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
+        for way in (lambda: fuse_linears(lambda: eager.forward(*example)), nullcontext):
+            try:
+                with way():
+                    recorded: Any = torch.jit.trace(eager.forward, example, check_trace=False)
+                if _reproduces(recorded, eager, make_step, has_logits_memory=has_logits_memory):
+                    return RecordedCpuBackend(recorded)
+            except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
+                continue
+    return None
+
+
+def _reproduces(
+    recorded: Callable[..., Tensor], eager: Backend, make_step: MakeStep, *, has_logits_memory: bool
+) -> bool:
+    for seed, shape in enumerate(_COMPARED, 1):
+        step, again = make_step(shape, seed), make_step(shape, seed)
+        truth = eager.forward(*step)
+        if has_logits_memory:
+            again[-1].fill_(math.nan)  # a recording that leaves its logits elsewhere shows
+        replayed = recorded(*again)
+        scale = truth.abs().max().float().clamp(min=1)
+        # Written so that a NaN fails the comparison.
+        if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _TOLERANCE * scale:
+            return False
+    return True
