@@ -151,29 +151,6 @@ def _rounded(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple([round(rate / PROFILE_STEP) * PROFILE_STEP for rate in rates])
 
 
-def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float:
-    """Return the probability that what came true scored above what did not, ties counted half; exact.
-
-    NaN where one of the two is missing. Source: the rank sum of Mann and Whitney.
-    """
-    num_true = sum(outcomes)
-    num_false = len(outcomes) - num_true
-    if not num_true or not num_false:
-        return math.nan
-    order = sorted(range(len(scores)), key=scores.__getitem__)
-    wins, num_false_below, start = 0.0, 0, 0
-    while start < len(order):
-        stop = start
-        while stop < len(order) and scores[order[stop]] == scores[order[start]]:
-            stop += 1
-        tied_true = sum(outcomes[index] for index in order[start:stop])
-        tied_false = stop - start - tied_true
-        wins += tied_true * (num_false_below + tied_false / 2)
-        num_false_below += tied_false
-        start = stop
-    return wins / (num_true * num_false)
-
-
 def _draft_priors() -> list[float]:
     """Return the draft's own word per cell: the probability in the middle of its bucket, whatever the rank."""
     edges = [0, *_STEPS, _STEPS[-1] + 32]

@@ -1,4 +1,4 @@
-"""Calibration learns true rates, counts only what a verdict says something of, and is judged exactly."""
+"""Acceptance learns true rates by cell, and the profile those by depth, from what a verdict says something of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from specsplit.speculation.acceptance import (
     Acceptance,
     DepthProfile,
     agreed_cell,
-    auc,
     draft_cell,
     lookup_cells,
 )
@@ -144,15 +143,3 @@ def test_an_empty_tree_says_nothing():
     for _ in range(300):
         counts.observe_tree([], [], [], [])
     assert counts.profile == Profile((0.5, 0.5), (0.25,))
-
-
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9]), st.booleans()), max_size=40))
-def test_auc_equals_a_count_of_all_pairs(pairs: list[tuple[float, bool]]):
-    true = [score for score, outcome in pairs if outcome]
-    false = [score for score, outcome in pairs if not outcome]
-    value = auc([score for score, _ in pairs], [outcome for _, outcome in pairs])
-    if not true or not false:
-        assert math.isnan(value)
-        return
-    wins = sum((above > below) + (above == below) / 2 for above in true for below in false)
-    assert value == pytest.approx(wins / len(true) / len(false))
