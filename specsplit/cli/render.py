@@ -101,7 +101,7 @@ _TROUBLES = {
 
 
 def degraded(phase: str) -> str:
-    """Return the sentence for a phase without a worker ("draft unreachable")."""
+    """Return the sentence for a phase in which a worker was of no use ("draft unreachable")."""
     worker, _, reason = phase.partition(" ")
     trouble = f"The {worker} {_TROUBLES.get(reason, reason)}"
     if worker == "draft":
@@ -136,11 +136,12 @@ def _modes(result: Result) -> str:
 def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
     """Return a line per round, and before a change of plan one with the prediction for every mode."""
     lines: list[str] = []
-    plan = None
+    decision = None
     for facts in rounds:
-        if facts.choice is not None and facts.choice != plan:
-            plan = facts.choice
-            lines.append("predicted tok/s: " + ", ".join(_plan(alternative) for alternative in plan.alternatives))
+        # `auto` decides every few rounds only; rounds between share a decision, which is shown once.
+        if facts.choice is not None and facts.choice != decision:
+            decision = facts.choice
+            lines.append("predicted tok/s: " + ", ".join(_plan(each) for each in decision.alternatives))
         lines.append(
             f"round {facts.number:>4}  {facts.mode:<8}  {facts.num_accepted:>2} of {facts.num_nodes:>2} nodes accepted"
             f"  verify {facts.verify_s * 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""What must not be left half done when its caller is cancelled."""
+"""Awaiting work that must not be left half done when its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ T = TypeVar("T")
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Await `work` even if the caller is cancelled meanwhile, and let the cancellation through only then."""
+    """Await `work` to its end; a cancellation of the caller is raised only after that."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
+    # asyncio.wait does not cancel what it waits for, and a second cancellation may come while the first is held back.
     while not task.done():
         try:
             await asyncio.wait({task})

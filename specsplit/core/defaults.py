@@ -1,4 +1,4 @@
-"""The default of every setting, once and free of imports, so that `--help` shows them without loading the settings."""
+"""The default of every setting, free of imports, so that `--help` shows them without loading the settings."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceName = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
-"""Of a worker."""
+"""The roles of a worker."""
 EndsAt = Literal["stages", "coordinator"]
-"""Where a target that is cut by layers has its embedding, final norm and head."""
+"""The place of the embedding, final norm and head of a target that is cut by layers."""
 
 EMBEDDED = "embedded"
 """The model source that names the pair inside the package; each role finds its own half."""
 ENV_PREFIX = "SPECSPLIT_"
 ENV_CONFIG = "SPECSPLIT_CONFIG"
-"""The settings file, where `--config` does not name one."""
+"""The variable that names the settings file if `--config` does not."""
 ENV_DEBUG = "SPECSPLIT_DEBUG"
-"""Set to anything but 0 to see the traceback of an error."""
+"""The variable that shows the traceback of an error if it is set to anything but 0."""
 
 DEVICE: DeviceName = "cpu"
 ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
 DEFAULT_NODES = 4
-"""Tree nodes verified per round; this and the next two were measured on the embedded pair."""
+"""Tree nodes verified per round in a fixed mode; this and the next two were measured on the embedded pair."""
 DEFAULT_DEPTH = 3
 DEFAULT_BRANCHING = 2
 DEFAULT_MAX_NODES = 32
-"""What mode auto may verify per round."""
+"""Tree nodes that mode auto verifies per round at most."""
 LOOKUP = True
 
 MAX_NEW_TOKENS = 128
@@ -50,5 +50,5 @@ SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0
 STEP_TIMEOUT_S = 30.0
-"""A stage that is on one step for so long hangs, even if it answers."""
+"""A stage that works on one step for longer than this is taken to hang, even if it answers pings."""
 DRAFT_PATIENCE_S = 0.25

@@ -36,13 +36,13 @@ from collections.abc import Mapping
 
 
 class SpecSplitError(Exception):
-    """The base of every error that SpecSplit raises on purpose; its text is one sentence for the user."""
+    """Base of every error that SpecSplit raises on purpose; its text is one sentence for the user."""
 
     exit_code = 1
 
 
 class UsageError(SpecSplitError):
-    """What was asked for is wrong; asking differently helps."""
+    """The request or a setting is wrong; asking differently helps."""
 
     exit_code = 2
 

@@ -1,6 +1,6 @@
 """The event loop of our own processes and threads: uvloop's, whose turns cost a fraction of asyncio's.
 
-Who brings a loop of their own is served on that, whatever it is.
+A caller that brings its own loop is served on that one, whatever it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _LONG_S = 1e6
-"""Delays from here on, infinity too, are uvloop's to refuse or cap; a millisecond is nothing to them."""
+"""Delays of this length or longer, infinity included, go to uvloop as they are; a millisecond is nothing to them."""
 
 if sys.platform == "win32":
 
@@ -28,9 +28,9 @@ else:
     import uvloop
 
     class _Loop(uvloop.Loop):
-        """Tells the time as asyncio does, and is never early by it; uvloop's own time has whole milliseconds only.
+        """A loop with asyncio's clock, whose timers are never early; uvloop's own clock has whole milliseconds only.
 
-        After a forward has held it up, timers that are due go off before those who wait for the forward go on.
+        After a forward has blocked the loop, due timers fire before the tasks that wait for the forward go on.
         """
 
         time = staticmethod(time.monotonic)  # type: ignore[assignment]
@@ -44,7 +44,8 @@ else:
         ) -> asyncio.TimerHandle:
             """Call back no sooner than in `delay` seconds, at most two milliseconds later."""
             if 0 < delay < _LONG_S:
-                delay = (math.ceil(delay * 1e3) + 1) / 1e3  # the clock it counts from may be a millisecond behind
+                # uvloop counts whole milliseconds from a clock that may be one behind: round up, and add one.
+                delay = (math.ceil(delay * 1e3) + 1) / 1e3
             return super().call_later(delay, callback, *args, context=context)
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -53,7 +54,7 @@ else:
 
 
 def runner() -> asyncio.Runner:
-    """Return what runs coroutines one after another on one such loop, as `asyncio.Runner` does."""
+    """Return a runner that runs coroutines one after another on one such loop, as `asyncio.Runner` does."""
     return asyncio.Runner(loop_factory=new_event_loop)
 
 

@@ -1,4 +1,4 @@
-"""The seams: engines implement them in process, RPC clients remotely, fakes in tests; one contract suite covers all."""
+"""The ports: engines implement them in process, RPC clients remotely, fakes in tests; one contract suite covers all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimit
 
 
 class Drafter(Protocol):
-    """Proposes token trees; an accelerator, never a dependency."""
+    """A draft: proposes token trees. It is an accelerator, never a dependency."""
+
+    # Rounds of a session rise. A repeat of the last one gets the answer that it had the first time, so a retry is safe.
 
     async def ping(self) -> Identity: ...
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         """Grow the session's tree and return the nodes numbered above `known_nodes`.
 
-        `budget.max_branching` limits what grows now; what a wider call found before may be among the nodes.
+        `budget.max_branching` limits the nodes that grow now; those of an earlier, wider call may be among the answer.
 
         Raises:
             SlotBehind: the slot holds fewer or other tokens than `turn` claims.
@@ -30,13 +32,16 @@ class Drafter(Protocol):
 
 
 class VerifyStream(Protocol):
-    """One session's streaming verification: proposals go in at any time, commits come out as they are made."""
+    """One session's streaming verification: proposals go in at any time, commits come out as they are made.
+
+    A target that streams does not wait for the client; see docs/algorithms.md, section 4.
+    """
 
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
         """Hand over nodes without waiting; `root_position` acknowledges the commits up to it.
 
         Node numbers rise through the stream; a parent may be any node of it. Nodes that hang on tokens which the text
-        has left are dropped. `is_more_coming` says that it may pay to wait for further ones.
+        has left are dropped. `is_more_coming` says whether waiting for further nodes may pay.
 
         Raises:
             InvalidRequest: the tree is malformed; a stream to another process says so with the next commit.
@@ -45,13 +50,13 @@ class VerifyStream(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a commit, or the end, has come already."""
+        """Whether `next_commit` would answer at once: a commit or the end has arrived."""
         ...
 
     async def next_commit(self) -> Verdict | None:
         """Return what the target committed next, in the order of the text; None once the stream has ended well.
 
-        Raises what `verify` does, and LinkError where the stream was cut.
+        Raises what `verify` raises, and LinkError if the stream was cut.
         """
         ...
 
@@ -61,7 +66,9 @@ class VerifyStream(Protocol):
 
 
 class Verifier(Protocol):
-    """Owns the truth: its picks are the text."""
+    """A target: its picks are the text."""
+
+    # The slot is a cache of the committed tokens, which the caller owns: a verify states what it takes for granted.
 
     async def ping(self) -> Identity: ...
 
@@ -76,10 +83,10 @@ class Verifier(Protocol):
         ...
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
-        """Begin to verify what is proposed, and to commit without being asked, from `turn` on: the first of its epoch.
+        """Begin a stream that verifies proposals and commits without being asked; `turn` is the first of its epoch.
 
-        Without nodes to verify the target goes on plainly, or waits for some where that is faster. It stops behind an
-        end-of-text token, at the session's `max_tokens`, or where the context ends. Errors show in the stream.
+        Without nodes to verify the target decodes plainly, or waits for nodes if that is faster. It stops behind an
+        end-of-text token, at the session's `max_tokens`, or at the end of the context. Errors are raised by the stream.
         """
         ...
 
@@ -88,7 +95,7 @@ class Verifier(Protocol):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
 
-        They are of log_softmax(logits + bias) and finite; biases of tokens outside the vocabulary are ignored.
+        Each is an entry of log_softmax(logits + bias), and finite; biases of tokens outside the vocabulary are ignored.
 
         Raises:
             InvalidRequest: nothing to score, an empty prompt, or a token outside the vocabulary.
@@ -98,7 +105,7 @@ class Verifier(Protocol):
         ...
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
-        """Return the model's tokenizer; without the files where their hash is `known_hash`.
+        """Return the model's tokenizer; without the files if their hash is `known_hash`.
 
         Raises:
             ModelDamaged: the model has no tokenizer files.
@@ -137,9 +144,9 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:
-        """What one token adds to the text's UTF-8, wherever it stands; None where that depends on its neighbours.
+        """The bytes that one token adds to the text's UTF-8; None if they depend on its neighbours.
 
-        A text is then what its tokens' bytes decode to, as `decode` does.
+        If it is there, `decode` gives the same text as decoding the joined bytes.
         """
         ...
 

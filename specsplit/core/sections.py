@@ -1,6 +1,6 @@
-"""The settings of each role: names, types, bounds and defaults, checked by pydantic; where they come from is not known.
+"""The settings of each role: names, types, bounds and defaults, checked by pydantic. Knows no source of values.
 
-An environment variable and the settings file may write a list in more than one way; that is read here as well.
+The environment and the settings file may write a list in more than one way; the validators here read all of them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def _bias(entry: str) -> tuple[str, str]:
 
 def _address(value: str) -> str:
     """Check HOST:PORT, where HOST is a name, an IPv4 address or an IPv6 address in brackets."""
+    # The port is checked as text first: int() would take signs, blanks and digits of other scripts.
     host, _, port = value.rpartition(":")
     is_plain = host and not any(character in host for character in " :/@[]")
     is_bracketed = host.startswith("[") and host.endswith("]") and host.count(":") > 1
@@ -65,6 +66,7 @@ def _remote(value: str) -> str:
 
 def _addresses(value: object) -> object:
     """Read addresses from one string, comma-separated or a JSON list, or from a list of the settings file."""
+    # A JSON list begins with ["; a bare [ may begin an IPv6 address.
     if not isinstance(value, str) or value.lstrip().startswith('["'):
         return _strings(value)
     return [part.strip() for part in value.split(",")]
@@ -86,10 +88,11 @@ Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-"""Stages are looked at once a second, so less would tell nothing more."""
+"""Stages are pinged once a second, so a shorter limit would notice nothing sooner."""
 
 
 class _Frozen(BaseModel):
+    # Unknown names are refused, so that a misspelt setting is never ignored.
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -98,7 +101,7 @@ class WorkerSettings(_Frozen):
 
     model: ModelSource | None = None
     address: Address | None = None
-    """Of a remote worker to use; a process that serves the role ignores it."""
+    """The address of a remote worker to use; a process that serves the role ignores it."""
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     """Port 0 picks a free one."""
     dtype: Dtype | None = None
@@ -106,29 +109,29 @@ class WorkerSettings(_Frozen):
     threads: Positive | None = None
     context: Context | None = None
     sessions: Positive | None = None
-    """KV slots; without it SERVED_SESSIONS in a service and 1 in process."""
+    """KV slots; by default SERVED_SESSIONS in a service and 1 in process."""
     session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S
 
 
 class DraftSettings(WorkerSettings):
-    """The draft; without a model, the embedded one where the target is embedded or a service is asked for."""
+    """The draft; without a model, the embedded one if the target is embedded or a draft service is started."""
 
 
 class TargetSettings(WorkerSettings):
-    """The target; what follows the model is for one that is served, and cut by layers over stages."""
+    """The target; the settings after the model are for a served target that is cut by layers over stages."""
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
     stages: Addresses = ()
-    """In the order of their layers."""
+    """Addresses of the stages, in the order of their layers."""
     spares: Addresses = ()
     local_stages: Positive | None = None
-    """So many stage processes are started here instead."""
+    """The number of stage processes to start here instead."""
     ends: EndsAt = defaults.ENDS
     retry: Seconds = defaults.RETRY_S
-    """How long stages that cannot be reached are tried again at the start."""
+    """Seconds for which stages that cannot be reached are tried again at the start."""
     step_timeout: StepSeconds = defaults.STEP_TIMEOUT_S
-    """A stage that is on one step for longer hangs, even if it answers."""
+    """Seconds on one step after which a stage is taken to hang, even if it answers pings."""
 
     @property
     def is_cut(self) -> bool:
@@ -161,14 +164,14 @@ class StageSettings(_Frozen):
 
 
 class OrchestratorSettings(_Frozen):
-    """How rounds are run, and what a request takes where it does not say otherwise."""
+    """How rounds are run, and the values of a request that it does not set itself."""
 
     mode: Mode = defaults.MODE
     nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
     depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
     branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
     lookup: bool = defaults.LOOKUP
-    """Trees hold what followed the last tokens where they occurred before, too."""
+    """Whether trees also hold the tokens that followed earlier occurrences of the last ones."""
     max_new_tokens: Positive = defaults.MAX_NEW_TOKENS
     temperature: float = defaults.TEMPERATURE
     top_p: float = defaults.TOP_P
@@ -183,11 +186,11 @@ class OrchestratorSettings(_Frozen):
     ignore_eos: bool = False
     chat: bool = False
     timeout: PositiveSeconds | None = None
-    """From the request to its deadline, in seconds."""
+    """Seconds from the request to its deadline."""
     retry: Seconds = defaults.RETRY_S
-    """How long an unreachable target is tried again."""
+    """Seconds for which an unreachable target is tried again."""
     draft_patience: PositiveSeconds = defaults.DRAFT_PATIENCE_S
-    """How long a proposal is waited for, at least, before the round goes on without it."""
+    """Seconds for which a proposal is waited for, at least, before the round goes on without it."""
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters.

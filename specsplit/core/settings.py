@@ -1,7 +1,7 @@
 """Every setting, read once: command line over environment over file over default.
 
 Environment variables are `SPECSPLIT_<ROLE>_<FIELD>`, the file is TOML with one table per role; both refuse
-unknown names. Where each value came from is kept, for messages and `--print-config`.
+unknown names. The origin of each value is kept, for messages and `--print-config`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from specsplit.core.sections import DraftSettings, OrchestratorSettings, StageSe
 
 _OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
-"""Switches of the test suite and the benchmarks, no settings."""
+"""Prefixes of the variables that switch tests and benchmarks; they are no settings."""
 Purpose = Literal["generate", "draft", "target", "stage", "check"]
-"""What settings are read for: to generate, to serve a role, or to be looked at."""
+"""The purpose of reading settings: to generate, to serve a role, or to check the installation."""
 
 
 class Settings(BaseSettings):
@@ -55,7 +55,7 @@ class Settings(BaseSettings):
         dotenv_settings: Source,
         file_secret_settings: Source,
     ) -> tuple[Source, ...]:
-        """Take values only as given: `load_settings` merges the layers, since it has to know where each came from."""
+        """Take only the values that are passed: `load_settings` merges the layers, because it keeps their origins."""
         return (init_settings,)
 
     @property
@@ -121,7 +121,7 @@ SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was given, and its name there."""
+    """The layer in which a value was given, and its name there."""
 
     layer: str
     name: str
@@ -129,7 +129,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSettings:
-    """The merged settings; `origins` has an entry for each key that is not at its default."""
+    """The merged settings; `origins` has an entry for every key that some layer set."""
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -166,6 +166,7 @@ def load_settings(
     path = config or os.environ.get(ENV_CONFIG)
     is_service = purpose in SERVICE_KEYS
     chosen = _from_caller(given or {}, SERVICE_KEYS[purpose] if is_service else FLAT_KEYS, as_options)
+    # A later layer wins: file < environment < caller.
     merged = {**(_from_file(Path(path)) if path else {}), **env_layer, **chosen}
     if not is_service:
         merged = _placed(merged, chosen)
@@ -178,10 +179,10 @@ def load_settings(
 
 
 def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
-    """Decide between workers elsewhere and models loaded here: a target that the caller names beats configured ones.
+    """Decide between remote workers and models loaded here: a target that the caller names beats configured addresses.
 
     Raises:
-        InvalidSettings: there is an address, and the caller says something that only a model loaded here can use.
+        InvalidSettings: there is an address, and the caller set something that only a model loaded here can use.
     """
     addresses = [key for key in ("target.address", "draft.address") if key in merged]
     fields = ("model", "dtype", "device", "threads", "context")
@@ -190,15 +191,16 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
         return merged
     if "target.model" in chosen and not any(key in chosen for key in addresses):
         return {key: entry for key, entry in merged.items() if key not in addresses}
+    # The two exclude each other, and to drop either would ignore something that the user said.
     here, elsewhere = chosen[local[0]][1].name, merged[addresses[0]][1].name
     raise InvalidSettings(f"{here} is for a model loaded here and {elsewhere} for a worker elsewhere; leave one out.")
 
 
 def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
-    """Decide where the layers of a served target are: stages elsewhere or started here, whichever is said nearer by.
+    """Decide between remote stages and stages started here for a served target: the layer closer to the user wins.
 
     Raises:
-        InvalidSettings: both are said in one place, or there are spares, ends or patience of stages without stages.
+        InvalidSettings: one layer sets both, or settings of stages are set without stages.
     """
     ways = [key for key in ("target.stages", "target.local_stages") if key in merged and merged[key][0]]
     if len(ways) == 2:
@@ -206,6 +208,7 @@ def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
         if _nearness(merged[near][1]) == _nearness(merged[far][1]):
             names = " and ".join(merged[key][1].name for key in ways)
             raise InvalidSettings(f"{names} exclude each other: stages run elsewhere, or are started here.")
+        # Spares stand by for remote stages and go with them; spares that the caller named stay, and are refused below.
         left = {far, "target.spares"} - chosen.keys() if far == "target.stages" else {far}
         merged, ways = {key: entry for key, entry in merged.items() if key not in left}, [near]
     if "target.spares" in merged and merged["target.spares"][0] and "target.stages" not in ways:
@@ -219,7 +222,7 @@ def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
 
 
 def _nearness(origin: Origin) -> int:
-    """Return how close to the user a value was given; the closer one wins."""
+    """Return the rank of the layer of a value; the layer closer to the user has the higher one."""
     return {"command line": 2, "argument": 2, "environment": 1}.get(origin.layer, 0)
 
 
@@ -254,6 +257,7 @@ def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettin
 def _from_environment() -> _Layer:
     variables = {f"{ENV_PREFIX}{key.replace('.', '_').upper()}": key for key in KEYS}
     known = (*variables, *_OTHER_VARIABLES)
+    # pydantic-settings ignores variables that it does not know, so misspelt ones are refused here.
     for name in os.environ:
         upper = name.upper()
         is_ours = upper.startswith(ENV_PREFIX) and not upper.startswith(_FOREIGN_PREFIXES)
@@ -312,6 +316,7 @@ def _validated(layer: _Layer) -> Settings:
 
 def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSettings:
     """Turn the first complaint into one sentence that names the setting as the user spelled it."""
+    # Only the first complaint is told: one that follows from it would confuse.
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
     name = names.get(key, str(first["loc"][0]))
@@ -324,6 +329,7 @@ def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSetting
 
 
 def _unknown(name: str, known: Iterable[str], kind: str = "setting") -> str:
+    # With cutoff 0 there is always a nearest name, however far.
     known = list(known)
     nearest = difflib.get_close_matches(name.lower(), [item.lower() for item in known], n=1, cutoff=0.0)
     suggestion = next(item for item in known if item.lower() == nearest[0])

@@ -1,4 +1,7 @@
-"""Token trees as parallel arrays. A parent precedes its children; checked once on entry, trusted after."""
+"""Token trees as parallel arrays: the check on entry, and functions of parents.
+
+Invariant: a parent precedes its children. It is checked once, where a tree enters a process, and trusted after.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from specsplit.core.types import ROOT, Proposal
 
 
 def check_proposal(proposal: Proposal, *, vocab_size: int, max_nodes: int, max_depth: int) -> None:
-    """Check a tree that came from outside.
+    """Check a tree that came from another process or a caller.
 
     Raises:
         InvalidRequest: arrays of different lengths, a parent that is no earlier node, a token outside the
@@ -35,6 +38,7 @@ def parent_indices(proposal: Proposal) -> list[int]:
         InvalidRequest: a parent is neither the root nor an earlier node of this proposal.
     """
     indices: list[int] = []
+    # 0 <= parent_index < index for all but the root's children: this is the invariant that everything after relies on.
     for index, parent in enumerate(proposal.parents):
         parent_index = -1 if parent == ROOT else parent - proposal.first_node
         if parent != ROOT and not 0 <= parent_index < index:
@@ -46,7 +50,7 @@ def parent_indices(proposal: Proposal) -> list[int]:
 def depths(parents: Sequence[int]) -> list[int]:
     """Return each node's depth, 1 for the root's children; `parents` are indices, -1 for the root."""
     result: list[int] = []
-    for parent in parents:
+    for parent in parents:  # one pass is enough, since a parent precedes its children
         result.append(1 if parent < 0 else result[parent] + 1)
     return result
 
@@ -63,6 +67,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 def renumber(proposal: Proposal, first_node: int) -> Proposal:
     """Return the same tree numbered from `first_node`, as another link counts it."""
     shift = first_node - proposal.first_node
+    # Each link counts its own nodes, and a retry after a lost epoch begins at 1 again; contents stay the same.
     if shift == 0:
         return proposal
     return Proposal(

@@ -1,4 +1,4 @@
-"""What travels between orchestrator, draft and target: plain records, no tensors.
+"""The records that travel between orchestrator, draft and target: plain Python, no tensors.
 
 Legend: V vocabulary. Token ids are ints below V; positions count tokens from the start of the prompt.
 """
@@ -18,9 +18,9 @@ Note = Callable[[str], None]
 """Shows the user one sentence about what is going on."""
 _MAX_BIAS = 1e4
 PROTOCOL_VERSION = 2
-"""Of the messages between processes; two that differ do not talk."""
+"""Version of the messages between processes; processes of different versions refuse each other."""
 MAX_STREAM_NODES = 1024
-"""Nodes below the text's end that a streaming target holds; one more is dropped, and never sent again."""
+"""Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -29,7 +29,7 @@ ROOT = 0
 class SamplingParams:
     """How the target's logits become a token; `temperature` 0 is greedy.
 
-    Applied in this order: penalties, `logit_bias`, temperature, `top_k` (0 = off), `top_p`, `min_p`.
+    The processors apply in this order: penalties, `logit_bias`, temperature, `top_k` (0 = off), `top_p`, `min_p`.
 
     Raises:
         InvalidRequest: a value is out of range or not finite.
@@ -82,11 +82,12 @@ def _require(holds: bool, name: str, value: float, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SessionParams:
-    """What both workers must know of a session before its first round: sent as `Turn.opening`."""
+    """The parameters of a session that both workers need before its first round, sent as `Turn.opening`."""
 
     sampling: SamplingParams = SamplingParams()
     seed: int = 0
     choice: int = 0
+    """The n-th choice of one request, as in OpenAI's API; it is part of the noise's key."""
     prompt_length: int = 0
     """Presence and frequency penalties count only the tokens after it."""
     eos_ids: tuple[int, ...] = ()
@@ -96,12 +97,16 @@ class SessionParams:
 
 @record
 class Turn:
-    """Where one session stands on one link: what the worker should hold before it answers.
+    """The state of one session on one link: the tokens that the worker should hold before it answers.
 
     The committed tokens are the slot's first `base_length` ids followed by `tail`; `base_hash` is
     `prefix_hash` of those first ids. `opening` is set on the first turn of an epoch and after SlotBehind.
     `verified` lists the drafter's own node numbers that the target scored in the last round.
     """
+
+    # The text of a session of which the worker holds the first part:
+    #     ids   [0 ... base_length) [base_length ... base_length + len(tail))
+    #           in the slot          comes with this turn
 
     session: str
     epoch: int
@@ -115,7 +120,7 @@ class Turn:
 
 @record
 class Budget:
-    """How far one propose may go; `max_new_nodes` counts the nodes returned, the bonus token excluded."""
+    """The limits of one propose; `max_new_nodes` counts the nodes returned, the bonus token excluded."""
 
     max_new_nodes: int
     max_depth: int
@@ -129,7 +134,7 @@ class Budget:
 
 @record
 class Timings:
-    """Where a worker's time went. `device_ms` is measured around the forwards, not copied from `wall_ms`."""
+    """The parts of a worker's time. `device_ms` is measured around the forwards, not copied from `wall_ms`."""
 
     wall_ms: float = 0.0
     queue_ms: float = 0.0
@@ -140,7 +145,7 @@ class Timings:
     batch_size: int = 1
     """Sessions in the largest step that served this call."""
     sent_bytes: int = 0
-    """Of the messages of this call, seen from the client; 0 where nothing travelled."""
+    """Bytes of this call's messages as the client counts them; 0 if nothing travelled."""
     received_bytes: int = 0
 
 
@@ -153,6 +158,7 @@ class Proposal:
     `quantised_log_prob`.
     """
 
+    # Numbers on one link, through an epoch: [1 ... first_node) sent before, [first_node ... first_node + n) these.
     first_node: int
     root_position: int
     token_ids: tuple[int, ...] = ()
@@ -164,13 +170,15 @@ class Proposal:
         return len(self.token_ids)
 
     def timed(self, timings: Timings) -> Proposal:
-        """Return the same with other timings."""
+        """Return the same tree with other timings."""
         return Proposal(self.first_node, self.root_position, self.token_ids, self.parents, self.log_probs, timings)
 
 
 @record
 class Verdict:
     """The target's answer: the accepted path and always exactly one bonus token after it."""
+
+    # The slot after a verify: [base | tail | accepted path), which ends at `length`; the bonus token will stand there.
 
     accepted: tuple[int, ...]
     """Node numbers, root side first."""
@@ -187,22 +195,22 @@ class Verdict:
         return self.token_ids[-1]
 
     def timed(self, timings: Timings) -> Verdict:
-        """Return the same with other timings."""
+        """Return the same verdict with other timings."""
         return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings)
 
 
 @record
 class StreamLimits:
-    """What one streaming verification may do; the largest tree verified at once, and how far it runs ahead.
+    """The limits of one streaming verification: the largest tree verified at once, and how far it runs ahead.
 
     Raises:
-        InvalidRequest: a limit of nothing.
+        InvalidRequest: a limit is below 1.
     """
 
     max_nodes: int
     max_depth: int
     max_unacknowledged: int = 8
-    """Commits that the target makes before it has heard that the first of them arrived."""
+    """Commits that the target makes before an acknowledgement of the first of them."""
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "max_depth", "max_unacknowledged"):
@@ -215,13 +223,13 @@ class Scores:
     """The target's answer to a score."""
 
     log_probs: tuple[float, ...]
-    """Of each scored token, given all before it."""
+    """The log-probability of each scored token, given all tokens before it."""
     timings: Timings = field(default=Timings(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a worker is; two workers of one pipeline must agree on `vocab_hash`."""
+    """A worker's answer to a ping; the workers of one pipeline must agree on `vocab_hash`."""
 
     role: Literal["draft", "target"]
     model: str
@@ -232,28 +240,28 @@ class Identity:
     max_nodes: int
     """Nodes of the largest tree it takes, or offers."""
     tokenizer_hash: str = ""
-    """Over the tokenizer's files; empty where there are none."""
+    """Hash of the tokenizer's files; empty if there are none."""
     weights_hash: str = ""
-    """Over names, sizes and samples of the weight files."""
+    """Hash of names, sizes and samples of the weight files."""
     protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
     step_times: tuple[tuple[int, float], ...] = ()
-    """Seconds of one forward by rows, ascending, as measured when the worker began; empty where nobody measured."""
+    """Seconds of one forward by rows, ascending, as measured when the worker began; empty if nobody measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a process without the model needs of it: to encode, decode and end a text."""
+    """A model's tokenizer, for a process that has no model: it encodes, decodes and ends a text."""
 
     hash: str
     eos_ids: tuple[int, ...]
     files: Mapping[str, bytes]
-    """By file name; empty where the asker knew `hash` already."""
+    """Contents by file name; empty if the asker knew `hash` already."""
 
 
 def quantised_log_probs(log_probs: Iterable[float]) -> tuple[float, ...]:
-    """Return the nearest log-probabilities that one byte can say: 0 to -15.9375 in steps of 1/16.
+    """Return the nearest log-probabilities that fit one byte: 0 to -15.9375 in steps of 1/16.
 
     Every drafter rounds so, in process too, so that a transport changes nothing.
     """
@@ -261,7 +269,7 @@ def quantised_log_probs(log_probs: Iterable[float]) -> tuple[float, ...]:
 
 
 def quantised_log_prob(log_prob: float) -> float:
-    """Return the nearest log-probability that one byte can say, as `quantised_log_probs` does."""
+    """Return the nearest log-probability that fits one byte, as `quantised_log_probs` does."""
     return quantised_log_probs((log_prob,))[0]
 
 

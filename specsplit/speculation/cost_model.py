@@ -61,6 +61,7 @@ def count_worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times
     sessions together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on a
     staircase the nodes of one stair are weighed together.
     """
+    # A whole stair may pay where its first node alone does not, so the search goes on beyond a loss.
     curve = times.curve(rows + len(log_probs))
     gain = best = 0.0
     count, before_s = 0, curve[rows]
@@ -100,6 +101,7 @@ def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: i
     """Return E[A] of a tree grown best first, at every n from 0 to `max_nodes` or to where the limits end it."""
     children_by_depth = _children_by_depth(profile, branching)
     last = len(children_by_depth) - 1
+    # The frontier is a heap of all children of the tree's nodes: (- path probability, level).
     frontier: list[tuple[float, int]] = []
     for probability in children_by_depth[0]:
         heappush(frontier, (-probability, 1))
@@ -213,6 +215,8 @@ def choose_plan(
     if revised is None:
         return _decision(best, corrected)
     (current,) = _corrected([revised], correct)
+    # Hysteresis: the margin keeps noise from flipping the plan, patience keeps one odd moment from it. To speculate
+    # less needs no margin, or a mode that gains nothing would stay within it for ever.
     is_less_of_it = best.nodes == 0 and best.mode in (PLAIN, current.mode)
     needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:

@@ -1,4 +1,4 @@
-"""What a user allows speculation to do: the mode, and the bounds of its trees."""
+"""The user's settings for speculation: the mode, and the bounds of its trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specsplit.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How rounds are run; `auto` chooses mode and shape again and again, by what it measures.
+    """How rounds are run; `auto` decides mode and shape again and again by its measurements.
 
     In `pingpong` draft and target take turns, in `overlap` the draft goes on growing the tree while the target
     verifies; in `stream` the target goes on by itself, and is sent nodes as they are grown. In all of these trees hold
@@ -29,7 +29,7 @@ class Speculation:
     branching: int = DEFAULT_BRANCHING
     lookup: bool = True
     max_nodes: int = DEFAULT_MAX_NODES
-    """In `auto`, which chooses nodes and depth itself."""
+    """Nodes verified per round at most in `auto`, which decides nodes and depth itself."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

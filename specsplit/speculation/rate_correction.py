@@ -22,6 +22,7 @@ class RateCorrection:
     def observe(self, predicted_s: float, taken_s: float) -> None:
         """Count a round; both times are positive."""
         if not self._predicted_s:
+            # Both means begin with this round's length, so that the factor begins at its initial value.
             self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
         self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
         self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)

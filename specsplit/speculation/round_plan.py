@@ -88,6 +88,7 @@ class RoundPlanner:
         The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too. Without
         `has_draft` the draft is known to be of no use at present.
         """
+        #     [committed | tree | bonus token] must end at `end`, and the draft's context holds all but the bonus token.
         room = self._end - num_committed - 1
         draft_room = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
@@ -105,6 +106,7 @@ class RoundPlanner:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
         is_explored = stats.times.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
+        # Nothing is known of a draft that never answered; one that stays silent ends the exploration by its rounds.
         if has_draft and modes and not is_explored:
             return RoundPlan(modes[0], self._first, self._first)
         if not stats.times.has_seen_plain:
@@ -114,6 +116,7 @@ class RoundPlanner:
             decision = stats.decide(modes, self._limits, has_draft=has_draft)
         if decision is None:
             return _PLAIN
+        # A decision stands for several rounds, so its plan is built once.
         if decision is not self._followed.decision:
             self._followed = self._follow(decision, has_draft=has_draft and bool(modes))
         if decision.nodes == 0:

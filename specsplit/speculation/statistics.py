@@ -1,4 +1,4 @@
-"""What the sessions of an orchestrator learn together: times of the workers, acceptance, and the decision of `auto`.
+"""Knowledge that sessions share: times of the workers, acceptance, corrected rates, and the decision of `auto`.
 
 Shared by the sessions that pick tokens alike (greedily or sampled). Knows no connection and no round's course.
 """
@@ -149,10 +149,11 @@ class SpeculationStats:
             has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)
         }
         self._decisions: dict[tuple[bool, tuple[RoundMode, ...]], Decision] = {}
-        """By the modes on offer, with or without a draft: a session whose draft is away decides for itself."""
+        """The last decision by the modes on offer, with or without a draft: sessions without one decide apart."""
 
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
+        # Committed tokens decide nodes that nobody verified, too: under coupled picks the target's pick there is known.
         judged = tree.tested(token_ids)
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
@@ -184,6 +185,7 @@ class SpeculationStats:
         if not count:
             self._lookup_share.observe(1, 0, 0.0)
             return
+        # The nodes that would be verified are those at least as likely as the last one worth its row.
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
         num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))

@@ -102,6 +102,7 @@ class StepTimes:
             self._catch_up()
 
     def _catch_up(self) -> None:
+        # Ratios to the first measurement, not to the present curve, so that the order of observations hardly matters.
         pending, self._pending = self._pending, []
         for rows, seconds in pending:
             nearest = bisect_left(self._middles, rows)
@@ -163,6 +164,7 @@ def _non_decreasing(values: Sequence[float]) -> list[float]:
     """Return the nearest non-decreasing values: where they fall, their mean (pool adjacent violators)."""
     if all(map(le, values, values[1:])):
         return list(values)
+    # Invariant: the means of the blocks rise; a value below the last mean joins that block, and so on backwards.
     blocks: list[tuple[float, int]] = []
     for value in values:
         total, count = value, 1
