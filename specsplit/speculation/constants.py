@@ -90,7 +90,7 @@ PROFILE_STEP = 1 / 32
 # Correction of predicted rates, lookup's share (rate_correction).
 
 RATE_STEP = 0.04
-"""Weight of one round against those before it. Chosen: two kinds of text are told apart within some dozens."""
+"""Weight of one round against those before it. Chosen: a change of text shows within some dozens."""
 FORGIVENESS = 0.01
 """Share of a mode's correction that each decision for another mode takes back. Chosen: it is retried after hundreds."""
 MIN_RATE_FACTOR, MAX_RATE_FACTOR = 0.3, 16.0
