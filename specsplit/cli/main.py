@@ -210,7 +210,7 @@ def stage_check(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.registered_commands += plan.app.registered_commands
 
 
 @app.command()

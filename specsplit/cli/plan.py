@@ -27,6 +27,7 @@ specsplit plan --config config.json --layers 0:20,20:47,47:94 --dtype int8
 
 specsplit plan --config config.json --memory 24GiB,24GiB,80GiB --ends coordinator
 """
+app = typer.Typer()
 _CUT, _LOAD, _OUTPUT = "Cut, one of these", "What to serve", "Output"
 _FILE_WIDTH = 160
 
@@ -38,6 +39,7 @@ def _option(name: str, panel: str, text: str, default: str | None = None, metava
     return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
 
 
+@app.command("plan", epilog=EXAMPLES)
 def plan(
     config: Annotated[
         str, _option("--config", _LOAD, "A config.json, its folder, or a hub id in the cache here.", metavar="M")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
 from specsplit.core.errors import ModelDamaged
 
 PlanDtype = Literal["bf16", "fp16", "fp32", "int8"]
-"""Of the weights; with int8 everything but the matrices stays in bf16: vectors, KV, hidden states."""
+"""Number format of the weights; with int8 all but the matrices stays in bf16: vectors, KV, hidden states."""
 BYTES: Mapping[PlanDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2}
 """Bytes of one number that is not a weight matrix's."""
 _SCALE_BYTES = 2
@@ -114,8 +114,8 @@ def _sum(*parts: Weights) -> Weights:
     return functools.reduce(Weights.__add__, parts, Weights())
 
 
-# Feed-forward parts: of one layer, by its index.
-FeedForward = Callable[[ConfigValues, int], Weights]
+LayerWeights = Callable[[ConfigValues, int], Weights]
+"""Counts a layer, or the feed-forward part of one, by its index."""
 
 
 def _gated(hidden: int, inner: int, *, bias: bool = False, copies: int = 1) -> Weights:
@@ -162,25 +162,26 @@ def _attention(values: ConfigValues, qkv_bias: bool, out_bias: bool) -> Weights:
     return qkv + _linear(width, values.hidden, bias=out_bias)
 
 
-def _decoder(
-    values: ConfigValues,
-    index: int,
-    *,
-    mlp: FeedForward = _dense,
-    qkv_bias: str = "",
-    out_bias: str = "",
-    qk_norm: Literal["", "head", "width"] = "",
-    num_norms: int = 2,
-    sinks: bool = False,
-) -> Weights:
-    """Count a layer of the Llama kind; the biases are named by the flag of the config that switches them on."""
-    weights = _attention(values, values.flag(qkv_bias), values.flag(out_bias)) + mlp(values, index)
-    vectors = num_norms * values.hidden + (values.heads if sinks else 0)
-    if qk_norm == "head":
-        vectors += 2 * values.head_dim
-    elif qk_norm == "width":
-        vectors += (values.heads + values.kv_heads) * values.head_dim
-    return weights + Weights(vector=vectors)
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Counts a layer of the Llama kind; the biases are named by the flag of the config that switches them on."""
+
+    mlp: LayerWeights = _dense
+    qkv_bias: str = ""
+    out_bias: str = ""
+    qk_norm: Literal["", "head", "width"] = ""
+    num_norms: int = 2
+    sinks: bool = False
+
+    def __call__(self, values: ConfigValues, index: int) -> Weights:
+        """Return the weights of layer `index`."""
+        weights = _attention(values, values.flag(self.qkv_bias), values.flag(self.out_bias)) + self.mlp(values, index)
+        vectors = self.num_norms * values.hidden + (values.heads if self.sinks else 0)
+        if self.qk_norm == "head":
+            vectors += 2 * values.head_dim
+        elif self.qk_norm == "width":
+            vectors += (values.heads + values.kv_heads) * values.head_dim
+        return weights + Weights(vector=vectors)
 
 
 def _latent_layer(values: ConfigValues, index: int) -> Weights:
@@ -218,8 +219,8 @@ def _square_layer(values: ConfigValues, index: int, *, attention_bias: str, mlp_
     )
 
 
-# Ends: embedding, final norm, head.
 EndWeights = tuple[Weights, Weights, Weights]
+"""Weights of embedding, final norm and head."""
 
 
 def _ends(values: ConfigValues, *, norm_vectors: int = 1, positions: bool = False) -> EndWeights:
@@ -258,16 +259,16 @@ def _expanded_kv(values: ConfigValues) -> int:
 class Family:
     """How one model_type is counted; `defaults` are transformers' for keys that its configs may leave out."""
 
-    layer: FeedForward
+    layer: LayerWeights
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     ends: Callable[[ConfigValues], EndWeights] = _ends
     kv: Callable[[ConfigValues], int] = _kv
     note: str = ""
 
 
-_FLAGGED = partial(_decoder, qkv_bias="attention_bias", out_bias="attention_bias")
-_FLAGGED_MLP = partial(_FLAGGED, mlp=partial(_dense, bias="mlp_bias"))
-_FOUR_NORMS = partial(_FLAGGED, num_norms=4)
+_FLAGGED = DecoderLayer(qkv_bias="attention_bias", out_bias="attention_bias")
+_FLAGGED_MLP = replace(_FLAGGED, mlp=partial(_dense, bias="mlp_bias"))
+_FOUR_NORMS = replace(_FLAGGED, num_norms=4)
 
 
 def _sizes(vocab: int, inner: int, heads: int, kv_heads: int | None, context: int, **more: Any) -> dict[str, Any]:
@@ -293,7 +294,7 @@ def _deepseek(inner: int, heads: int, experts: int, shared: int, expert_inner: i
 
 
 _TIED = {"tie_word_embeddings": True}
-_GEMMA3 = Family(partial(_FOUR_NORMS, qk_norm="head"), _sizes(262208, 9216, 8, 4, 131072, head_dim=256, **_TIED))
+_GEMMA3 = Family(replace(_FOUR_NORMS, qk_norm="head"), _sizes(262208, 9216, 8, 4, 131072, head_dim=256, **_TIED))
 _QWEN_MOE = {"decoder_sparse_step": 1}
 
 FAMILIES: Mapping[str, Family] = {
@@ -316,15 +317,15 @@ FAMILIES: Mapping[str, Family] = {
         _square_kv,
     ),
     "gpt_oss": Family(
-        partial(_FLAGGED, mlp=partial(_all_experts, bias=True), sinks=True),
+        replace(_FLAGGED, mlp=partial(_all_experts, bias=True), sinks=True),
         _sizes(201088, 2880, 64, 8, 131072, head_dim=64, attention_bias=True, num_local_experts=128),
     ),
     "granite": Family(_FLAGGED_MLP, _sizes(32000, 11008, 32, None, 2048)),
     "llama": Family(_FLAGGED_MLP, _sizes(32000, 11008, 32, None, 2048)),
-    "mistral": Family(_decoder, _sizes(32000, 14336, 32, 8, 131072)),
-    "mixtral": Family(partial(_decoder, mlp=_all_experts), _sizes(32000, 14336, 32, 8, 131072, num_local_experts=8)),
-    "olmo2": Family(partial(_FLAGGED, qk_norm="width"), _sizes(50304, 11008, 32, None, 2048)),
-    "olmo3": Family(partial(_FLAGGED, qk_norm="width"), _sizes(50304, 11008, 32, None, 2048)),
+    "mistral": Family(DecoderLayer(), _sizes(32000, 14336, 32, 8, 131072)),
+    "mixtral": Family(DecoderLayer(mlp=_all_experts), _sizes(32000, 14336, 32, 8, 131072, num_local_experts=8)),
+    "olmo2": Family(replace(_FLAGGED, qk_norm="width"), _sizes(50304, 11008, 32, None, 2048)),
+    "olmo3": Family(replace(_FLAGGED, qk_norm="width"), _sizes(50304, 11008, 32, None, 2048)),
     "opt": Family(
         partial(
             _square_layer, attention_bias="enable_bias", mlp_bias="enable_bias", affine="layer_norm_elementwise_affine"
@@ -343,16 +344,16 @@ FAMILIES: Mapping[str, Family] = {
         _opt_ends,
         _square_kv,
     ),
-    "phi3": Family(_decoder, _sizes(32064, 8192, 32, None, 4096)),
-    "qwen2": Family(partial(_decoder, qkv_bias="qkv_bias"), _sizes(151936, 22016, 32, 32, 32768, qkv_bias=True)),
+    "phi3": Family(DecoderLayer(), _sizes(32064, 8192, 32, None, 4096)),
+    "qwen2": Family(DecoderLayer(qkv_bias="qkv_bias"), _sizes(151936, 22016, 32, 32, 32768, qkv_bias=True)),
     "qwen2_moe": Family(
-        partial(_decoder, mlp=_qwen_experts, qkv_bias="qkv_bias"),
+        DecoderLayer(mlp=_qwen_experts, qkv_bias="qkv_bias"),
         _sizes(151936, 5632, 16, 16, 32768, qkv_bias=True, **_QWEN_MOE)
         | {"num_local_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     ),
-    "qwen3": Family(partial(_FLAGGED, qk_norm="head"), _sizes(151936, 22016, 32, 32, 32768, head_dim=128)),
+    "qwen3": Family(replace(_FLAGGED, qk_norm="head"), _sizes(151936, 22016, 32, 32, 32768, head_dim=128)),
     "qwen3_moe": Family(
-        partial(_FLAGGED, mlp=_qwen_experts, qk_norm="head"),
+        replace(_FLAGGED, mlp=_qwen_experts, qk_norm="head"),
         _sizes(151936, 6144, 32, 4, 32768, **_QWEN_MOE) | {"num_local_experts": 128, "moe_intermediate_size": 768},
     ),
     "smollm3": Family(_FLAGGED_MLP, _sizes(128256, 11008, 16, 4, 32768, **_TIED)),

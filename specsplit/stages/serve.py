@@ -63,18 +63,20 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         InvalidSettings: the model has no such layers.
     """
     require_worker_extra()
-    from specsplit.stages.shard.loader import load_shard
+    from specsplit.stages.shard.loader import ShardOptions, load_shard
 
     layers = settings.layer_range
     assert layers is not None, "the command asks for layers"
     return load_shard(
         settings.model,
         stage_spec(layers, num_layers_of(settings.model), settings.ends, settings.model),
-        dtype=settings.dtype,
-        device=settings.device,
-        context=settings.context,
-        max_sessions=settings.sessions,
-        threads=settings.threads,
+        ShardOptions(
+            dtype=settings.dtype,
+            device=settings.device,
+            context=settings.context,
+            max_sessions=settings.sessions,
+            threads=settings.threads,
+        ),
     )
 
 
@@ -123,7 +125,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.chain.expected import expected_chain
     from specsplit.stages.shard.chain_model import load_chain_model
-    from specsplit.stages.shard.loader import load_ends
+    from specsplit.stages.shard.loader import ShardOptions, load_ends
 
     ranges: tuple[range, ...] = ()
     if settings.local_stages is not None:
@@ -137,7 +139,8 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     ends = None
     if settings.ends == "coordinator":
         embedding, head = load_ends(
-            settings.model, dtype=dtype, device=settings.device, context=model.context, threads=settings.threads
+            settings.model,
+            ShardOptions(dtype=dtype, device=settings.device, context=model.context, threads=settings.threads),
         )
         ends = CoordinatorEnds(embedding, head)
     source = settings.model if _has_weights(settings.model) else None

@@ -16,7 +16,7 @@ from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import StaleEpoch, WorkerUnreachable
 from specsplit.core.types import Proposal, SamplingParams, SessionParams
 from specsplit.model.loader import load_model
-from specsplit.stages.shard.loader import LoadedShard, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_shard
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.peer import StagePeer, StagePing
 from specsplit.target.engine import TargetEngine
@@ -47,7 +47,7 @@ def shards(ends: EndsAt) -> Shards:
 @cache
 def spare_for_stage_1() -> LoadedShard:
     spec = cut(3, (1, 2), has_ends=True)[1]
-    return load_shard(str(folder()), spec, max_sessions=4, threads=1, context=160, record=False)
+    return load_shard(str(folder()), spec, ShardOptions(max_sessions=4, threads=1, context=160, record=False))
 
 
 @cache

@@ -21,7 +21,7 @@ from specsplit.core.types import SamplingParams, SessionParams, Verdict
 from specsplit.model.loader import load_model
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
-from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_ends, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, save_deeper
 from tests.support.model_zoo import FAMILIES, VOCAB
@@ -88,7 +88,7 @@ def expected(family: str) -> dict[tuple[str, str], tuple[tuple[list[int], ...], 
 
 @cache
 def shard(family: str, spec: ShardSpec) -> LoadedShard:
-    return load_shard(str(folder(family)), spec, max_sessions=2, threads=1, context=160, record=False)
+    return load_shard(str(folder(family)), spec, ShardOptions(max_sessions=2, threads=1, context=160, record=False))
 
 
 @cache
@@ -98,7 +98,7 @@ def coordinator(family: str) -> ChainModel:
 
 @cache
 def ends_of(family: str) -> CoordinatorEnds:
-    return CoordinatorEnds(*load_ends(str(folder(family)), threads=1, context=160, record=False))
+    return CoordinatorEnds(*load_ends(str(folder(family)), ShardOptions(threads=1, context=160, record=False)))
 
 
 def shards(family: str, bounds: tuple[int, ...], ends: EndsAt) -> Shards:

@@ -18,7 +18,7 @@ from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.model.loader import load_model
 from specsplit.stages.packet import Packet
-from specsplit.stages.shard.loader import LoadedShard, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
@@ -52,7 +52,7 @@ def shards(ends: EndsAt) -> Shards:
 @cache
 def spare(index: int, ends: EndsAt) -> LoadedShard:
     spec = cut(3, (1, 2), has_ends=ends == "stages")[index]
-    return load_shard(str(folder()), spec, max_sessions=4, threads=1, context=160, record=False)
+    return load_shard(str(folder()), spec, ShardOptions(max_sessions=4, threads=1, context=160, record=False))
 
 
 @cache

@@ -17,7 +17,7 @@ import transformers as tf
 from specsplit.core.types import Proposal, SamplingParams, SessionParams
 from specsplit.stages import slot_state
 from specsplit.stages.packet import Buffer
-from specsplit.stages.shard.loader import LoadedShard, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_shard
 from tests.support.chains import Shards
 from tests.support.model_zoo import VOCAB, save_model
 from tests.support.remote_chains import opened_remote
@@ -59,7 +59,7 @@ def shards() -> tuple[Shards, LoadedShard]:
     """Return two stages, and a spare for the second."""
     spec = cut(2, (1,), has_ends=True)[1]
     return Shards.load(folder(), 2, (1,), "stages", **_OPTIONS), load_shard(
-        str(folder()), spec, record=False, **_OPTIONS
+        str(folder()), spec, ShardOptions(record=False, **_OPTIONS)
     )
 
 

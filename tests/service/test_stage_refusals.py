@@ -33,7 +33,7 @@ from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import HeadRequest, Packet, PacketSession, PayloadType, StepKind
-from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, load_shard
 from specsplit.stages.shard.payload import to_payload
 from specsplit.stages.slot_state import SlotState, encode_state
 from specsplit.stages.wire.frames import ChainId, FrameReader, error_in, packet_frames
@@ -68,7 +68,7 @@ def shards(bounds: tuple[int, ...] = (1, 2), ends: EndsAt = "stages", seed: int 
 def other_shard(start: int, end: int, seed: int = 1, **options: Any) -> LoadedShard:
     spec = ShardSpec(start, end, start == 0, end == 3)
     options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
-    return load_shard(str(folder(seed)), spec, **options)
+    return load_shard(str(folder(seed)), spec, ShardOptions(**options))
 
 
 async def refusal(stages: Sequence[LoadedShard], spares: Sequence[LoadedShard] = ()) -> tuple[str, list[str]]:

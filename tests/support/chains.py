@@ -19,7 +19,7 @@ from specsplit.stages.chain.target import chain_target
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Packet
 from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
-from specsplit.stages.shard.loader import LoadedShard, load_ends, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.stage_models import cut
@@ -49,10 +49,11 @@ class Shards:
     def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: EndsAt, **options: Any) -> Shards:
         options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
         stages = [
-            load_shard(str(folder), spec, **options) for spec in cut(num_layers, bounds, has_ends=ends == "stages")
+            load_shard(str(folder), spec, ShardOptions(**options))
+            for spec in cut(num_layers, bounds, has_ends=ends == "stages")
         ]
         model = load_chain_model(str(folder), context=options["context"], max_sessions=options.pop("max_sessions"))
-        own_ends = CoordinatorEnds(*load_ends(str(folder), **options)) if ends == "coordinator" else None
+        own_ends = CoordinatorEnds(*load_ends(str(folder), ShardOptions(**options))) if ends == "coordinator" else None
         return cls(model, stages, own_ends)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
-from specsplit.stages.shard.loader import LoadedShard, ShardSpec, hidden_entry, load_ends, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, hidden_entry, load_ends, load_shard
 
 
 def cut(num_layers: int, bounds: Sequence[int], *, has_ends: bool = True) -> list[ShardSpec]:
@@ -39,8 +39,8 @@ class Chain:
         cls, folder: Path, num_layers: int, bounds: Sequence[int], *, ends: str = "stages", **options: Any
     ) -> Chain:
         specs = cut(num_layers, bounds, has_ends=ends == "stages")
-        stages = [load_shard(str(folder), spec, max_sessions=3, threads=1, **options) for spec in specs]
-        return cls(stages, None if ends == "stages" else load_ends(str(folder), threads=1, **options))
+        stages = [load_shard(str(folder), spec, ShardOptions(max_sessions=3, threads=1, **options)) for spec in specs]
+        return cls(stages, None if ends == "stages" else load_ends(str(folder), ShardOptions(threads=1, **options)))
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         """Return per entry logits [num_logits, V]; only the stage with the embedding sees token ids."""

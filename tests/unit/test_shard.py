@@ -23,7 +23,7 @@ from specsplit.core.errors import (
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 from specsplit.stages.shard import weights as shard_weights
-from specsplit.stages.shard.loader import ShardSpec, load_ends, load_shard, shard_hash
+from specsplit.stages.shard.loader import ShardOptions, ShardSpec, load_ends, load_shard, shard_hash
 from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
 from tests.support.stage_models import Chain, Whole, ids, largest_difference
 
@@ -173,7 +173,7 @@ def bytes_in_files(folder: Path, *parts: str) -> int:
 
 def test_a_quarter_of_the_layers_reads_and_holds_a_quarter_of_the_layers_bytes(deep: Path) -> None:
     whole = load_model(str(deep), role="target", max_sessions=2, threads=1, record=False)
-    shard = load_shard(str(deep), ShardSpec(2, 4), max_sessions=2, record=False)
+    shard = load_shard(str(deep), ShardSpec(2, 4), ShardOptions(max_sessions=2, record=False))
     assert shard.read_bytes == bytes_in_files(deep, "layers.2.", "layers.3.")
     assert shard.weight_bytes == shard.read_bytes
     assert shard.read_bytes == pytest.approx(bytes_in_files(deep, "layers.") / 4, rel=0.01)
@@ -188,7 +188,7 @@ def test_a_quarter_of_the_layers_reads_and_holds_a_quarter_of_the_layers_bytes(d
 def test_a_loaded_stage_keeps_no_file_mapped(deep: Path, tmp_path: Path) -> None:
     """The pages of a mapped file would count as the stage's memory for as long as one tensor lies in them."""
     own = shutil.copytree(deep, tmp_path / "own")  # nobody else has loaded it
-    shard = load_shard(str(own), ShardSpec(0, 2, has_embedding=True), record=False)
+    shard = load_shard(str(own), ShardSpec(0, 2, has_embedding=True), ShardOptions(record=False))
     assert shard.weight_bytes
     assert str(own) not in Path("/proc/self/maps").read_text()
 
@@ -222,7 +222,7 @@ def test_only_the_tensors_of_the_range_are_read_from_the_files(deep: Path, monke
             return Slice()
 
     monkeypatch.setattr(shard_weights, "safe_open", Watched)
-    load_shard(str(deep), ShardSpec(6, 8, has_head=True), record=False)
+    load_shard(str(deep), ShardSpec(6, 8, has_head=True), ShardOptions(record=False))
     weight_map = json.loads((deep / "model.safetensors.index.json").read_text())["weight_map"]
     wanted = {name for name in weight_map if "layers.6." in name or "layers.7." in name}
     wanted |= {"model.norm.weight", "lm_head.weight"}
@@ -237,10 +237,10 @@ def test_a_stage_needs_only_the_files_of_its_range(deep: Path, tmp_path: Path) -
         if path.suffix != ".safetensors" or path.name in needed:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     assert len(list(tmp_path.glob("*.safetensors"))) < len(list(deep.glob("*.safetensors")))
-    shard = load_shard(str(tmp_path), ShardSpec(5, 6), record=False)
+    shard = load_shard(str(tmp_path), ShardSpec(5, 6), ShardOptions(record=False))
     assert shard.weights_hash == shard_hash(deep, ShardSpec(5, 6))
     with pytest.raises(ModelDamaged, match="cannot be read"):
-        load_shard(str(tmp_path), ShardSpec(0, 1, has_embedding=True), record=False)
+        load_shard(str(tmp_path), ShardSpec(0, 1, has_embedding=True), ShardOptions(record=False))
 
 
 def test_stages_of_files_in_pieces_are_exact(deep: Path) -> None:
@@ -271,12 +271,14 @@ def test_a_tied_embedding_is_held_once_by_who_has_both_ends_and_read_by_either_e
     config = FAMILIES[family]()
     folder = save_model(tmp_path / family, config, seed=1, with_tokenizer=False)
     table, norm = VOCAB * config.hidden_size * 4, config.hidden_size * 4
-    embedding, head = load_ends(str(folder), record=False)
+    embedding, head = load_ends(str(folder), ShardOptions(record=False))
     is_tied = family == "gemma"
     assert embedding.weight_bytes == head.weight_bytes == (table if is_tied else 2 * table) + norm
     assert head.runner.cache.num_bytes == 0
-    assert load_shard(str(folder), ShardSpec(0, 0, has_embedding=True), record=False).read_bytes == table
-    assert load_shard(str(folder), ShardSpec(3, 3, has_head=True), record=False).read_bytes == table + norm
+    assert load_shard(str(folder), ShardSpec(0, 0, has_embedding=True), ShardOptions(record=False)).read_bytes == table
+    assert (
+        load_shard(str(folder), ShardSpec(3, 3, has_head=True), ShardOptions(record=False)).read_bytes == table + norm
+    )
 
 
 def test_a_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def folder(llama: Path, tmp_path: Path) -> Path:
 def test_the_hash_is_of_the_tensors_of_the_range_and_of_nothing_else(folder: Path) -> None:
     before = {layer: shard_hash(folder, ShardSpec(layer, layer + 1)) for layer in range(3)}
     assert len(set(before.values())) == 3
-    assert load_shard(str(folder), MIDDLE, record=False).weights_hash == before[1]
+    assert load_shard(str(folder), MIDDLE, ShardOptions(record=False)).weights_hash == before[1]
     rewrite(folder, lambda tensors: tensors["model.layers.2.self_attn.o_proj.weight"][-1].mul_(2))
     after = {layer: shard_hash(folder, ShardSpec(layer, layer + 1)) for layer in range(3)}
     assert [after[layer] == before[layer] for layer in range(3)] == [True, True, False]

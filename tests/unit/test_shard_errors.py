@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, ModelUnsupported, SpecSplitError
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.stages.shard.loader import ShardSpec, hidden_entry, load_shard, shard_hash
+from specsplit.stages.shard.loader import ShardOptions, ShardSpec, hidden_entry, load_shard, shard_hash
 from tests.support.model_zoo import FAMILIES, REFUSED, VOCAB, save_model
 from tests.support.stage_models import ids
 
@@ -43,7 +43,7 @@ def rewrite(folder: Path, alter: Callable[[dict[str, torch.Tensor]], object]) ->
 def refusal(source: Path, spec: ShardSpec, kind: type[SpecSplitError], words: str) -> None:
     """Check that loading fails with exactly `kind` and one sentence that holds `words`."""
     with pytest.raises(SpecSplitError) as raised:
-        load_shard(str(source), spec, record=False)
+        load_shard(str(source), spec, ShardOptions(record=False))
     sentence = str(raised.value)
     assert type(raised.value) is kind, sentence
     assert words in sentence
@@ -70,7 +70,7 @@ def test_layers_that_the_model_lacks_and_ends_in_its_middle_are_refused(llama: P
 def test_tensors_that_are_missing_matter_to_their_stage_alone(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     refusal(folder, MIDDLE, ModelDamaged, "lacks weights that its config asks for, the first being model.layers.1.mlp")
-    assert load_shard(str(folder), ShardSpec(2, 3, has_head=True), record=False).read_bytes
+    assert load_shard(str(folder), ShardSpec(2, 3, has_head=True), ShardOptions(record=False)).read_bytes
     rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
     refusal(folder, ShardSpec(2, 3, has_head=True), ModelDamaged, "the first being model.norm.weight")
     refusal(folder, ShardSpec(3, 3, has_head=True), ModelDamaged, "the first being model.norm.weight")
@@ -165,7 +165,7 @@ def test_models_that_cannot_be_cut_are_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_bad_hidden_states_are_refused_and_the_stage_lives(llama: Path) -> None:
-    runner = load_shard(str(llama), MIDDLE, record=False).runner
+    runner = load_shard(str(llama), MIDDLE, ShardOptions(record=False)).runner
     hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     entry = hidden_entry(0, 0, 4)
     truth = runner.rows([entry], hidden)
@@ -184,6 +184,6 @@ def test_bad_hidden_states_are_refused_and_the_stage_lives(llama: Path) -> None:
         with pytest.raises(InvalidRequest, match=words):
             runner.rows([entry], bad)
     assert torch.equal(runner.rows([entry], hidden), truth)
-    first = load_shard(str(llama), ShardSpec(0, 1, has_embedding=True), record=False).runner
+    first = load_shard(str(llama), ShardSpec(0, 1, has_embedding=True), ShardOptions(record=False)).runner
     with pytest.raises(InvalidRequest, match="takes token ids, not hidden states"):
         first.rows([SequenceInput(0, 0, ids(4, 1))], hidden)

@@ -15,7 +15,7 @@ from specsplit.core.errors import InvalidPacket, InvalidSettings, StageBehind, S
 from specsplit.core.types import SessionParams
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.packet import COORDINATOR, HeadRequest, KeepList, Packet, PacketSession, PayloadType, StepKind
-from specsplit.stages.shard.loader import LoadedShard, ShardSpec, load_shard
+from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, load_shard
 from specsplit.stages.shard.payload import from_payload, to_payload
 from specsplit.stages.slot_state import decode_state, encode_state
 from tests.support.model_zoo import FAMILIES, save_model
@@ -30,7 +30,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder: Path = save_model(tmp_path_factory.mktemp("stage") / "llama", FAMILIES["llama"](), 1)
     specs = {"middle": ShardSpec(1, 2), "other": ShardSpec(0, 1), "all": ShardSpec(0, 3, True, True)}
     for name, spec in specs.items():
-        _shards[name] = load_shard(str(folder), spec, max_sessions=3, context=CONTEXT, threads=1)
+        _shards[name] = load_shard(str(folder), spec, ShardOptions(max_sessions=3, context=CONTEXT, threads=1))
 
 
 def stage_of(name: str = "middle") -> StageEngine:

@@ -18,6 +18,7 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
+from specsplit.stages.chain.packet_check import check_packet, check_slot
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot
 from specsplit.stages.identity import StageIdentity
@@ -108,7 +109,7 @@ class StageEngine:
 
     async def end(self, slot: int, epoch: int | None = None) -> None:
         """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""
-        self._check_slot(slot)
+        check_slot(slot, len(self._slots))
 
         def forget() -> None:
             if epoch is None:
@@ -128,12 +129,12 @@ class StageEngine:
 
     async def export_kv(self, slot: int) -> SlotState:
         """Return what a slot holds, the rows of its last step included, and nothing behind them."""
-        self._check_slot(slot)
+        check_slot(slot, len(self._slots))
         return await self._run(lambda: export_slot(self.shard, self._slots[slot]))
 
     async def import_kv(self, state: SlotState) -> None:
         """Take over what the same layers held in a slot elsewhere."""
-        self._check_slot(state.slot)
+        check_slot(state.slot, len(self._slots))
         await self._run(lambda: import_slot(self.shard, self._slots[state.slot], state))
 
     async def aclose(self) -> None:
@@ -144,15 +145,12 @@ class StageEngine:
         result, _ = await self._worker.run(None, at_once(action))
         return result
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < len(self._slots):
-            raise InvalidPacket(f"There is no slot {slot}; this stage has {len(self._slots)}.")
-
     # What follows runs on the device.
 
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
-        hidden = self._checked(packet)
+        check_packet(packet, self.shard, self.index)
+        hidden = self._hidden(packet)
         # All sessions are checked before the first slot changes, so that a refused packet leaves every slot as it was.
         for session in packet.sessions:
             self._slots[session.slot].check(session)
@@ -174,41 +172,11 @@ class StageEngine:
         self.statistics.num_tokens += packet.num_tokens
         return self._following(packet, rows)
 
-    def _checked(self, packet: Packet) -> Tensor | None:
-        """Return the packet's hidden states, None where token ids enter.
-
-        Raises:
-            InvalidPacket: it is for another stage or model, or reaches beyond a slot.
-        """
-        spec, hidden_size = self.shard.spec, self.shard.hidden_size
-        if (packet.stage_from, packet.stage_to) != (self.index - 1, self.index):
-            raise InvalidPacket(
-                f"A packet from stage {packet.stage_from} to {packet.stage_to} arrived at stage {self.index}."
-            )
-        if (packet.hidden_size, packet.dtype) != (hidden_size, self._dtype):
-            raise InvalidPacket(
-                f"A packet of {packet.dtype.name} hidden states of size {packet.hidden_size} does not fit a stage of "
-                f"{self._dtype.name} and size {hidden_size}."
-            )
-        if packet.has_hidden == spec.has_embedding:
-            raise InvalidPacket(f"A stage of {spec} takes {'token ids' if spec.has_embedding else 'hidden states'}.")
-        for session in packet.sessions:
-            self._check_session(session)
-        if spec.has_embedding:
+    def _hidden(self, packet: Packet) -> Tensor | None:
+        """Return the packet's hidden states [T, H], None where token ids enter."""
+        if self.shard.spec.has_embedding:
             return None
-        return from_payload(packet.payload, self.shard.runner.dtype, packet.num_rows, hidden_size)
-
-    def _check_session(self, session: PacketSession) -> None:
-        self._check_slot(session.slot)
-        spec, cache = self.shard.spec, self.shard.runner.cache
-        if session.start + session.depth > self.shard.context or session.start + session.num_tokens > cache.capacity:
-            raise InvalidPacket(f"A packet reaches beyond the context of {self.shard.context} tokens.")
-        if spec.has_embedding or spec.has_head:
-            vocab_size = self.shard.vocab_size
-            if len(session.token_ids) != session.num_tokens or max(session.token_ids) >= vocab_size:
-                raise InvalidPacket(f"A stage of {spec} needs token ids below {vocab_size}.")
-            if session.head_request and any(token >= vocab_size for token in session.head_request.scored):
-                raise InvalidPacket(f"A token to score is outside the vocabulary of {vocab_size}.")
+        return from_payload(packet.payload, self.shard.runner.dtype, packet.num_rows, self.shard.hidden_size)
 
     def _entry(self, session: PacketSession) -> SequenceInput:
         token_ids = session.token_ids if self.shard.spec.has_embedding else [0] * session.num_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,16 @@ from specsplit.model.runner import Runner
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
 
-__all__ = ["LoadedShard", "ShardRunner", "ShardSpec", "hidden_entry", "load_ends", "load_shard", "shard_hash"]
+__all__ = [
+    "LoadedShard",
+    "ShardOptions",
+    "ShardRunner",
+    "ShardSpec",
+    "hidden_entry",
+    "load_ends",
+    "load_shard",
+    "shard_hash",
+]
 
 _NUM_CHECKED = 24
 
@@ -247,21 +256,23 @@ class LoadedShard:
         return self.runner.cache.num_bytes // (self.max_sessions * self.runner.cache.capacity)
 
 
-def load_shard(
-    source: str,
-    spec: ShardSpec,
-    *,
-    dtype: str | None = None,
-    device: str = "cpu",
-    context: int | None = None,
-    max_sessions: int = 1,
-    node_limit: int = DEFAULT_NODE_LIMIT,
-    threads: int | None = None,
-    record: bool = True,
-) -> LoadedShard:
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How a part of a model is loaded; the fields are arguments of `loader.load_model`."""
+
+    dtype: str | None = None
+    device: str = "cpu"
+    context: int | None = None
+    max_sessions: int = 1
+    node_limit: int = DEFAULT_NODE_LIMIT
+    threads: int | None = None
+    record: bool = True
+
+
+def load_shard(source: str, spec: ShardSpec, options: ShardOptions | None = None) -> LoadedShard:
     """Load a stage's part of a decoder-only model and prepare KV slots for its layers.
 
-    Arguments are those of `loader.load_model`. Only the tensors of `spec` are read.
+    Only the tensors of `spec` are read.
 
     Raises:
         InvalidRequest: the model has no such layers, or an end is asked for apart from its layer.
@@ -269,46 +280,25 @@ def load_shard(
     """
     if spec.is_empty and spec.has_embedding and spec.has_head:
         raise InvalidRequest("A stage without layers has one end; load_ends loads both.", param="layers")
-    options = _Options(dtype, device, context, max_sessions, node_limit, threads, record)
-    return _load(source, spec, [spec], options)[0]
+    return _load(source, spec, [spec], options or ShardOptions())[0]
 
 
-def load_ends(
-    source: str,
-    *,
-    dtype: str | None = None,
-    device: str = "cpu",
-    context: int | None = None,
-    node_limit: int = DEFAULT_NODE_LIMIT,
-    threads: int | None = None,
-    record: bool = True,
-) -> tuple[LoadedShard, LoadedShard]:
-    """Load what a coordinator keeps that gives no token id away: the embedding end and the head end, without layers.
+def load_ends(source: str, options: ShardOptions | None = None) -> tuple[LoadedShard, LoadedShard]:
+    """Load the embedding end and the head end of a model, without layers, for a coordinator that keeps its token ids.
 
     Both stand over one set of weights (a tied embedding is held once), so one thread drives both.
 
     Raises:
-        As `load_shard`.
+        SpecSplitError: as `load_shard`.
     """
-    options = _Options(dtype, device, context, 1, node_limit, threads, record)
+    options = replace(options or ShardOptions(), max_sessions=1)
     embedding, head = ShardSpec(0, 0, has_embedding=True), ShardSpec(0, 0, has_head=True)
     both = ShardSpec(0, 0, has_embedding=True, has_head=True)
     first, last = _load(source, both, [embedding, head], options)
     return first, last
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    dtype: str | None
-    device: str
-    context: int | None
-    max_sessions: int
-    node_limit: int
-    threads: int | None
-    record: bool
-
-
-def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: _Options) -> list[LoadedShard]:
+def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: ShardOptions) -> list[LoadedShard]:
     """Read the weights of `held` once and return a shard over them for each of `specs`."""
     device = as_device(options.device)
     if options.max_sessions < 1:
@@ -344,7 +334,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: _Op
 
 
 def _runner(
-    model: PreTrainedModel, outline: Outline, spec: ShardSpec, name: str, context: int, options: _Options
+    model: PreTrainedModel, outline: Outline, spec: ShardSpec, name: str, context: int, options: ShardOptions
 ) -> ShardRunner:
     part = PartialModel(model, outline, spec)
     probed = _probe(model, part)
