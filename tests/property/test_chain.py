@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.types import Proposal, SamplingParams, SessionParams, Verdict
+from specsplit.core.types import Proposal, SamplingParams
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.stages.packet import Packet
@@ -24,7 +24,7 @@ from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot, Shards, opened
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
 from tests.support.processes import LIMIT_S
-from tests.support.rounds import plain_text, script, verdicts
+from tests.support.rounds import params_of, random_prompt, script, text_after, together
 from tests.support.stage_models import Whole, largest_difference
 
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
@@ -57,33 +57,15 @@ def shards(family: str, bounds: tuple[int, ...], ends: EndsAt) -> Shards:
     return Shards.load(folder(family), 3, bounds, ends)
 
 
-def prompt(length: int) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def params(sampling: str, length: int) -> SessionParams:
-    return SessionParams(SAMPLING[sampling], seed=11, prompt_length=length, max_tokens=64)
-
-
 @cache
 def texts(family: str, sampling: str) -> tuple[list[int], ...]:
     async def main() -> list[list[int]]:
         target = TargetEngine(whole(family))
-        made = [await plain_text(target, prompt(n), params(sampling, n), TEXT_LENGTH) for n in PROMPT_LENGTHS]
+        made = [await text_after(target, SAMPLING[sampling], n, TEXT_LENGTH) for n in PROMPT_LENGTHS]
         await target.aclose()
         return made
 
     return tuple(asyncio.run(main()))
-
-
-async def together(target: TargetEngine, family: str, sampling: str, shape: str) -> list[list[Verdict]]:
-    """Return the verdicts of three sessions that run side by side."""
-    return await asyncio.gather(
-        *(
-            verdicts(target, prompt(n), params(sampling, n), truth, seed, shape, rollback=0.15)
-            for seed, (n, truth) in enumerate(zip(PROMPT_LENGTHS, texts(family, sampling), strict=True))
-        )
-    )
 
 
 def pairwise() -> list[tuple[str, int, EndsAt, str, str]]:
@@ -111,13 +93,13 @@ async def test_a_chain_gives_the_verdicts_of_one_process(
 ) -> None:
     texts_ = await asyncio.to_thread(texts, family, sampling)
     target = TargetEngine(whole(family))
-    expected = await together(target, family, sampling, shape)
-    scores = await target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
+    expected = await together(target, SAMPLING[sampling], PROMPT_LENGTHS, texts_, shape)
+    scores = await target.score(random_prompt(9), texts_[0][:4], ((5, 2.0),))
     await target.aclose()
     bounds, shares_packets = tuple(CUTS[cut]), sampling == "greedy" or not CUTS[cut]
     async with opened(shards(family, bounds, ends), max_pending=1 if shares_packets else None) as chain:
-        assert await together(chain.target, family, sampling, shape) == expected
-        ours = await chain.target.score(prompt(9), texts_[0][:4], ((5, 2.0),))
+        assert await together(chain.target, SAMPLING[sampling], PROMPT_LENGTHS, texts_, shape) == expected
+        ours = await chain.target.score(random_prompt(9), texts_[0][:4], ((5, 2.0),))
         assert ours.log_probs == pytest.approx(scores.log_probs, abs=1e-4)
         if shares_packets:
             assert max(packet.batch for _, packet in chain.wire.seen) > 1, "sessions share packets"
@@ -133,9 +115,9 @@ async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(
     async with opened(shards("llama", (1,), ends)) as chain:
         send = HeldForSlot(0, chain.wire.send)
         monkeypatch.setattr(chain.wire, "send", send)
-        held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
+        held = asyncio.create_task(text_after(chain.target, SAMPLING["hot"], first, TEXT_LENGTH))
         await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
-        text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
+        text = await text_after(chain.target, SAMPLING["hot"], second, TEXT_LENGTH)
         assert not held.done()
         send.is_free.set()
         assert [await held, text] == list(texts_[:2])
@@ -149,11 +131,11 @@ async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: 
     layers = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt-neox": "gpt_neox.layers"}
     model = Whole(unrecorded.runner, layers.get(family, "model.layers"))
     async with opened(shards(family, (1, 2), ends), chunk_tokens=512) as chain:
-        turn = script(params("greedy", 40), prompt(40), 0, 1, "a")
+        turn = script(params_of(SAMPLING["greedy"], 40), random_prompt(40), 0, 1, "a")
         proposal = Proposal(1, 39, (7, 8, 9, 10), (0, 0, 1, 2), (-1.0,) * 4)
         await chain.target.verify(turn, proposal)
         parents = [*range(-1, 39), 39, 39, 40, 41]
-        model.forward([SequenceInput(0, 0, [*prompt(40), *proposal.token_ids], parents, num_logits=5)])
+        model.forward([SequenceInput(0, 0, [*random_prompt(40), *proposal.token_ids], parents, num_logits=5)])
         compared = 0
         for hop, packet in chain.wire.seen:
             if packet.has_hidden:
@@ -176,8 +158,8 @@ async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> No
     seen: list[list[Packet]] = []
     for _ in range(2):
         async with opened(shards("gpt2", (1, 2), "coordinator")) as chain:
-            await plain_text(chain.target, prompt(40), params("hot", 40), 3)
-            await chain.target.score(prompt(9), (8, 1, 4), ((5, 2.0),))
+            await text_after(chain.target, SAMPLING["hot"], 40, 3)
+            await chain.target.score(random_prompt(9), (8, 1, 4), ((5, 2.0),))
             seen.append([packet for _, packet in chain.wire.seen])
             for stage in chain.stages:
                 state = await stage.export_kv(0)
@@ -191,7 +173,7 @@ async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> No
 
 async def test_with_ends_on_stages_no_logits_travel() -> None:
     async with opened(shards("llama", (1, 2), "stages")) as chain:
-        await plain_text(chain.target, prompt(9), params("hot", 9), 3)
+        await text_after(chain.target, SAMPLING["hot"], 9, 3)
         answers = [packet for hop, packet in chain.wire.seen if hop == 3]
         assert [len(packet.payload) for packet in answers] == [0] * len(answers)
         assert [len(packet.sessions[0].picks) for packet in answers] == [1] * 3
@@ -211,5 +193,5 @@ async def test_chunks_of_a_prompt_follow_each_other_within_the_window(window: in
             return answer
 
         chain.wire.send = counted  # type: ignore[method-assign]
-        await plain_text(chain.target, prompt(40), params("greedy", 40), 1)
+        await text_after(chain.target, SAMPLING["greedy"], 40, 1)
         assert (len(seen), max(seen)) == (3, most)

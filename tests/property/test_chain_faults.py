@@ -8,61 +8,33 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import CorruptPacket, InvalidPacket, StaleEpoch, WorkerUnreachable
-from specsplit.core.types import SamplingParams, SessionParams, Verdict
-from specsplit.model.loader import LoadedModel, load_model
+from specsplit.core.types import Verdict
 from specsplit.stages.chain.statistics import ResentRows
 from specsplit.stages.packet import Packet
 from specsplit.stages.shard.payload import to_payload
-from specsplit.target.engine import TargetEngine
-from tests.support.chains import Fault, OpenChain, Shards, opened
-from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.chains import Fault, OpenChain, opened
+from tests.support.model_zoo import VOCAB
 from tests.support.rounds import plain_text, verdicts
+from tests.support.small_target import PARAMS, PROMPT, shards, truth
 
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 FAULTS: tuple[Fault, ...] = ("corrupt", "lost", "restart", "twice", "again-later")
 NUM_STAGES = 3
 ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
-PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
-PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
-_folder = TemporaryDirectory()
-
-
-@cache
-def whole() -> LoadedModel:
-    folder = save_model(Path(_folder.name) / "llama", FAMILIES["llama"](), seed=1)
-    return load_model(str(folder), role="target", threads=1, max_sessions=4, context=160, record=False)
-
-
-@cache
-def shards(ends: EndsAt) -> Shards:
-    whole()
-    return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends)
-
-
-@cache
-def truth() -> list[int]:
-    async def main() -> list[int]:
-        target = TargetEngine(whole())
-        text = await plain_text(target, PROMPT, PARAMS, 14)
-        await target.aclose()
-        return text
-
-    return asyncio.run(main())
+TEXT_LENGTH = 14
 
 
 def run(
     ends: EndsAt, faults: Callable[[Packet, int], Fault | None], num_sessions: int = 1, max_attempts: int = 8
 ) -> tuple[list[list[Verdict]], OpenChain]:
     async def main() -> tuple[list[list[Verdict]], OpenChain]:
-        text = await asyncio.to_thread(truth)
+        text = await asyncio.to_thread(truth, TEXT_LENGTH)
         async with opened(shards(ends), max_attempts=max_attempts) as chain:
             chain.wire.faults = faults
             sessions = (verdicts(chain.target, PROMPT, PARAMS, text, seed) for seed in range(num_sessions))
@@ -151,7 +123,7 @@ def test_whatever_goes_wrong_the_verdicts_are_the_same(part: int) -> None:
 @pytest.mark.parametrize(("fault", "error"), [("corrupt", CorruptPacket), ("lost", WorkerUnreachable)])
 def test_a_link_that_stays_broken_is_an_error_the_session_survives(fault: Fault, error: type[Exception]) -> None:
     async def main() -> None:
-        text = await asyncio.to_thread(truth)
+        text = await asyncio.to_thread(truth, TEXT_LENGTH)
         async with opened(shards("stages"), max_attempts=3) as chain:
             chain.wire.faults = lambda packet, hop: fault if hop == 1 else None
             with pytest.raises(error):
@@ -182,7 +154,7 @@ def test_an_answer_to_another_request_is_refused() -> None:
 
 def test_what_comes_late_of_a_slots_last_session_is_refused() -> None:
     async def main() -> None:
-        text = await asyncio.to_thread(truth)
+        text = await asyncio.to_thread(truth, TEXT_LENGTH)
         async with opened(shards("stages")) as chain:
             await plain_text(chain.target, PROMPT, PARAMS, 3)
             late = [packet for hop, packet in chain.wire.seen if hop == 1]
@@ -210,7 +182,7 @@ def test_a_last_stage_that_answers_nonsense_is_refused(ends: EndsAt) -> None:
         return replace(answer, sessions=tuple(replace(one, picks=(VOCAB,) * one.num_logits) for one in answer.sessions))
 
     async def main() -> None:
-        text = await asyncio.to_thread(truth)
+        text = await asyncio.to_thread(truth, TEXT_LENGTH)
         async with opened(shards(ends)) as chain:
             send = chain.wire.send
 

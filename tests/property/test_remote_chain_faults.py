@@ -9,23 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.types import SamplingParams, SessionParams, Verdict
-from specsplit.model.loader import LoadedModel, load_model
-from specsplit.stages.shard.loader import LoadedShard
-from specsplit.target.engine import TargetEngine
+from specsplit.core.types import Verdict
 from tests.support.chain_model import ChainModel
-from tests.support.chains import Shards
-from tests.support.model_zoo import FAMILIES, VOCAB, save_model
 from tests.support.remote_chains import RemoteOpen
 from tests.support.rounds import plain_text, verdicts
+from tests.support.small_target import PARAMS, PROMPT, shards, spare, truth, whole
 from tests.support.stage_farm import Farm, Fate, check_rows, farm_of, patient, serene
 
 __all__ = ["patient"]  # a fixture
@@ -48,39 +40,7 @@ REASONS = {
 }
 """What a fault may have sent again; all others nothing."""
 SESSIONS = 3
-PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
-PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 TEXT_LENGTH = 10
-_folder = TemporaryDirectory()
-
-
-@cache
-def whole() -> LoadedModel:
-    folder = save_model(Path(_folder.name) / "llama", FAMILIES["llama"](), seed=1)
-    return load_model(str(folder), role="target", threads=1, max_sessions=4, context=160, record=False)
-
-
-@cache
-def shards(ends: EndsAt) -> Shards:
-    whole()
-    return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends)
-
-
-@cache
-def spares(ends: EndsAt) -> list[LoadedShard]:
-    whole()
-    return Shards.load(Path(_folder.name) / "llama", 3, [1, 2], ends).stages
-
-
-@cache
-def truth() -> list[int]:
-    async def main() -> list[int]:
-        target = TargetEngine(whole())
-        text = await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH)
-        await target.aclose()
-        return text
-
-    return asyncio.run(main())
 
 
 def fate_of(seed: int, kinds: tuple[str, ...]) -> Fate:
@@ -104,8 +64,8 @@ async def settled(farm: Farm, chain: RemoteOpen) -> None:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 async def test_what_is_sent_again_is_exactly_what_was_lost(part: int) -> None:
-    text, ends = await asyncio.to_thread(truth), ENDS[part % 2]
-    async with farm_of(shards(ends), spares(ends)) as farm:
+    text, ends = await asyncio.to_thread(truth, TEXT_LENGTH), ENDS[part % 2]
+    async with farm_of(shards(ends), [spare(index, ends) for index in range(NUM_STAGES)]) as farm:
         for seed in range(part, NUM_EXACT, NUM_PARTS):
             without = COPIES if seed // NUM_PARTS % 2 else LOSSES  # what of both comes first is left to chance
             kinds = tuple(kind for kind in LINK_FAULTS + LOSSES if kind not in without)
@@ -122,16 +82,18 @@ async def test_what_is_sent_again_is_exactly_what_was_lost(part: int) -> None:
 
 
 async def several(chain: RemoteOpen) -> list[list[Verdict]]:
-    sessions = (verdicts(chain.target, PROMPT, PARAMS, truth(), seed, rollback=0.15) for seed in range(SESSIONS))
+    sessions = (
+        verdicts(chain.target, PROMPT, PARAMS, truth(TEXT_LENGTH), seed, rollback=0.15) for seed in range(SESSIONS)
+    )
     return await asyncio.gather(*sessions)
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 async def test_whatever_goes_wrong_the_verdicts_of_sessions_are_the_same(part: int) -> None:
-    await asyncio.to_thread(truth)
+    await asyncio.to_thread(truth, TEXT_LENGTH)
     ends = ENDS[part % 2]
-    async with farm_of(shards(ends), spares(ends)) as farm:
+    async with farm_of(shards(ends), [spare(index, ends) for index in range(NUM_STAGES)]) as farm:
         async with farm.opened(serene) as chain:
             expected = await several(chain)
             needed = chain.runner.chain_statistics.num_tokens

@@ -5,62 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import StaleEpoch, WorkerUnreachable
-from specsplit.core.types import Proposal, SamplingParams, SessionParams
-from specsplit.model.loader import load_model
-from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_shard
+from specsplit.core.types import Proposal, SessionParams
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.peer import StagePeer, StagePing
 from specsplit.target.engine import TargetEngine
-from tests.support.chains import Shards
-from tests.support.model_zoo import FAMILIES, VOCAB, save_model
 from tests.support.processes import LIMIT_S, SILENT_S
 from tests.support.remote_chains import RemoteOpen, StageHost, mended, opened_remote
 from tests.support.rounds import plain_text, script, verdicts
 from tests.support.rpc_servers import CountingProxy, wait_until
-from tests.support.stage_models import cut
+from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, shards, spare, truth
 
-NUM_SLOTS, TEXT_LENGTH = 4, 8
-PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
-PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
-_folders = TemporaryDirectory()
-
-
-@cache
-def folder() -> Path:
-    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
-
-
-@cache
-def shards(ends: EndsAt) -> Shards:
-    return Shards.load(folder(), 3, (1, 2), ends)
-
-
-@cache
-def spare_for_stage_1() -> LoadedShard:
-    spec = cut(3, (1, 2), has_ends=True)[1]
-    return load_shard(str(folder()), spec, ShardOptions(max_sessions=4, threads=1, context=160, record=False))
-
-
-@cache
-def truth() -> list[int]:
-    async def main() -> list[int]:
-        target = TargetEngine(
-            load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
-        )
-        text = await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH)
-        await target.aclose()
-        return text
-
-    return asyncio.run(main())
+NUM_SLOTS = 4
 
 
 class SilentProxy(CountingProxy):
@@ -75,9 +35,9 @@ class SilentProxy(CountingProxy):
         self._port = int(address.rpartition(":")[2])
         return self.address
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.is_silent:
-            await super()._serve(reader, writer)
+            await super().serve_connection(reader, writer)
             return
         with contextlib.suppress(ConnectionError):
             await reader.read(-1)
@@ -233,7 +193,7 @@ async def test_a_silent_stage_holds_up_no_end_and_forgets_when_it_is_back(
 
 
 async def test_what_ends_while_slots_move_to_a_spare_is_forgotten_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    spares = [await asyncio.to_thread(spare_for_stage_1)]
+    spares = [await asyncio.to_thread(spare, 1)]
     async with opened_remote(shards("stages"), spares) as chain:
         await opening(chain.target, "one")
         await opening(chain.target, "two")

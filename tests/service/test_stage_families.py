@@ -14,19 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.types import SamplingParams, SessionParams, Verdict
+from specsplit.core.types import SamplingParams, Verdict
 from specsplit.model.loader import load_model
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
 from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, load_ends, load_shard
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, save_deeper
-from tests.support.model_zoo import FAMILIES, VOCAB
+from tests.support.model_zoo import FAMILIES
 from tests.support.remote_chains import opened_remote
-from tests.support.rounds import plain_text, verdicts
+from tests.support.rounds import text_after, together
 from tests.support.stage_farm import patient
 from tests.support.stage_models import cut
 
@@ -50,25 +49,6 @@ def folder(family: str) -> Path:
     return save_deeper(Path(_folders.name) / family, family, NUM_LAYERS)
 
 
-def prompt(length: int) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def params(sampling: str, length: int) -> SessionParams:
-    return SessionParams(SAMPLING[sampling], seed=11, prompt_length=length, max_tokens=64)
-
-
-async def together(
-    target: TargetEngine, sampling: str, shape: str, texts: tuple[list[int], ...]
-) -> list[list[Verdict]]:
-    return await asyncio.gather(
-        *(
-            verdicts(target, prompt(length), params(sampling, length), text, seed, shape, rollback=0.15)
-            for seed, (length, text) in enumerate(zip(LENGTHS, texts, strict=True))
-        )
-    )
-
-
 @cache
 def expected(family: str) -> dict[tuple[str, str], tuple[tuple[list[int], ...], list[list[Verdict]]]]:
     """Return the texts and verdicts of one process by sampling and shape."""
@@ -76,10 +56,10 @@ def expected(family: str) -> dict[tuple[str, str], tuple[tuple[list[int], ...], 
 
     async def main() -> dict[tuple[str, str], tuple[tuple[list[int], ...], list[list[Verdict]]]]:
         target, found = TargetEngine(whole), {}
-        for sampling in SAMPLING:
-            texts = tuple([await plain_text(target, prompt(n), params(sampling, n), TEXT_LENGTH) for n in LENGTHS])
+        for name, sampling in SAMPLING.items():
+            texts = tuple([await text_after(target, sampling, n, TEXT_LENGTH) for n in LENGTHS])
             for shape in SHAPES:
-                found[sampling, shape] = texts, await together(target, sampling, shape, texts)
+                found[name, shape] = texts, await together(target, sampling, LENGTHS, texts, shape)
         await target.aclose()
         return found
 
@@ -142,7 +122,7 @@ async def test_a_family_over_served_stages_gives_the_verdicts_of_one_process(
     texts, given = (await asyncio.to_thread(expected, family))[sampling, shape]
     parts = await asyncio.to_thread(shards, family, bounds, ends)
     async with opened_remote(parts) as remote:
-        assert await together(remote.target, sampling, shape, texts) == given
+        assert await together(remote.target, SAMPLING[sampling], LENGTHS, texts, shape) == given
         assert remote.runner.chain_statistics.recomputed_tokens == 0
         layers = [host.stage.identity.layers for host in remote.hosts]
         assert layers == [f"{start}:{end}" for start, end in pairwise((0, *bounds, NUM_LAYERS))]

@@ -3,93 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import pytest
-import torch
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
-from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.model.loader import load_model
-from specsplit.stages.packet import Packet
-from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_shard
-from specsplit.target.engine import TargetEngine
-from tests.support.chains import Shards
-from tests.support.model_zoo import FAMILIES, VOCAB, save_model
 from tests.support.processes import LIMIT_S
-from tests.support.remote_chains import DamagingProxy, RemoteOpen, StageHost, mended, opened_remote
+from tests.support.remote_chains import DamagingProxy, in_front_of, mended, once, opened_remote, proxy_port
 from tests.support.rounds import plain_text
 from tests.support.rpc_servers import wait_until
+from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.support.stage_farm import patient
-from tests.support.stage_models import cut
 
 __all__ = ["patient"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("patient")
-PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(40)).tolist()
-PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
-TEXT_LENGTH = 8
-P = TypeVar("P", bound=DamagingProxy)
-_folders = TemporaryDirectory()
-
-
-@cache
-def folder() -> Path:
-    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
-
-
-@cache
-def shards(ends: EndsAt) -> Shards:
-    return Shards.load(folder(), 3, (1, 2), ends)
-
-
-@cache
-def spare(index: int, ends: EndsAt) -> LoadedShard:
-    spec = cut(3, (1, 2), has_ends=ends == "stages")[index]
-    return load_shard(str(folder()), spec, ShardOptions(max_sessions=4, threads=1, context=160, record=False))
-
-
-@cache
-def truth() -> list[int]:
-    async def main() -> list[int]:
-        target = TargetEngine(
-            load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
-        )
-        text = await plain_text(target, PROMPT, PARAMS, TEXT_LENGTH)
-        await target.aclose()
-        return text
-
-    return asyncio.run(main())
-
-
-def once(host: StageHost, start: int, act: Callable[[], Awaitable[None] | None]) -> None:
-    """Do something to a host when the packet arrives that begins at row `start`; it is never computed."""
-
-    def hangs(packet: Packet) -> bool:
-        if packet.sessions[0].start == start:
-            host.hangs = lambda packet: False
-            doing = act()
-            if doing is not None:
-                host.tasks.append(asyncio.ensure_future(doing))
-            return True
-        return False
-
-    host.hangs = hangs
-
-
-def check_price(chain: RemoteOpen, resent: list[tuple[str, int]]) -> None:
-    statistics = chain.runner.chain_statistics
-    assert chain.resent == resent
-    assert statistics.recomputed_tokens == sum(count for _, count in resent)
-    assert statistics.num_tokens == len(PROMPT) + TEXT_LENGTH - 1 + statistics.recomputed_tokens
-
-
 PREFILL = (16, 24)
 """The second of three packets of the prompt, and the rows from there to its end."""
 DECODE = (43, 1)
@@ -212,37 +141,6 @@ async def test_a_damaged_packet_is_sent_again(hop: int, damaged: int) -> None:
             check_price(chain, price)
             assert chain.link.statistics.num_reconnects == 0
             assert [host.num_starts for host in chain.hosts] == [1, 1, 1]
-
-
-async def proxy_port(stack: AsyncExitStack, proxies: Sequence[DamagingProxy], index: int = 0) -> int:
-    """Listen in front of a proxy that is made later, when the port behind it is known."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await proxies[index]._serve(reader, writer)
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-
-    async def close() -> None:
-        server.close()
-        proxies[index].cut()
-        await wait_until(lambda: not proxies[index]._writers)
-
-    stack.push_async_callback(close)
-    return int(server.sockets[0].getsockname()[1])
-
-
-async def in_front_of(
-    stack: AsyncExitStack, index: int, make: Callable[[int], P]
-) -> tuple[Callable[[list[str]], list[str]], list[P], int]:
-    """Return what puts a proxy before stage `index`, where the proxy will be, and the port that it listens at."""
-    proxies: list[P] = []
-    port = await proxy_port(stack, proxies)
-
-    def through_proxy(addresses: list[str]) -> list[str]:
-        proxies.append(make(int(addresses[index].rpartition(":")[2])))
-        return [*addresses[:index], f"127.0.0.1:{port}", *addresses[index + 1 :]]
-
-    return through_proxy, proxies, port
 
 
 async def test_a_stage_whose_device_hangs_is_an_error_after_one_deadline() -> None:

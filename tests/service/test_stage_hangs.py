@@ -15,22 +15,12 @@ from specsplit.rpc.channel import Duplex
 from specsplit.stages.packet import Packet
 from specsplit.stages.serve import RECONNECT_S
 from specsplit.stages.wire.next_stage import NextLink
-from tests.service.test_stage_faults import (
-    PARAMS,
-    PROMPT,
-    TEXT_LENGTH,
-    check_price,
-    in_front_of,
-    once,
-    shards,
-    spare,
-    truth,
-)
 from tests.support.disturbed import check_noticed
 from tests.support.processes import LIMIT_S, SILENT_S
-from tests.support.remote_chains import DamagingProxy, give_up_soon, mended, opened_remote
+from tests.support.remote_chains import DamagingProxy, give_up_soon, in_front_of, mended, once, opened_remote
 from tests.support.rounds import plain_text
 from tests.support.rpc_servers import wait_until
+from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.support.stage_farm import patient
 
 __all__ = ["patient"]  # a fixture
@@ -44,9 +34,9 @@ class Freezable(DamagingProxy):
     def _damaged(self, data: bytearray, is_sent: bool) -> bytes:
         return b"" if self.frozen else bytes(data)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.frozen:
-            await super()._serve(reader, writer)
+            await super().serve_connection(reader, writer)
 
 
 async def test_a_stage_that_hangs_is_replaced_after_a_keepalive() -> None:
@@ -159,12 +149,12 @@ async def test_a_stage_unreachable_for_its_neighbour_is_replaced_if_that_helps(
 class Refusing(DamagingProxy):
     """A proxy that breaks the second connection to it off, which is that of the stage before."""
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.num_connections == 1:
             self.num_connections += 1
             writer.transport.abort()
             return
-        await super()._serve(reader, writer)
+        await super().serve_connection(reader, writer)
 
 
 async def test_a_link_between_stages_lost_at_the_beginning_is_made_again() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.service.test_stage_faults import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.support.packet_proxy import LinkFault
 from tests.support.processes import LIMIT_S
 from tests.support.remote_chains import RemoteOpen, give_up_soon
 from tests.support.rounds import plain_text
+from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.support.stage_farm import Farm, farm_of, patient
 
 __all__ = ["patient"]  # a fixture

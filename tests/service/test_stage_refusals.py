@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -41,27 +39,15 @@ from specsplit.stages.wire.messages import slot_pieces
 from specsplit.stages.wire.options import LinkOptions
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.remote_chain import RemoteChain
-from tests.support.chains import Shards
 from tests.support.fakes import FakeTarget
-from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import LIMIT_S
 from tests.support.remote_chains import StageHost, expected_of, opened_remote, served
 from tests.support.rounds import plain_text
 from tests.support.rpc_servers import LOOPBACK, wait_until
+from tests.support.small_target import folder, shards
 
 PARAMS = SessionParams(SamplingParams(), prompt_length=5, max_tokens=64)
 CHAIN = ChainId("me", 1)
-_folders = TemporaryDirectory()
-
-
-@cache
-def folder(seed: int = 1) -> Path:
-    return save_model(Path(_folders.name) / f"llama-{seed}", FAMILIES["llama"](), seed=seed)
-
-
-@cache
-def shards(bounds: tuple[int, ...] = (1, 2), ends: EndsAt = "stages", seed: int = 1, **options: Any) -> Shards:
-    return Shards.load(folder(seed), 3, bounds, ends, **options)
 
 
 @cache
@@ -100,7 +86,7 @@ async def test_a_chain_with_an_unfit_stage_is_refused_with_the_reason() -> None:
     assert "Layers 2:3 are missing behind" in reason
     reason, addresses = await refusal([first, other_shard(1, 2, dtype="bf16"), third])
     assert f"The stage at {addresses[1]} computes in bf16" in reason
-    reason, addresses = await refusal([*shards((1, 2), "coordinator").stages])
+    reason, addresses = await refusal([*shards("coordinator").stages])
     assert f"The stage at {addresses[0]} has layers 0:1 without the embedding" in reason
 
 
@@ -201,7 +187,7 @@ def lying(data: bytes, at: int, value: int) -> bytes:
 
 
 async def test_malformed_damaged_and_lying_packets_harm_no_stage() -> None:
-    async with alone(shards(()).stages[0]) as (_, peer):
+    async with alone(shards(bounds=()).stages[0]) as (_, peer):
         stream = await peer.stream(CHAIN)
         good = b"".join(encode(packet(1)))
         assert isinstance(await send(stream, framed(good)), Packet)
@@ -225,7 +211,7 @@ async def test_malformed_damaged_and_lying_packets_harm_no_stage() -> None:
 
 
 async def test_hidden_states_that_are_no_numbers_are_refused() -> None:
-    async with alone(shards((1, 2)).stages[1]) as (_, peer):
+    async with alone(shards().stages[1]) as (_, peer):
         stream = await peer.stream(CHAIN)
         session = PacketSession(0, 1, 0, hashes=(1, 2))
         for value, kind in ((torch.nan, InvalidPacket), (1.0, Packet)):
@@ -236,7 +222,7 @@ async def test_hidden_states_that_are_no_numbers_are_refused() -> None:
 
 
 async def test_a_message_beyond_grpcs_limit_ends_the_stream_and_not_the_stage() -> None:
-    async with alone(shards(()).stages[0]) as (_, peer):
+    async with alone(shards(bounds=()).stages[0]) as (_, peer):
         stream = await peer.stream(CHAIN)
         with pytest.raises(SpecSplitError):
             await send(stream, bytes(17 << 20))
@@ -246,14 +232,14 @@ async def test_a_message_beyond_grpcs_limit_ends_the_stream_and_not_the_stage() 
 
 
 async def test_packets_in_several_frames_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened_remote(shards((1, 2), "coordinator")) as chain:
+    async with opened_remote(shards("coordinator")) as chain:
         text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
         monkeypatch.setattr("specsplit.stages.wire.frames.PIECE_BYTES", 100)
         assert await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3) == text
 
 
 async def test_calls_of_another_or_an_older_chain_are_refused() -> None:
-    async with alone(shards(()).stages[0]) as (_, peer):
+    async with alone(shards(bounds=()).stages[0]) as (_, peer):
         other, older = ChainId("other", 1), ChainId("me", 0)
         with pytest.raises(PeerMismatch, match="not configured for this coordinator"):
             await peer.end(other, 0)
@@ -272,7 +258,7 @@ async def test_calls_of_another_or_an_older_chain_are_refused() -> None:
 
 
 async def test_a_slot_travels_whole_or_not_at_all() -> None:
-    async with alone(shards(()).stages[0]) as (host, peer), alone(other_shard(0, 3)) as (_, to):
+    async with alone(shards(bounds=()).stages[0]) as (host, peer), alone(other_shard(0, 3)) as (_, to):
         stream = await peer.stream(CHAIN)
         await send(stream, next(packet_frames(packet(1))))
         state = await host.stage.engine.export_kv(0)
@@ -297,7 +283,7 @@ async def test_a_slot_travels_whole_or_not_at_all() -> None:
 
 
 async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
-    async with alone(shards(()).stages[0]) as (host, _):
+    async with alone(shards(bounds=()).stages[0]) as (host, _):
         channel = WorkerChannel(host.address, "The stage")
         for first in (b"", b"\xff\xff", next(packet_frames(packet(1)))):
             stream = channel.duplex("/specsplit.v1.StageService/Forward")
@@ -311,7 +297,7 @@ async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
 
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specsplit.stages.wire.servicer.HELLO_S", 0.05)
-    async with alone(shards(()).stages[0]) as (host, _):
+    async with alone(shards(bounds=()).stages[0]) as (host, _):
         channel = WorkerChannel(host.address, "The stage")
         stream = channel.duplex("/specsplit.v1.StageService/Forward")
         async with asyncio.timeout(LIMIT_S):
@@ -323,7 +309,7 @@ async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("keep_slots", [True, False])
 async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(keep_slots: bool) -> None:
-    async with alone(shards(()).stages[0]) as (host, peer):
+    async with alone(shards(bounds=()).stages[0]) as (host, peer):
         stream = await peer.stream(CHAIN)
         assert isinstance(await send(stream, next(packet_frames(packet(1)))), Packet)
         state = await host.stage.engine.export_kv(0)
@@ -352,7 +338,7 @@ async def test_a_stage_whose_coordinator_never_opens_its_stream_frees_the_slots(
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
 async def test_no_stage_but_the_last_one_may_answer(ends: EndsAt) -> None:
-    async with opened_remote(shards((1, 2), ends)) as chain:
+    async with opened_remote(shards(ends)) as chain:
         text = await plain_text(chain.target, [5, 6, 7, 8, 9], PARAMS, 3)
         engine = chain.hosts[0].stage.engine
         forward, stands_wrong = engine.forward, True

@@ -6,22 +6,19 @@ import asyncio
 import gc
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import SamplingParams, SessionParams, Verdict
-from specsplit.model.loader import LoadedModel, load_model
+from specsplit.core.types import SamplingParams, Verdict
 from specsplit.target.engine import TargetEngine
-from tests.support.chains import HeldForSlot, Shards
-from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.chains import HeldForSlot
 from tests.support.processes import LIMIT_S
 from tests.support.remote_chains import opened_remote
-from tests.support.rounds import plain_text, verdicts
+from tests.support.rounds import random_prompt, text_after, together
 from tests.support.rpc_servers import wait_until
+from tests.support.small_target import shards, spare, whole
 from tests.support.stage_farm import patient
 
 __all__ = ["patient"]  # a fixture
@@ -30,49 +27,14 @@ pytestmark = pytest.mark.usefixtures("patient")
 SAMPLING = {"greedy": SamplingParams(), "hot": SamplingParams(temperature=1.0, top_p=0.9)}
 LENGTHS = (1, 9, 40)
 TEXT_LENGTH = 10
-_folders = TemporaryDirectory()
-
-
-@cache
-def folder() -> Path:
-    return save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
-
-
-@cache
-def whole() -> LoadedModel:
-    return load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
-
-
-@cache
-def shards(bounds: tuple[int, ...], ends: EndsAt) -> Shards:
-    return Shards.load(folder(), 3, bounds, ends)
-
-
-def prompt(length: int) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def params(sampling: str, length: int) -> SessionParams:
-    return SessionParams(SAMPLING[sampling], seed=11, prompt_length=length, max_tokens=64)
-
-
-async def together(
-    target: TargetEngine, sampling: str, shape: str, texts: tuple[list[int], ...]
-) -> list[list[Verdict]]:
-    return await asyncio.gather(
-        *(
-            verdicts(target, prompt(length), params(sampling, length), text, seed, shape, rollback=0.15)
-            for seed, (length, text) in enumerate(zip(LENGTHS, texts, strict=True))
-        )
-    )
 
 
 @cache
 def expected(sampling: str, shape: str) -> tuple[tuple[list[int], ...], list[list[Verdict]]]:
     async def main() -> tuple[tuple[list[int], ...], list[list[Verdict]]]:
         target = TargetEngine(whole())
-        texts = [await plain_text(target, prompt(n), params(sampling, n), TEXT_LENGTH) for n in LENGTHS]
-        given = await together(target, sampling, shape, tuple(texts))
+        texts = [await text_after(target, SAMPLING[sampling], n, TEXT_LENGTH) for n in LENGTHS]
+        given = await together(target, SAMPLING[sampling], LENGTHS, texts, shape)
         await target.aclose()
         return tuple(texts), given
 
@@ -93,8 +55,8 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
     bounds: tuple[int, ...], ends: EndsAt, sampling: str, shape: str
 ) -> None:
     texts, given = await asyncio.to_thread(expected, sampling, shape)
-    async with opened_remote(shards(bounds, ends), max_pending=1 if sampling == "greedy" else None) as chain:
-        assert await together(chain.target, sampling, shape, texts) == given
+    async with opened_remote(shards(ends, bounds), max_pending=1 if sampling == "greedy" else None) as chain:
+        assert await together(chain.target, SAMPLING[sampling], LENGTHS, texts, shape) == given
         assert chain.runner.chain_statistics.recomputed_tokens == 0
         if sampling == "greedy":
             assert max(packet.batch for packet in chain.hosts[0].stage.seen) > 1, "sessions share packets"
@@ -110,22 +72,22 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
 
 async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, _ = await asyncio.to_thread(expected, "hot", "chain")
-    async with opened_remote(shards((1, 2), "stages")) as chain:
+    async with opened_remote(shards("stages")) as chain:
         send = HeldForSlot(0, chain.link.send)
         monkeypatch.setattr(chain.link, "send", send)
         first, second = LENGTHS[:2]
-        held = asyncio.create_task(plain_text(chain.target, prompt(first), params("hot", first), TEXT_LENGTH))
+        held = asyncio.create_task(text_after(chain.target, SAMPLING["hot"], first, TEXT_LENGTH))
         await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
-        text = await plain_text(chain.target, prompt(second), params("hot", second), TEXT_LENGTH)
+        text = await text_after(chain.target, SAMPLING["hot"], second, TEXT_LENGTH)
         assert not held.done()
         send.is_free.set()
         assert [await held, text] == list(texts[:2])
 
 
 async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> None:
-    async with opened_remote(shards((1, 2), "coordinator")) as chain:
-        await plain_text(chain.target, prompt(40), params("hot", 40), 3)
-        await chain.target.score(prompt(9), (8, 1, 4), ((5, 2.0),))
+    async with opened_remote(shards("coordinator")) as chain:
+        await text_after(chain.target, SAMPLING["hot"], 40, 3)
+        await chain.target.score(random_prompt(9), (8, 1, 4), ((5, 2.0),))
         packets = [packet for host in chain.hosts for packet in host.stage.seen]
         assert len(packets) >= 3 * (3 + 2 + 1)
         for session in [session for packet in packets for session in packet.sessions]:
@@ -137,7 +99,7 @@ async def test_with_ends_at_the_coordinator_no_stage_receives_a_token_id() -> No
 
 
 async def test_chunks_of_a_prompt_are_in_several_stages_at_once() -> None:
-    async with opened_remote(shards((1, 2), "stages"), chunk_tokens=4) as chain:
+    async with opened_remote(shards("stages"), chunk_tokens=4) as chain:
         under_way: set[int] = set()
         most = 0
 
@@ -148,7 +110,7 @@ async def test_chunks_of_a_prompt_are_in_several_stages_at_once() -> None:
 
         chain.hosts[0].hangs = lambda packet: enter(packet.request_id)
         chain.hosts[2].hangs = lambda packet: under_way.discard(packet.request_id)
-        await plain_text(chain.target, prompt(40), params("greedy", 40), 1)
+        await text_after(chain.target, SAMPLING["greedy"], 40, 1)
         assert len(chain.hosts[2].stage.seen) == 10
         assert 1 < most <= 8
 
@@ -159,8 +121,8 @@ def num_descriptors() -> int:
 
 async def test_a_coordinator_that_leaves_leaves_nothing_behind() -> None:
     async def use() -> None:
-        async with opened_remote(shards((1,), "stages")) as chain:
-            await plain_text(chain.target, prompt(9), params("greedy", 9), 2)
+        async with opened_remote(shards("stages", (1,))) as chain:
+            await text_after(chain.target, SAMPLING["greedy"], 9, 2)
             engines = [host.stage.engine for host in chain.hosts]
             await chain.target.aclose()
             await chain.link.aclose()
@@ -179,9 +141,9 @@ async def test_a_coordinator_that_leaves_leaves_nothing_behind() -> None:
 
 
 async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() -> None:
-    model = shards((1, 2), "coordinator")
+    model = shards("coordinator")
     texts, _ = await asyncio.to_thread(expected, "hot", "tree")
-    async with opened_remote(model, [Shards.load(folder(), 3, (1, 2), "coordinator").stages[1]]) as chain:
+    async with opened_remote(model, [spare(1, "coordinator")]) as chain:
         half = asyncio.Event()
 
         def count(packet: object) -> None:
@@ -189,7 +151,7 @@ async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() ->
                 half.set()
 
         chain.hosts[2].hangs = count
-        writing = asyncio.create_task(plain_text(chain.target, prompt(40), params("hot", 40), TEXT_LENGTH))
+        writing = asyncio.create_task(text_after(chain.target, SAMPLING["hot"], 40, TEXT_LENGTH))
         await half.wait()
         await chain.hosts[1].server.drain(LIMIT_S)
         assert await writing == texts[2]
@@ -202,8 +164,8 @@ async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() ->
 
 async def test_slots_are_moved_to_a_spare_on_demand() -> None:
     texts, given = await asyncio.to_thread(expected, "hot", "tree")
-    model = shards((1,), "stages")
-    async with opened_remote(model, [Shards.load(folder(), 3, (1,), "stages").stages[1]]) as chain:
+    model = shards("stages", (1,))
+    async with opened_remote(model, [spare(1, "stages", (1,))]) as chain:
         moves = 0
 
         async def move_between_rounds() -> None:
@@ -213,7 +175,7 @@ async def test_slots_are_moved_to_a_spare_on_demand() -> None:
                 moves += await chain.link.move_slots(source, target)
 
         moving = asyncio.create_task(move_between_rounds())
-        assert await together(chain.target, "hot", "tree", texts) == given
+        assert await together(chain.target, SAMPLING["hot"], LENGTHS, texts, "tree") == given
         await moving
         assert chain.runner.chain_statistics.recomputed_tokens == 0
         assert chain.link.statistics.num_moved_slots == moves > 0
@@ -221,12 +183,12 @@ async def test_slots_are_moved_to_a_spare_on_demand() -> None:
 
 async def test_a_stage_that_a_spare_has_replaced_meanwhile_is_not_moved() -> None:
     texts, given = await asyncio.to_thread(expected, "hot", "tree")
-    model = shards((1,), "stages")
-    async with opened_remote(model, [Shards.load(folder(), 3, (1,), "stages").stages[1]]) as chain:
+    model = shards("stages", (1,))
+    async with opened_remote(model, [spare(1, "stages", (1,))]) as chain:
         source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
         await chain.hosts[1].stop()
         await wait_until(lambda: chain.link.trouble is not None)
         with pytest.raises(InvalidRequest, match=f"no stage at {source} here"):
             await chain.link.move_slots(source, target)
         assert chain.link.addresses[1] == target
-        assert await together(chain.target, "hot", "tree", texts) == given
+        assert await together(chain.target, SAMPLING["hot"], LENGTHS, texts, "tree") == given

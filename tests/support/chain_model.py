@@ -55,7 +55,7 @@ class ChainModel:
 
     num_stages: int
     faults: Callable[[int, int], str | None]
-    resyncs: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    resent: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     num_packets: int = 0
     num_tokens: int = 0
     _last: Rows | None = None
@@ -89,7 +89,7 @@ class ChainModel:
                 return
             kind, have = next(outcome for _, outcome in outcomes if outcome[0] != "answer")
             held = min(held, have) if kind == "behind" else held
-            self.resyncs.append((kind, end - held))
+            self.resent.append((kind, end - held))
 
     def _send(self, sent: Sent) -> tuple[str, int]:
         self._outcome = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
@@ -29,6 +29,7 @@ from tests.support.chains import Shards
 from tests.support.processes import LIMIT_S
 from tests.support.rpc_servers import LOOPBACK, CountingProxy
 
+P = TypeVar("P", bound="DamagingProxy")
 _CONNECT_S = 10.0
 """As the target does; on a machine that stands still for a second an attempt to connect can fail."""
 
@@ -226,3 +227,49 @@ class DamagingProxy(CountingProxy):
             self._num_packets[is_sent] += 1
             at = data.find(b"SSPK", at + 4)
         return bytes(data)
+
+
+def once(host: StageHost, start: int, act: Callable[[], Awaitable[None] | None]) -> None:
+    """Do something to a host when the packet arrives that begins at row `start`; it is never computed."""
+
+    def hangs(packet: Packet) -> bool:
+        if packet.sessions[0].start == start:
+            host.hangs = lambda packet: False
+            doing = act()
+            if doing is not None:
+                host.tasks.append(asyncio.ensure_future(doing))
+            return True
+        return False
+
+    host.hangs = hangs
+
+
+async def proxy_port(stack: AsyncExitStack, proxies: Sequence[DamagingProxy], index: int = 0) -> int:
+    """Listen in front of a proxy that is made later, when the port behind it is known."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await proxies[index].serve_connection(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+
+    async def close() -> None:
+        server.close()
+        proxies[index].cut()
+        await proxies[index].wait_closed()
+
+    stack.push_async_callback(close)
+    return int(server.sockets[0].getsockname()[1])
+
+
+async def in_front_of(
+    stack: AsyncExitStack, index: int, make: Callable[[int], P]
+) -> tuple[Callable[[list[str]], list[str]], list[P], int]:
+    """Return what puts a proxy before stage `index`, where the proxy will be, and the port that it listens at."""
+    proxies: list[P] = []
+    port = await proxy_port(stack, proxies)
+
+    def through_proxy(addresses: list[str]) -> list[str]:
+        proxies.append(make(int(addresses[index].rpartition(":")[2])))
+        return [*addresses[:index], f"127.0.0.1:{port}", *addresses[index + 1 :]]
+
+    return through_proxy, proxies, port

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from itertools import count
 
+import torch
+
 from specsplit.core.ports import Verifier
-from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
+from specsplit.core.types import Proposal, SamplingParams, SessionParams, Turn, Verdict, prefix_hash
+from tests.support.model_zoo import VOCAB
 
 _keys = count(1)
+
+
+def random_prompt(length: int) -> list[int]:
+    """Return as many tokens, the same ones each time."""
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def params_of(sampling: SamplingParams, length: int) -> SessionParams:
+    """Return the parameters of a session with a prompt of `length` tokens."""
+    return SessionParams(sampling, seed=11, prompt_length=length, max_tokens=64)
 
 
 def script(params: SessionParams, ids: Sequence[int], base: int, number: int, key: str) -> Turn:
@@ -52,6 +66,11 @@ async def plain_text(verifier: Verifier, prompt: Sequence[int], params: SessionP
     return ids[len(prompt) :]
 
 
+async def text_after(verifier: Verifier, sampling: SamplingParams, prompt_length: int, length: int) -> list[int]:
+    """Return the text after a random prompt, by one verify a token."""
+    return await plain_text(verifier, random_prompt(prompt_length), params_of(sampling, prompt_length), length)
+
+
 async def verdicts(
     verifier: Verifier,
     prompt: Sequence[int],
@@ -79,3 +98,15 @@ async def verdicts(
     await verifier.close(key)
     assert ids[len(prompt) :][: len(truth)] == list(truth), "the text is the truth, whatever the trees"
     return given
+
+
+async def together(
+    verifier: Verifier, sampling: SamplingParams, lengths: Sequence[int], texts: Sequence[Sequence[int]], shape: str
+) -> list[list[Verdict]]:
+    """Return the verdicts of sessions that run side by side, one for each length of a prompt and the text after it."""
+    return await asyncio.gather(
+        *(
+            verdicts(verifier, random_prompt(n), params_of(sampling, n), text, seed, shape, rollback=0.15)
+            for seed, (n, text) in enumerate(zip(lengths, texts, strict=True))
+        )
+    )

@@ -68,22 +68,25 @@ class CountingProxy:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[CountingProxy]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(self.serve_connection, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
             server.close()
-            for writer in self._writers:
-                writer.close()
-            await wait_until(lambda: not self._writers)
+            self.cut()
+            await self.wait_closed()
 
     def cut(self) -> None:
         """Close every connection; new ones are made as before."""
         for writer in self._writers:
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def wait_closed(self) -> None:
+        """Wait until no connection is left."""
+        await wait_until(lambda: not self._writers)
+
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self.num_connections += 1
         self._writers |= {writer, up_writer}
