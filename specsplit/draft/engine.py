@@ -80,6 +80,7 @@ class _Grower:
             pending = self._align(turn)
             if len(pending) > MAX_STEP_TOKENS:
                 pending = yield from prefill(self._session, pending)
+            # One forward per level: [pending tokens] for the root's children, then the frontier's nodes side by side.
             while max_depth > 0:
                 room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_forwarded)
                 frontier = self._frontier(budget.max_new_nodes, max_depth)[:room]
@@ -92,7 +93,8 @@ class _Grower:
                     pending = ()
                 self._expand(frontier, logits, min(budget.max_branching, budget.max_new_nodes))
         except BaseException:
-            self._tree = DraftTree()  # a row may have been promised to a node and never written
+            # A row may have been promised to a node and never written: the whole tree goes.
+            self._tree = DraftTree()
             raise
         return self._proposal(length - 1, budget.max_new_nodes, max_depth)
 
@@ -107,6 +109,7 @@ class _Grower:
         path = tree.nodes.walk(tail) if keep == held else []
         if path:
             return self._reroot(path, tail)
+        # The text has left the tree, or goes on behind tokens that it does not hold: its rows are free.
         if keep < held or tail:
             self._tree = DraftTree()
             if not tail:  # nothing new: the last token is forwarded again for its logits
@@ -171,7 +174,8 @@ class _Grower:
     def _proposal(self, root_position: int, max_nodes: int, max_depth: int) -> Proposal:
         """Return the best nodes that were not sent yet, numbered from now on."""
         tree = self._tree
-        new = tree.best_unsent(max_nodes, max_depth)  # parents first: a child ranks behind its parent
+        # Parents come first, since a child ranks behind its parent, so every parent has a number before its children.
+        new = tree.best_unsent(max_nodes, max_depth)
         first_node = self._last_number + 1
         self._last_number += len(new)
         nodes, numbers = tree.nodes, tree.numbers

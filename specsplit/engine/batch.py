@@ -90,6 +90,8 @@ class Task:
     loop: asyncio.AbstractEventLoop
     context: Context | None
     callers: list[asyncio.Future[TaskOutcome]] = field(default_factory=list)
+    # The executor writes `times`, `sequence`, `is_pending` and `error`, the event loop the rest; `deliver`, which hands
+    # a task that has ended to the loop, orders one before the other.
     times: TaskTimes = field(default_factory=TaskTimes)
     sequence: SequenceInput | None = None
     """Its next forward."""

@@ -1,4 +1,4 @@
-"""What draft and target have in common: a model with its sessions and the queue of work over it. Knows no trees."""
+"""The base of draft and target engine: a model with its sessions and the queue of work over it. Knows no trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specsplit.model.loader import LoadedModel
 
 @record
 class EngineStatistics:
-    """What an engine holds at one moment."""
+    """An engine's sessions and work at one moment."""
 
     sessions: SessionStatistics
     work: WorkStatistics
@@ -91,6 +91,7 @@ class Engine:
 
     async def close(self, session: str) -> None:
         """Free the session's slot, even if the caller is cancelled; unknown sessions are ignored."""
+        # A close that is cut off would leave the slot to its time to live, so it goes on to its end.
         await to_its_end(self._work.run(session, at_once(lambda: self._sessions.close(session))))
 
     async def aclose(self) -> None:

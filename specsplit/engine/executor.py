@@ -92,6 +92,7 @@ def compute_with(num_threads: int) -> None:
     With its first parallel operator, or question, a thread takes the number that was set last anywhere; only what is
     set after that stays its own. So engines would disturb each other's speed, and the last digits of their logits.
     """
+    # The question makes this thread take the process's number now, so that the setting behind it stays its own.
     torch.get_num_threads()
     torch.set_num_threads(num_threads)
 
@@ -138,6 +139,7 @@ class ThreadExecutor:
         compute_with(self._threads)
         while self._busy or not self._is_ending:
             self._receive()
+            # A scheduler that waits for forwards computed elsewhere keeps its place without a step.
             for scheduler in list(self._busy):
                 if scheduler.can_step:
                     scheduler.step()
@@ -146,6 +148,7 @@ class ThreadExecutor:
 
     def _abandon(self) -> None:
         """Let every scheduler end its work, since there will be no step any more."""
+        # Both the ending thread and a late submitter come here; whoever is second finds nothing left.
         with self._abandoning:
             schedulers, self._busy = self._busy, {}
             while not self._inbox.empty():

@@ -1,4 +1,4 @@
-"""Measures forwards by their rows when a worker begins, so that nobody has to guess what a larger tree costs."""
+"""Measures forwards by their rows when a worker begins, so that nobody has to guess the cost of a larger tree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 
 _ROWS = (1, 5, 17, 33, 2, 9, 3)
-"""The most telling first: a slow model measures no more than it has time for."""
+"""The sizes that matter most come first: a slow model measures no more than it has time for."""
 _REPEATS = 4
-"""One after another over all sizes: what disturbs the machine for a moment, as another model's start does, disturbs one
-of them."""
+"""Repeats go one after another over all sizes: a short disturbance, as another model's start, spoils one of them."""
 BUDGET_S = 0.3
 
 StepTimes = tuple[tuple[int, float], ...]
@@ -35,10 +34,12 @@ def measure(
     times: dict[int, float] = {}
     end_s = time.perf_counter() + budget_s
     with sessions.borrowed_slot() as slot:
-        for number, rows in enumerate((sizes[0], *sizes * _REPEATS)):  # the first forward of all is never the best
+        # The first forward of all warms caches up and is never the best, so its size runs once more.
+        for number, rows in enumerate((sizes[0], *sizes * _REPEATS)):
             if number > 1 and time.perf_counter() > end_s:
                 break
             start_s = time.perf_counter()
+            # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
             yield SequenceInput(slot.index, 0, [0] * rows, num_logits=rows)
             times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
     return tuple(sorted(times.items()))

@@ -65,6 +65,7 @@ class SessionQueue:
 
     def advance(self) -> Task | None:
         """Return the task that runs now that the last one has ended, None if none is left."""
+        # A round behind the close came after it: it opens the session again.
         following = self.close or self.next_round
         if following is not None:
             self.remove(following)

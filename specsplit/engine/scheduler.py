@@ -188,6 +188,7 @@ class Scheduler:
     def _finish(self, task: Task, result: Any, error: Exception | None) -> None:
         """Let go of a task. Its timings end here, on the executor; its callers are answered on the event loop."""
         self._running.pop(task, None)
+        # A success counts only if the device computed something, and a cancelled task's result is worth nothing.
         if error is not None:
             self.health.fail(error)
         elif task.times.num_forwards and not task.is_cancelled:
@@ -211,6 +212,7 @@ class Scheduler:
 
     def _end_all(self, error: Exception) -> None:
         tasks = [*self._running, *self._arrived]
+        # Cleared first: a task that is closed below must not be found again by a step that was interrupted here.
         self._running.clear()
         self._arrived.clear()
         self._pending.clear()
@@ -298,6 +300,7 @@ class WorkQueue:
                 assert task.outcome is not None, "a task without an error has an outcome"
                 return task.outcome
             self._go_on(task)
+        # `task` may be an equal one that was here before: this caller then waits beside the others.
         future = task.join()
         try:
             return await future

@@ -69,6 +69,7 @@ class WorkerSession:
                 raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
             if self.answer is not None:
                 return True
+        # The length rule: a slot that is longer than the base is cut to it later, one that is shorter or other says so.
         if turn.base_length > len(self.ids):
             raise SlotBehind(len(self.ids))
         if turn.base_length and self._hashes[turn.base_length - 1] != turn.base_hash:
@@ -197,6 +198,7 @@ class SessionTable:
                     session.use(turn.opening, self._model.vocab_size, self._model.runner.device)
                 session.begin(turn, body)
         except BaseException:
+            # A session that was refused its first round must not keep a slot until its time to live.
             if is_new:
                 self._free(session)
             raise
@@ -229,6 +231,7 @@ class SessionTable:
     def set_aside(self, key: str) -> None:
         """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
         session = self._sessions.get(key)
+        # Work that still runs ends with `leave`, which sees that the pin is gone.
         if session is not None and not session.is_in_use:
             self.leave(session)
 
@@ -276,6 +279,7 @@ class SessionTable:
         """Free the sessions that were not used for the time to live, and return how many they were."""
         expired_s = self._now() - self._ttl_s
         count = 0
+        # `_idle` is ordered by last use, so the first one that has not expired ends the search.
         while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
             self._free(next(iter(self._idle.values())))
             count += 1
@@ -283,6 +287,7 @@ class SessionTable:
 
     def _acquire(self) -> Slot:
         """Take a slot, if need be from the session that has been idle for the longest."""
+        # `_idle` is ordered by last use; a client that paused within the grace time comes back to its session.
         if self._pool.num_used == self._model.max_sessions:
             oldest = next(iter(self._idle.values()), None)
             if oldest is None or oldest.last_used_s > self._now() - self._grace_s:

@@ -1,7 +1,7 @@
-"""Where models come from: "embedded", a folder, or a hub id; config, weights and tokenizer read from there.
+"""Reads config, weights and tokenizer of a model from the embedded pair, a folder, or a hub id.
 
-The one place that knows what transformers, safetensors and the hub raise. Weights are read from safetensors only, and
-code from a repository is never run.
+The one place that knows the exceptions of transformers, safetensors and the hub. Weights are read from safetensors
+only, and code from a repository is never run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specsplit.model.tokenizer import TransformersTokenizer
 
 
 def resolve(source: str, role: str) -> tuple[str, str]:
-    """Return what transformers should open, and the name to show."""
+    """Return the path or hub id for transformers to open, and the name to show."""
     if source == EMBEDDED:
         return str(Path(__file__).parent / "embedded" / role), EMBEDDED
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
@@ -53,7 +53,7 @@ def load_config(path: str, name: str) -> Any:
         ModelNotFound, ModelDamaged, ModelUnsupported.
     """
     with translated(path, name):
-        # Left out, trust_remote_code makes transformers ask the terminal whether to run the repository's code.
+        # Without trust_remote_code transformers would ask the terminal whether to run the repository's code.
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -94,7 +94,7 @@ def load_weights(
 
 
 def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
-    """Refuse weights of which transformers made some up, since the files lack them or have them in another shape."""
+    """Refuse weights that transformers made up in part, since the files lack some or have them in another shape."""
     if info["mismatched_keys"]:
         key, found, wanted = min(info["mismatched_keys"])
         raise ModelDamaged(
@@ -108,7 +108,7 @@ def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
 
 
 def _laid_out(model: PreTrainedModel) -> PreTrainedModel:
-    """Store linear weights input-major on the CPU, where matrix products of a few rows (a tree) read them faster so."""
+    """Store linear weights input-major on the CPU: products of a few rows (a tree) read them faster so."""
     if model.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -130,12 +130,12 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, _UNREACHABLE),
 )
 _READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
-"""What transformers raises over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
+"""The exceptions of transformers over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
 
 
 @contextmanager
 def translated(path: str, name: str, part: str = "model") -> Generator[None]:
-    """Translate what reading a model can raise into our error tree; the one place that knows those exceptions."""
+    """Translate all exceptions that reading a model can raise into our error tree."""
     try:
         yield
     except SpecSplitError:
@@ -155,10 +155,12 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
 
 
 def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplitError:
+    # transformers wraps the hub's exceptions, so the whole chain of causes is searched for a more telling one.
     for cause in _causes(error):
         for kind, message in _HUB_ERRORS:
             if isinstance(cause, kind):
                 return ModelNotFound(message.format(name=name))
+    # The rest is raised as plain OSError and ValueError: only the words tell them apart.
     said, text = str(error), _one_line(error)
     if "gated repo" in said:
         return ModelNotFound(_GATED.format(name=name))
@@ -196,6 +198,7 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
 
 
 def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
+    # A generation config is optional and overrides the config; one that is there and broken must not be ignored.
     try:
         ids: Any = GenerationConfig.from_pretrained(path).eos_token_id
     except (OSError, ValueError) as error:

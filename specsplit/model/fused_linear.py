@@ -1,8 +1,8 @@
 """Linear layers that read the same input, computed as one product: queries, keys and values, gate and up.
 
-For recording a forward only. Which layers belong together is seen by running the model once, so no family is named
-here. Their weights become slices of one tensor, and take no more memory than before but for what the allocator keeps
-of the old ones. Once for each model: a second time would leave the first recording with the old weights.
+Used for recording a forward only. One run of the model shows which layers belong together, so no family is named here.
+Their weights become slices of one tensor, and take no more memory than before, except for pages that the allocator
+keeps of the old ones. Call it once for each model: a second time would leave the first recording with the old weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that are computed together, the first one's call computing all."""
+    """Layers that are computed together: the call of the first one computes all."""
 
     weight: Tensor
     bias: Tensor | None
@@ -46,7 +46,7 @@ class _Group:
 
 
 class _Watching(TorchFunctionMode):
-    """Notes the calls of linear layers."""
+    """Records the calls of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class _Watching(TorchFunctionMode):
 
 
 class Fusing(TorchFunctionMode):
-    """Within a `with` block the layers of each group are one product."""
+    """Makes one product of the layers of each group, within a `with` block."""
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         super().__init__()
         self._groups = {group.members[0]: group for group in groups}
         self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        """By a weight's id: the input that it was multiplied with, and the result."""
+        """Maps a weight's id to the input that it was multiplied with, and the result."""
 
     @property
     def num_groups(self) -> int:
@@ -79,6 +79,7 @@ class Fusing(TorchFunctionMode):
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         call = _Call(*args, **(kwargs or {}))
+        # A result that was computed ahead serves only the very input it was computed for.
         known_input, result = self._ready.pop(id(call.weight), (None, None))
         if result is not None and known_input is call.input:
             return result
@@ -92,9 +93,9 @@ class Fusing(TorchFunctionMode):
 
 
 def fuse_linears(forward: Callable[[], object]) -> Fusing:
-    """Run `forward` once and return what makes one product of its linear layers that follow upon each other.
+    """Run `forward` once and return a mode that makes one product of linear layers that read the same input in a row.
 
-    A layer that is called more than once stays as it is. The weights of the others now are slices.
+    A layer that is called more than once stays as it is. The weights of the others are slices from now on.
     """
     watching = _Watching()
     with watching:
@@ -102,6 +103,7 @@ def fuse_linears(forward: Callable[[], object]) -> Fusing:
     counts = Counter(id(call.weight) for call in watching.calls)
     groups: list[list[_Call]] = []
     for call in watching.calls:
+        # A weight used twice (a shared layer) or no parameter (a made-up tensor) cannot become a slice for good.
         if counts[id(call.weight)] > 1 or not isinstance(call.weight, torch.nn.Parameter):
             continue
         if groups and groups[-1][-1].goes_with(call):
@@ -123,9 +125,10 @@ def _joined(group: Sequence[_Call]) -> _Group:
 
 
 def _as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors behind each other, laid out as they are; from now on each is a slice of that."""
+    """Return one tensor of all rows, laid out as before; from now on each of the given tensors is a slice of it."""
     with torch.inference_mode(False), torch.no_grad():
         given = [tensor.detach() for tensor in tensors]
+        # Weights that are stored input-major (see files) stay so: rows of the whole are columns of its memory.
         if all(tensor.dim() == 2 and tensor.t().is_contiguous() for tensor in given):
             whole = torch.cat([tensor.t() for tensor in given], dim=1).t()
         else:

@@ -1,6 +1,6 @@
-"""What tells two models apart without loading them: hashes over the files that they were read from.
+"""Tells two models apart without loading them, by hashes over their files.
 
-Reads a tokenizer's files for a process that lacks the model. Knows neither torch nor transformers.
+Also reads a tokenizer's files for a process that lacks the model. Knows neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from specsplit.core.errors import ModelDamaged
 
 MAX_TOKENIZER_BYTES = 64 << 20
-"""Of all files of a tokenizer together."""
+"""Limit for all files of a tokenizer together."""
 _TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",
@@ -40,13 +40,13 @@ _TOKENIZER_FILES = (
 )
 _TEMPLATE_FOLDER = "additional_chat_templates"
 _TEMPLATE_PREFIX = "additional_chat_template."
-"""Names have no folders: `additional_chat_templates/rag.jinja` travels as `additional_chat_template.rag.jinja`."""
+"""File names travel without folders: `additional_chat_templates/rag.jinja` as `additional_chat_template.rag.jinja`."""
 _HASH_DIGITS = 16
 _SAMPLE_BYTES = 32
 _NUM_SAMPLES = 4
-"""Of each weight tensor, its first and its last bytes among them."""
+"""Samples of each weight tensor, its first and its last bytes among them."""
 _MAX_HEADER_BYTES = 100 << 20
-"""As the format itself has it."""
+"""The limit of the safetensors format itself."""
 
 
 class _TensorEntry(TypedDict):
@@ -74,6 +74,7 @@ def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:
         for path in sorted(_tokenizer_paths(folder)):
             if not path.resolve().is_relative_to(root):
                 raise ModelDamaged(f"{path.name} of {name} is a link that leads out of the model's folder; copy it in.")
+            # One byte more than allowed shows a file that is too large without reading all of it.
             with path.open("rb") as file:
                 content = file.read(room + 1)
             room -= len(content)
@@ -86,7 +87,7 @@ def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def place_of(file_name: str) -> Path:
-    """Return where below the tokenizer's folder a file of that name belongs.
+    """Return the place below the tokenizer's folder of a file of that name.
 
     Raises:
         ModelDamaged: the name could lead elsewhere.
@@ -110,8 +111,8 @@ def files_hash(files: Mapping[str, bytes]) -> str:
 def weights_hash(folder: Path) -> str:
     """Return a hash over names, types, shapes and samples of all weight tensors, 16 hexadecimal digits.
 
-    However they are spread over files. It reads the files' headers and a few bytes at fixed places of each tensor:
-    models of hundreds of gigabytes take milliseconds.
+    It does not depend on how tensors are spread over files. It reads the files' headers and a few bytes at fixed places
+    of each tensor: models of hundreds of gigabytes take milliseconds.
 
     Raises:
         OSError: a file cannot be read.
@@ -123,7 +124,7 @@ def weights_hash(folder: Path) -> str:
 
 
 def _root(folder: Path) -> Path:
-    """Return what links may not lead out of: the folder, or in a hub cache the repository's, whose blobs it links."""
+    """Return the folder that links may not leave; in a hub cache it is the repository's, whose blobs they name."""
     folder = folder.resolve()
     repository = folder.parent.parent
     return repository if folder.parent.name == "snapshots" and (repository / "blobs").is_dir() else folder
@@ -139,7 +140,7 @@ def _tokenizer_paths(folder: Path) -> Iterator[Path]:
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    """Return the files that are loaded: the one, those of the index, or else whatever there is."""
+    """Return the weight files that transformers loads: the only one, those of the index, or else all there are."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -150,7 +151,8 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 def _tensor_samples(path: Path) -> Iterator[bytes]:
-    """Give each tensor of a safetensors file: what its header says of it, and samples of its bytes."""
+    """Yield, for each tensor of a safetensors file, its entry in the header and samples of its bytes."""
+    # A safetensors file: [8 bytes: length of the header | header, JSON | the tensors' bytes].
     with path.open("rb", buffering=0) as file:
         prefix = os.pread(file.fileno(), 8, 0)
         length = int.from_bytes(prefix, "little")
@@ -159,7 +161,7 @@ def _tensor_samples(path: Path) -> Iterator[bytes]:
             tensors: dict[str, _TensorEntry] = json.loads(header)
             tensors.pop("__metadata__", None)
             for name, entry in tensors.items():
-                start, end = entry["data_offsets"]
+                start, end = entry["data_offsets"]  # counted from behind the header
                 described = json.dumps([name, entry["dtype"], entry["shape"], end - start])
                 yield described.encode() + b"".join(_samples(file, 8 + length + start, end - start))
         except (ValueError, KeyError, TypeError, AttributeError):  # damaged, which loading says in better words
@@ -167,7 +169,7 @@ def _tensor_samples(path: Path) -> Iterator[bytes]:
 
 
 def _samples(file: FileIO, start: int, size: int) -> Iterator[bytes]:
-    """Give evenly spaced samples of `size` bytes from `start` on, the first and the last ones among them."""
+    """Yield evenly spaced samples of `size` bytes from `start` on, the first and the last ones among them."""
     last = size - _SAMPLE_BYTES
     if last <= _SAMPLE_BYTES * (_NUM_SAMPLES - 1):
         yield os.pread(file.fileno(), size, start)

@@ -1,7 +1,8 @@
 """Static KV slots: memory that is allocated once, and the pool that hands it out.
 
-Legend: L layers, S slot capacity, H KV heads, D head size. A slot's rows [0, length) are the committed tokens; rows
-behind `length` belong to the tree of the last step. Rollback sets `length`; nothing is ever cleared.
+    rows of a slot:  [ committed tokens | tree of the last step | free )       borders: 0, length, ..., S
+
+Rollback sets `length`; nothing is ever cleared. Legend: L layers, S slot capacity, H KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from specsplit.core.errors import NoFreeSlot
 
 _FEW_ROWS = 8
-"""Up to so many numpy moves faster one by one than by a list of indices."""
+"""numpy moves up to so many rows faster one by one than by a list of indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,18 @@ class KVCache:
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it."""
+        # Rows that are in place already: of a chain that is accepted from its start on, all of them.
         while sources and sources[0] == start:
             sources, start = sources[1:], start + 1
         if not sources:
             return
         end = start + len(sources)
         are_few = len(sources) <= _FEW_ROWS and start < sources[0]
+        # Row start + i lies in front of sources[i], and sources ascend, so none is overwritten before it is read.
         for array in self._arrays:  # numpy moves a few rows in a fraction of torch's time, one by one most of all
             rows = array[:, slot]
             if are_few:
-                for row, source in enumerate(sources, start):  # written behind what is still to be read
+                for row, source in enumerate(sources, start):
                     rows[:, :, row] = rows[:, :, source]
             else:
                 rows[:, :, start:end] = rows[:, :, sources]

@@ -1,4 +1,4 @@
-"""From a name to a model that is ready to serve: files, probe, KV slots, recording."""
+"""Loads a model by its name until it is ready to serve: files, probe, KV slots, recording."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LoadOptions(TypedDict, total=False):
     """Options of `load_model`."""
 
     dtype: str | None
-    """By default fp32 on the CPU and the checkpoint's own on CUDA."""
+    """The default is fp32 on the CPU and the checkpoint's own on CUDA."""
     device: str
     threads: int | None
     """Threads for the engine's operators."""
     context: int | None
-    """Tokens that one session may hold; by default what the model was made for, at most `default_context`."""
+    """Tokens that one session may hold; by default as many as the model was made for, at most `default_context`."""
     default_context: int
     max_sessions: int
     node_limit: int
@@ -64,7 +64,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     threads: int | None
     tokenizer_files: TokenizerFiles | None = None
-    """As they were at load; None without a tokenizer."""
+    """The files as they were at load; None without a tokenizer."""
     weights_hash: str = ""
 
     @property
@@ -115,6 +115,7 @@ def load_model(
     if max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
+    # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
     with one_thread():
         report("config", 0.05)
         config = load_config(path, name)
@@ -178,7 +179,7 @@ def one_thread() -> Generator[None]:
 
 
 def as_device(device: str) -> torch.device:
-    """Return the device of a setting, if it is there."""
+    """Return the device of a setting, if this machine has it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable("No CUDA device is available here; use --device cpu.")
     if device not in ("cpu", "cuda"):
@@ -196,7 +197,7 @@ def as_dtype(dtype: str | None, device: torch.device) -> torch.dtype | Literal["
 
 
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
-    """Return the context of a setting, by default what the model was made for, up to `default_context`."""
+    """Return the context of a setting, by default that of the model, at most `default_context`."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else limit
@@ -221,6 +222,7 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_lim
     shapes = _shapes(probed)
     per_token = KVCache.bytes_per_token(shapes, model.dtype)
     memory.require_kv(per_token, context, node_limit, max_sessions, model.device)
+    # The free memory is an estimate: another process may take it between the check and the allocation.
     try:
         return KVCache(shapes, max_sessions, context + node_limit, dtype=model.dtype, device=model.device)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -229,6 +231,7 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_lim
 
 @torch.inference_mode()
 def _check_logits(runner: Runner, model: PreTrainedModel, context: int, name: str) -> None:
+    # Distinct ids, so that a wrong position or mask cannot cancel out.
     token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
     ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
     check_against_eager(ours, eager_logits(model, token_ids), name)

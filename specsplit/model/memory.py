@@ -1,4 +1,4 @@
-"""How much memory there is, and what a KV cache would need of it."""
+"""The memory that a device has free, and the refusal of a KV cache that would not fit it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESERVE = 0.95
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, None where it cannot be told."""
+    """Return the free memory of a device, None if nothing says how much that is."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -26,13 +26,14 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_limit() -> list[int]:
-    """Return the memory left under a container's limit, where there is one."""
+    """Return the memory left under a container's limit, if there is one, as a list of at most one."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
         statistics = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
         return []
+    # A container's file cache counts as used, though the kernel gives it back when asked for memory.
     reclaimable = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
     return [int(limit) - used + reclaimable] if limit.isdigit() else []
 
@@ -53,6 +54,7 @@ def out_of_memory(
 ) -> OutOfMemory:
     """Return the error that says what was needed, what there is, and which --context fits."""
     needed = per_token * (context + node_limit) * max_sessions
+    # free >= per_token * (context + node_limit) * sessions, solved for the context.
     free = available_bytes(device) or 0
     fits = int(free * _RESERVE) // (per_token * max_sessions) - node_limit
     if fits >= 64:

@@ -1,6 +1,6 @@
-"""The probing forward: finds out, at load, what each attention layer passes, and refuses what we could not honour.
+"""The probing forward: finds out, at load, how each layer calls attention, and refuses a model that we cannot serve.
 
-transformers merely logs where a model bypasses the attention interface; here a model is served only if exactly one call
+transformers merely logs that a model bypasses the attention interface; here a model is served only if exactly one call
 per layer was seen, every keyword is understood, and the logits equal those of transformers' own eager attention.
 """
 
@@ -38,14 +38,14 @@ _NUM_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the model's layers need, and the kinds of bias among them."""
+    """Each attention layer's parameters, and the kinds of bias among them."""
 
     layers: tuple[LayerSpec, ...]
     kinds: tuple[BiasKind, ...]
 
 
 def refuse_by_config(config: Any) -> None:
-    """Refuse what the config already shows to be out of reach.
+    """Refuse a model whose config already shows that it cannot be served.
 
     Raises:
         ModelUnsupported: encoder-decoder, layers that cannot roll back, or rotary frequencies that follow the length.
@@ -67,7 +67,7 @@ def refuse_by_config(config: Any) -> None:
 
 
 class _Probe:
-    """Stands in for SlotAttention during one forward; attends plainly and remembers what it was given."""
+    """Stands in for SlotAttention during one forward: it computes nothing and records every call."""
 
     def __init__(self, model_type: str) -> None:
         self._model_type = model_type
@@ -75,11 +75,12 @@ class _Probe:
         self.kinds: list[BiasKind] = []
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
-        """Remember the call; the output's values do not matter, only that every layer is reached."""
+        """Record the call; the output's values do not matter, only that every layer is reached."""
         self._check_keywords(mask, keywords)
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             self._refuse("calls attention more than once a layer")
+        # Layers share a bias if they share the rule and the number of query heads that lie in one KV head's rows.
         kind = BiasKind(None if mask.is_plain_causal else mask.function, q.shape[1] // k.shape[1])
         if kind not in self.kinds:
             _check_is_causal(kind, self._model_type)
@@ -117,12 +118,12 @@ class _Probe:
 def probe(
     model: PreTrainedModel, forward: Callable[..., object] | None = None, layers: range | None = None
 ) -> ProbeResult:
-    """Run one forward and return what the layers (by default all) need; leaves the model on our attention.
+    """Run one forward and return the parameters of the layers (by default all); leaves the model on our attention.
 
     `forward` stands in for the model where it has no embedding; it is called with the model's own keywords.
 
     Raises:
-        ModelUnsupported: a layer bypasses the interface or passes something that we do not understand.
+        ModelUnsupported: a layer bypasses the interface, or passes a keyword of unknown meaning.
     """
     model.set_attn_implementation(NAME)
     seen = _Probe(model.config.model_type)
@@ -139,6 +140,7 @@ def probe(
         raise ModelUnsupported(
             f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."
         ) from error
+    # Every layer once: a layer that was not seen keeps no KV, one that was seen twice would overwrite its own.
     layers = range(model.config.get_text_config().num_hidden_layers) if layers is None else layers
     if not seen.layers or sorted(seen.layers) != list(layers):
         raise ModelUnsupported(
@@ -156,7 +158,7 @@ def _check_is_causal(kind: BiasKind, model_type: str) -> None:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
-    """Return logits [T, V] of transformers' own eager attention, the truth that ours is held against."""
+    """Return logits [T, V] of transformers' own eager attention, the truth for ours."""
     model.set_attn_implementation("eager")
     try:
         tokens = torch.tensor([token_ids], device=model.device)
@@ -167,7 +169,7 @@ def eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 
 def check_against_eager(ours: Tensor, truth: Tensor, model_name: str) -> None:
-    """Refuse a model whose logits are not finite, or not those of transformers.
+    """Refuse a model whose logits are not finite, or differ from those of transformers.
 
     Raises:
         ModelDamaged: NaN or infinite logits.

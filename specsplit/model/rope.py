@@ -19,6 +19,7 @@ def fix_longrope(model: PreTrainedModel, context: int) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":
             continue
+        # All three must agree: transformers copies one of the others into inv_freq when the length crosses the border.
         frequencies = module.original_inv_freq
         original = parameters["original_max_position_embeddings"]
         if context > original:

@@ -71,6 +71,7 @@ class Runner:
         logits = self.backend.forward(*self._arguments(sequences))
         if logits.dtype is not torch.float32:
             logits = logits.float()
+        # Kernels run behind the call: without this a step's time would be that of its launch.
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
         self.num_forwards += 1

@@ -1,4 +1,4 @@
-"""The Tokenizer port over a transformers tokenizer, read by whoever loads the model or made from files that it sent.
+"""The Tokenizer port over a transformers tokenizer, loaded with a model or made from the files that a worker sent.
 
 Imports no torch: an orchestrator has none.
 """
@@ -25,10 +25,11 @@ _NO_LIMIT = 1 << 62
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for: itself, where it can be printed.
+    """Return the byte that each letter of a byte-level vocabulary stands for.
 
-    The others have the letters from 256 on, in their order.
+    A printable byte is its own letter; the others have the letters from 256 on, in their order.
     """
+    # GPT-2's table: spaces, control bytes and the soft hyphen (0xAD) are not printable.
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -38,7 +39,7 @@ _BYTES_OF_LETTERS = _bytes_of_letters()
 
 
 class _TokenBytes(dict[int, bytes]):
-    """What each token of a byte-level vocabulary adds to the text, looked up once."""
+    """Each token's bytes in the text, for a byte-level vocabulary, looked up once."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class TransformersTokenizer:
         self._vocab_hash = hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = len(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        """The tokenizer itself, without the Python around it that every token would pay for."""
+        """The tokenizer in Rust, without the Python around it that every token would pay for."""
         is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
         self._token_bytes = _TokenBytes(self._backend) if is_byte_level else None
 
@@ -114,7 +115,7 @@ class TransformersTokenizer:
 
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:
-        """What each token adds to the text, of a byte-level vocabulary; None for others."""
+        """Each token's bytes in the text, for a byte-level vocabulary; None for others."""
         return None if self._token_bytes is None else self._token_bytes.__getitem__
 
 
@@ -130,7 +131,7 @@ def held_tokenizer_hash(folder: Path) -> str:
 def tokenizer_from_files(files: TokenizerFiles, folder: Path) -> TransformersTokenizer:
     """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
 
-    Without files, those that an earlier call left in `folder` are taken. Code from a repository is never run.
+    Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run.
 
     Raises:
         ModelDamaged: a name that leads elsewhere, other files than `files.hash` says, or no readable tokenizer.
@@ -163,7 +164,7 @@ def _check_sent(files: TokenizerFiles) -> None:
 
 
 def _write(files: TokenizerFiles, folder: Path) -> None:
-    """Put all files in place at once, so that nobody ever sees half of them."""
+    """Put all files in place at once, so that no process ever sees half of them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
@@ -173,8 +174,9 @@ def _write(files: TokenizerFiles, folder: Path) -> None:
             path.write_bytes(content)
         with contextlib.suppress(FileNotFoundError):
             folder.rename(old)  # it holds another tokenizer, or nothing
+        # Two processes may come here at once: the loser's rename fails, and the winner's files are the same.
         try:
             new.rename(folder)
         except OSError:
-            if held_tokenizer_hash(folder) != files.hash:  # else another process was quicker
+            if held_tokenizer_hash(folder) != files.hash:
                 raise

@@ -22,7 +22,7 @@ _COLDEST = 1e-30
 
 
 class PenaltyContext(NamedTuple):
-    """What stands before the token that each row chooses."""
+    """The tokens that stand before the one that each row chooses, counted."""
 
     seen: Tensor
     """bool [N, V]: the token occurs in the prompt, the output or the row's own path."""
@@ -65,7 +65,7 @@ def bias_row(params: SamplingParams, vocab_size: int, device: torch.device | str
 
 
 def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Check what only the model's vocabulary can tell about the parameters.
+    """Check the parameters against the model's vocabulary.
 
     Raises:
         InvalidRequest: a biased token id lies outside the vocabulary.
@@ -78,7 +78,7 @@ def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 class CommittedIds(list[int]):
-    """A session's committed tokens, deleted and extended at the end only; tells its one reader what has stayed."""
+    """A session's committed tokens, deleted and extended at the end only; its one reader asks how many have stayed."""
 
     _num_stayed = 0
 
@@ -112,7 +112,7 @@ class TokenCounts:
     def sync(self, token_ids: Sequence[int]) -> None:
         """Cover exactly `token_ids`, all committed tokens from the start of the prompt.
 
-        Of `CommittedIds`, always the same ones, only those are looked at that have changed since the last call.
+        If they are always the same `CommittedIds`, only those that have changed since the last call are looked at.
         """
         ours = self._token_ids
         keep = min(len(ours), token_ids.take_stayed()) if isinstance(token_ids, CommittedIds) else 0

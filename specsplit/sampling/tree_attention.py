@@ -1,4 +1,4 @@
-"""Who attends to whom among the entries of one step, and at which position each entry stands.
+"""The tree mask: which entries of one step each entry attends to, and at which position it stands.
 
 It knows only `parents`; slots, lengths and attention windows are the model's. Legend: N entries.
 An entry with parent -1 hangs directly on the tokens already in the slot.

@@ -71,10 +71,10 @@ class TargetEngine(Engine):
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         """Return the model's tokenizer; without the files where their hash is `known_hash`."""
-        held = self._model.tokenizer_files
-        if held is None:
+        tokenizer = self._model.tokenizer_files
+        if tokenizer is None:
             raise ModelDamaged(f"{self._model.name} has no tokenizer files; add its tokenizer.json.")
-        return replace(held, files={}) if held.hash == known_hash else held
+        return replace(tokenizer, files={}) if tokenizer.hash == known_hash else tokenizer
 
     def _check(self, turn: Turn, proposal: Proposal) -> None:
         length = turn.base_length + len(turn.tail)
@@ -101,8 +101,9 @@ class TargetEngine(Engine):
             if proposal.token_ids:
                 _check_numbers(session, proposal)
             length = turn.base_length + len(turn.tail)
+            # The slot keeps what it shares with the turn, but never the last token: its logits are needed.
             keep = turn.base_length
-            if keep < len(session.ids):  # the last token is always forwarded: its logits are needed
+            if keep < len(session.ids):
                 keep = min(session.common_length(turn), length - 1)
                 session.truncate(keep)
             tail = turn.tail[keep - turn.base_length :]
@@ -129,6 +130,7 @@ class TargetEngine(Engine):
         Rows: [committed, `length` of them | the proposal's nodes] becomes [committed | accepted path | free].
         """
         accepted, token_ids = walk(tree, proposal.token_ids, picks)
+        # The bonus token has no row yet: it is forwarded with the next round's tree.
         if accepted:
             self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
             session.extend(token_ids[:-1])

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, in a slot of no session that is given back whatever happens."""
+"""Log-probabilities of given tokens, computed in a slot of no session, which is released whatever happens."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def score(
     with sessions.borrowed_slot() as slot:
         for start in range(0, len(token_ids), MAX_STEP_TOKENS):
             chunk = token_ids[start : start + MAX_STEP_TOKENS]
+            # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
             if num_scored > 0:

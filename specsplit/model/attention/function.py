@@ -110,6 +110,7 @@ def _attend_spans(
         own = q if is_alone else q[:, :, start:stop]
         count, kv_heads, query_heads = stop - start, keys.size(1), q.size(1)
         group = query_heads // kv_heads
+        # Query heads of a KV head lie side by side: [H * G, t, D] is [H, G * t, D] without moving a value.
         folded = own.reshape(1, kv_heads, group * count, q.size(3))
         bias: Tensor | None = None
         if offset >= 0:

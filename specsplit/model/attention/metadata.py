@@ -87,6 +87,7 @@ def make_metadata(
     biases: list[list[_Array]] = [[] for _ in kinds]
     # Offsets count elements of one query head per KV head, so that one table of spans serves kinds of any group.
     offset = 0
+    # A window may hide committed rows as well, so with one no sequence is known to see every row of its slot.
     is_plain = all(kind.mask is None for kind in kinds)
     for sequence in sequences:
         count, start, num_rows = len(sequence.token_ids), len(token_ids), sequence.num_tree_rows

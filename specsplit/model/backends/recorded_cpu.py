@@ -84,6 +84,7 @@ def try_record(eager: Backend, make_step: MakeStep, *, has_logits_memory: bool) 
 def _reproduces(
     recorded: Callable[..., Tensor], eager: Backend, make_step: MakeStep, *, has_logits_memory: bool
 ) -> bool:
+    # Both steps of a shape write the same rows of the slots, so the second one sees what the first one saw.
     for seed, shape in enumerate(_COMPARED, 1):
         step, again = make_step(shape, seed), make_step(shape, seed)
         truth = eager.forward(*step)
