@@ -60,7 +60,7 @@ HIT_RATE_MEMORY = 0.97
 PACE_MEMORY = 0.9
 """Weight of the past in a streaming target's means, per step. Chosen: a memory of 10 steps."""
 
-# Acceptance (acceptance).
+# Acceptance (acceptance, statistics).
 
 HALF_LIFE = 128.0
 """Observations of a cell after which an older one counts half.
@@ -87,7 +87,7 @@ PROFILE_BRANCHING = 4
 PROFILE_STEP = 1 / 32
 """Rounding of the profile's rates. Chosen: the same profile comes again and again, so that predictions are cached."""
 
-# Correction of predicted rates, lookup's share (rate_correction).
+# Correction of predicted rates, lookup's share (statistics).
 
 RATE_STEP = 0.04
 """Weight of one round against those before it. Chosen: a change of text shows within some dozens."""

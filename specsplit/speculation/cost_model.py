@@ -7,7 +7,6 @@ goes with them. docs/auto.md tells how the parts work together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -52,25 +51,6 @@ class Costs:
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
         return self.draft.seconds(depth, -(-nodes // depth)) if self.draft is not None and depth else 0.0
-
-
-def count_worth_verifying(log_probs: Sequence[float], tokens_per_s: float, times: StepTimes, rows: int = 1) -> int:
-    """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
-
-    `log_probs` are the nodes' path estimates, the likeliest first; `rows` are the rows of the step without them, all
-    sessions together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on a
-    staircase the nodes of one stair are weighed together.
-    """
-    # A whole stair may pay where its first node alone does not, so the search goes on beyond a loss.
-    curve = times.curve(rows + len(log_probs))
-    gain = best = 0.0
-    count, before_s = 0, curve[rows]
-    for node, log_prob in enumerate(log_probs, 1):
-        gain += math.exp(log_prob)
-        net = gain - tokens_per_s * (curve[rows + node] - before_s)
-        if net > best:
-            count, best = node, net
-    return count
 
 
 @record

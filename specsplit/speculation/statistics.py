@@ -10,126 +10,162 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from specsplit.core.types import Identity, Timings
 from specsplit.speculation.acceptance import Acceptance, DepthProfile
 from specsplit.speculation.constants import (
     DRAFTLESS_STREAM_GAP,
     FIRST_HIT_RATE,
+    FORGIVENESS,
     HIT_RATE_MEMORY,
-    MAX_STEPS_AWAY,
+    MAX_RATE_FACTOR,
+    MAX_STALL,
+    MIN_RATE_FACTOR,
     PROFILE_BRANCHING,
     PROFILE_DEPTH,
-    ROW_COST,
-    ROW_GRID,
-    STEPS_AWAY_SLACK,
+    RATE_STEP,
 )
 from specsplit.speculation.cost_model import (
+    PLAIN,
     Costs,
     Decision,
     Limits,
     Profile,
     RoundMode,
     choose_plan,
-    count_worth_verifying,
 )
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.rate_correction import LookupShare, RatePredictor
-from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
+from specsplit.speculation.step_times import WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree
 
 _NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
 
 
-class WorkerTimes:
-    """Seconds of the target's and the draft's work and of the ways to them.
+class RateCorrection:
+    """Measured over predicted tokens per second of one mode, as a ratio of seconds: predicted over taken.
 
-    Fixed modes have no use for most of them, so they are counted only if it `observes`.
+    A ratio of means, not a mean of ratios: a slow round counts by its length.
     """
 
-    def __init__(self, *, observes: bool = True) -> None:
-        self._observes = observes
-        self.verify: StepTimes | None = None
-        """Target forwards by rows."""
-        self.verify_concurrent: StepTimes | None = None
-        """Target forwards while the draft is at work: on one machine they slow each other down."""
-        self.has_seen_plain = False
-        """Whether a forward of one row was measured."""
-        self.draft: DraftTimes | None = None
-        self.num_proposals = 0
-        """Proposes that were answered."""
-        self._round_trip = RunningMedian()
-        self._has_round_trip = False
-        self._least_ping_s = math.inf
-        self._overhead = RunningMedian()
+    def __init__(self, initial: float = 1.0) -> None:
+        self._initial = initial
+        self._predicted_s = self._taken_s = 0.0
+
+    def observe(self, predicted_s: float, taken_s: float) -> None:
+        """Count a round; both times are positive."""
+        if not self._predicted_s:
+            # Both means begin with this round's length, so that the factor begins at its initial value.
+            self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
+        self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
+        self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
+
+    def forgive(self) -> None:
+        """Move a little back towards the model's own prediction."""
+        self._taken_s += FORGIVENESS * (self._predicted_s - self._taken_s)
 
     @property
-    def gap_s(self) -> float:
-        """Seconds between two target forwards in a round without a draft: the round trip and the orchestrator's own."""
-        return self._round_trip.value + self._overhead.value
+    def factor(self) -> float:
+        """The factor on the next prediction."""
+        if not self._predicted_s:
+            return self._initial
+        return min(max(self._predicted_s / self._taken_s, MIN_RATE_FACTOR), MAX_RATE_FACTOR)
 
-    def adopt(self, target: Identity, draft: Identity | None) -> None:
-        """Begin with what the workers measured themselves, unless more is known already."""
-        if self.verify is None and target.step_times:
-            self.verify = StepTimes(dict(target.step_times))
-            self.has_seen_plain = target.step_times[0][0] == 1
-        if self.draft is None and draft is not None and draft.step_times:
-            self.draft = DraftTimes(StepTimes(dict(draft.step_times)))
 
-    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
-        """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
+class RateCorrections:
+    """The corrections by mode.
 
-        `wall_s` is None for a step of a stream, which nobody waited for.
-        """
-        rows, device_s = timings.num_tokens, timings.device_ms / 1e3
-        if rows <= 0 or device_s <= 0 or not self._observes:
-            return
-        if self.verify is None:
-            one_row_s = device_s / (1 + ROW_COST * (rows - 1))
-            self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
-        if is_concurrent:
-            if self.verify_concurrent is None:
-                self.verify_concurrent = StepTimes(self.verify.grid)
-            self.verify_concurrent.observe(rows, device_s)
-        else:
-            self.verify.observe(rows, device_s)
-        self.has_seen_plain |= rows == 1
-        if wall_s is not None:
-            self._has_round_trip = True
-            self._round_trip.observe(max(wall_s - device_s, 0.0))
+    Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
+    with the smallest factor of those that were, and never above 1.
+    """
 
-    def observe_ping(self, wall_s: float) -> None:
-        """Count a ping of the target: its round trip, as long as no verify was measured."""
-        if not self._has_round_trip:  # the least of them, since the first one may have had a connection to make
-            self._least_ping_s = min(wall_s, self._least_ping_s)
-            self._round_trip = RunningMedian(self._least_ping_s)
+    def __init__(self) -> None:
+        self._by_mode: dict[RoundMode, RateCorrection] = {}
 
-    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
-        """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
-        self.num_proposals += 1
-        levels, device_s = timings.num_forwards, timings.device_ms / 1e3
-        if levels <= 0 or device_s <= 0 or not self._observes:
-            return
-        rows = max(timings.num_tokens / levels, 1.0)
-        if self.draft is None:
-            self.draft = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
-        self.draft.observe(levels, rows, device_s, wall_s)
+    def observe(self, mode: RoundMode, predicted_s: float, taken_s: float) -> None:
+        """Count a round of `mode`; both times are positive."""
+        correction = self._by_mode.get(mode)
+        if correction is None:
+            correction = self._by_mode[mode] = RateCorrection(self._untried(mode))
+        correction.observe(predicted_s, taken_s)
 
-    def observe_overhead(self, overhead_s: float) -> None:
-        """Count the part of a round outside its verify and outside of waiting for the draft."""
-        if self._observes:
-            self._overhead.observe(max(overhead_s, 0.0))
+    def forgive(self, current: RoundMode | None) -> None:
+        """Forgive all modes but the current one, so that what was left is tried again in time."""
+        for mode, correction in self._by_mode.items():
+            if mode != current:
+                correction.forgive()
 
-    def count_steps_away(self, nodes: int) -> int:
-        """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
-        if self.verify is None:
-            return 0
-        forwards = self._round_trip.value / self.verify.seconds(nodes + 1)
-        return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
+    def factor(self, mode: RoundMode) -> float:
+        """Return the factor on a predicted rate of `mode`."""
+        correction = self._by_mode.get(mode)
+        return correction.factor if correction is not None else self._untried(mode)
 
-    def draft_s(self, nodes: int, depth: int) -> float:
-        """Return the seconds in which the draft's device grows a tree of so many nodes, evenly over its levels."""
-        return depth * self.draft.level.seconds(-(-nodes // depth)) if self.draft is not None and depth else 0.0
+    def is_tried(self, mode: RoundMode) -> bool:
+        """Return whether rounds of this mode were counted."""
+        return mode in self._by_mode
+
+    def _untried(self, mode: RoundMode) -> float:
+        drafted = [correction.factor for tried, correction in self._by_mode.items() if tried != PLAIN]
+        return 1.0 if mode == PLAIN else min([1.0, *drafted])
+
+
+class LookupShare:
+    """The share of a text that lookup takes over, and how quickly; means over rounds, an older one counts less."""
+
+    def __init__(self) -> None:
+        self._num_alone = self._num_taken = self._taken_s = 0.0
+
+    def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:
+        """Count a round: its tokens without lookup, and those that lookup takes over in `taken_s`."""
+        self._num_alone += RATE_STEP * (num_alone - self._num_alone)
+        self._num_taken += RATE_STEP * (num_taken - self._num_taken)
+        self._taken_s += RATE_STEP * (taken_s - self._taken_s)
+
+    def tokens_per_s(self, alone: float) -> float:
+        """Return the rate of a mode that has `alone` tokens per second where lookup finds nothing."""
+        if not self._taken_s:
+            return alone
+        # Tokens over seconds, of the rounds that lookup takes over and of the others.
+        return max(alone, (self._num_alone + self._num_taken) / (self._num_alone / alone + self._taken_s))
+
+
+class RatePredictor:
+    """Expected tokens per second of each mode: the model's prediction, what its rounds made of it, and lookup's share.
+
+    Two corrections are kept by mode: over all rounds of a plan, which says what the mode makes of this text, and over
+    those that lookup did not take over, which says what lookup has to beat. Decisions with and without a draft have a
+    predictor each, since the same mode means something else in each; lookup's share is common to both.
+    """
+
+    def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
+        self._lookup_share, self._has_draft = lookup_share, has_draft
+        self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
+
+    def observe_round(self, planned: RoundMode, ran: RoundMode, predicted_s: float, taken_s: float) -> None:
+        """Count a round that was planned in one mode and ran in it, or as lookup's; both times are positive."""
+        self._all_rounds.observe(planned, predicted_s, taken_s)
+        if ran == planned:
+            self._own_rounds.observe(planned, predicted_s, taken_s)
+
+    def forgive(self, current: RoundMode | None) -> None:
+        """Move the modes other than the current one back towards the model, once a decision."""
+        self._all_rounds.forgive(current)
+        self._own_rounds.forgive(current)
+
+    def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
+        """Return the tokens per second to expect of `mode`, for which the model predicts so many."""
+        corrected = predicted * self._all_rounds.factor(mode)
+        # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
+        # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
+        if mode == "stream" and (self._has_draft or self._all_rounds.is_tried(mode)):
+            return corrected
+        with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
+        if mode != current:
+            return with_lookup
+        # The current mode's rounds say what it makes of this text; without a draft it may have been left for long.
+        return corrected if self._has_draft else max(corrected, with_lookup)
+
+    def predict_without_lookup(self, mode: RoundMode, predicted: float) -> float:
+        """Return the same for rounds that lookup has nothing for."""
+        return predicted * self._own_rounds.factor(mode)
 
 
 class SpeculationStats:
@@ -181,7 +217,7 @@ class SpeculationStats:
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
         ranked, gap_s = sorted(paths, reverse=True), self.times.gap_s
-        count = count_worth_verifying(ranked, 1 / (verify.curve(1)[1] + gap_s), verify)
+        count = verify.count_worth_verifying(ranked, 1 / (verify.curve(1)[1] + gap_s))
         if not count:
             self._lookup_share.observe(1, 0, 0.0)
             return
@@ -236,7 +272,7 @@ class SpeculationStats:
         verify = self.times.verify
         if verify is None:
             return len(path_log_probs)
-        return count_worth_verifying(path_log_probs, tokens_per_s, verify)
+        return verify.count_worth_verifying(path_log_probs, tokens_per_s)
 
     def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
         """Return the tokens per second of verifying these nodes at once."""

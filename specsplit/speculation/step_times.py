@@ -1,6 +1,6 @@
-"""Times of forwards as they were measured, and as every round corrects them. Seconds throughout.
+"""Times of forwards and of the ways to the workers, as measured at the start and corrected by every round.
 
-Knows no worker and no mode; the table of constants says what the windows and steps are.
+Seconds throughout. Knows no mode; the table of constants gives the origin of the windows and steps.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import le, mul
 
+from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
     MAX_PENDING,
+    MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
     RATIO_WINDOW,
+    ROW_COST,
+    ROW_GRID,
+    STEPS_AWAY_SLACK,
 )
 
 
@@ -93,6 +98,24 @@ class StepTimes:
             curve += _interpolate(self._rows, self._seconds, range(len(curve), max_rows + 1))
         return curve
 
+    def count_worth_verifying(self, log_probs: Sequence[float], tokens_per_s: float, rows: int = 1) -> int:
+        """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
+
+        `log_probs` are the nodes' path estimates, the likeliest first; `rows` are the rows of the step without them,
+        all sessions together. On a smooth curve a node is verified if and only if P(node) > tokens_per_s * dt_v/dn; on
+        a staircase the nodes of one stair are weighed together.
+        """
+        # A whole stair may pay where its first node alone does not, so the search goes on beyond a loss.
+        curve = self.curve(rows + len(log_probs))
+        gain = best = 0.0
+        count, before_s = 0, curve[rows]
+        for node, log_prob in enumerate(log_probs, 1):
+            gain += math.exp(log_prob)
+            net = gain - tokens_per_s * (curve[rows + node] - before_s)
+            if net > best:
+                count, best = node, net
+        return count
+
     def observe(self, rows: float, seconds: float) -> None:
         """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
         if rows <= 0 or not 0 < seconds < math.inf:
@@ -145,6 +168,97 @@ class DraftTimes:
             self.level.observe(rows, device_s / num_levels)
             if wall_s is not None:
                 self._call.observe(max(wall_s - device_s, 0.0))
+
+
+class WorkerTimes:
+    """Seconds of the target's and the draft's work and of the ways to them.
+
+    Fixed modes have no use for most of them, so they are counted only if it `observes`.
+    """
+
+    def __init__(self, *, observes: bool = True) -> None:
+        self._observes = observes
+        self.verify: StepTimes | None = None
+        """Target forwards by rows."""
+        self.verify_concurrent: StepTimes | None = None
+        """Target forwards while the draft is at work: on one machine they slow each other down."""
+        self.has_seen_plain = False
+        """Whether a forward of one row was measured."""
+        self.draft: DraftTimes | None = None
+        self.num_proposals = 0
+        """Proposes that were answered."""
+        self._round_trip = RunningMedian()
+        self._has_round_trip = False
+        self._least_ping_s = math.inf
+        self._overhead = RunningMedian()
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds between two target forwards in a round without a draft: the round trip and the orchestrator's own."""
+        return self._round_trip.value + self._overhead.value
+
+    def adopt(self, target: Identity, draft: Identity | None) -> None:
+        """Begin with what the workers measured themselves, unless more is known already."""
+        if self.verify is None and target.step_times:
+            self.verify = StepTimes(dict(target.step_times))
+            self.has_seen_plain = target.step_times[0][0] == 1
+        if self.draft is None and draft is not None and draft.step_times:
+            self.draft = DraftTimes(StepTimes(dict(draft.step_times)))
+
+    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
+        """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
+
+        `wall_s` is None for a step of a stream, which nobody waited for.
+        """
+        rows, device_s = timings.num_tokens, timings.device_ms / 1e3
+        if rows <= 0 or device_s <= 0 or not self._observes:
+            return
+        if self.verify is None:
+            one_row_s = device_s / (1 + ROW_COST * (rows - 1))
+            self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
+        if is_concurrent:
+            if self.verify_concurrent is None:
+                self.verify_concurrent = StepTimes(self.verify.grid)
+            self.verify_concurrent.observe(rows, device_s)
+        else:
+            self.verify.observe(rows, device_s)
+        self.has_seen_plain |= rows == 1
+        if wall_s is not None:
+            self._has_round_trip = True
+            self._round_trip.observe(max(wall_s - device_s, 0.0))
+
+    def observe_ping(self, wall_s: float) -> None:
+        """Count a ping of the target: its round trip, as long as no verify was measured."""
+        if not self._has_round_trip:  # the least of them, since the first one may have had a connection to make
+            self._least_ping_s = min(wall_s, self._least_ping_s)
+            self._round_trip = RunningMedian(self._least_ping_s)
+
+    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
+        """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
+        self.num_proposals += 1
+        levels, device_s = timings.num_forwards, timings.device_ms / 1e3
+        if levels <= 0 or device_s <= 0 or not self._observes:
+            return
+        rows = max(timings.num_tokens / levels, 1.0)
+        if self.draft is None:
+            self.draft = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
+        self.draft.observe(levels, rows, device_s, wall_s)
+
+    def observe_overhead(self, overhead_s: float) -> None:
+        """Count the part of a round outside its verify and outside of waiting for the draft."""
+        if self._observes:
+            self._overhead.observe(max(overhead_s, 0.0))
+
+    def count_steps_away(self, nodes: int) -> int:
+        """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
+        if self.verify is None:
+            return 0
+        forwards = self._round_trip.value / self.verify.seconds(nodes + 1)
+        return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
+
+    def draft_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds in which the draft's device grows a tree of so many nodes, evenly over its levels."""
+        return depth * self.draft.level.seconds(-(-nodes // depth)) if self.draft is not None and depth else 0.0
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from specsplit.core.types import Timings
 from specsplit.speculation.constants import PACE_MEMORY, ROW_GRID
-from specsplit.speculation.cost_model import count_worth_verifying
 from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 
@@ -83,7 +82,7 @@ class Pace:
         if self._verify is None:
             return len(path_log_probs)
         tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
-        return count_worth_verifying(path_log_probs, tokens_per_s, self._verify)
+        return self._verify.count_worth_verifying(path_log_probs, tokens_per_s)
 
     def wait_s(self, path_log_probs: Sequence[float], waited_s: float) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.

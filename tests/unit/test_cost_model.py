@@ -19,7 +19,6 @@ from specsplit.speculation.cost_model import (
     RateCorrector,
     RoundMode,
     choose_plan,
-    count_worth_verifying,
     expected_by_nodes,
     round_s,
     tokens_per_s,
@@ -163,17 +162,17 @@ def test_a_running_median_shrugs_at_stalls_and_forgets():
 
 def test_a_node_is_verified_if_it_is_worth_its_rows():
     smooth = StepTimes({1: 10e-3, 101: 110e-3})  # a row more costs 1 ms
-    assert count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 300, smooth) == 3
-    assert count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 1000, smooth) == 0
-    assert count_worth_verifying([], 300, smooth) == 0
+    assert smooth.count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 300) == 3
+    assert smooth.count_worth_verifying(logs(0.9, 0.5, 0.31, 0.29, 0.1), 1000) == 0
+    assert smooth.count_worth_verifying([], 300) == 0
 
 
 def test_nodes_of_one_stair_are_weighed_together_and_rows_of_others_count():
     stairs = StepTimes({1: 10e-3, 2: 12e-3, 8: 12e-3, 9: 40e-3, 16: 40e-3})
     some = logs(*[0.5] * 7)
-    assert count_worth_verifying(some, 300, stairs) == 7, "the first alone is not worth its stair"
-    assert count_worth_verifying(some, 300, stairs, rows=3) == 5, "the next stair is not"
-    assert count_worth_verifying(some, 2000, stairs) == 0
+    assert stairs.count_worth_verifying(some, 300) == 7, "the first alone is not worth its stair"
+    assert stairs.count_worth_verifying(some, 300, rows=3) == 5, "the next stair is not"
+    assert stairs.count_worth_verifying(some, 2000) == 0
 
 
 def grown_by_definition(profile: Profile, depth: int, branching: int, count: int) -> float:
