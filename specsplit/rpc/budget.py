@@ -1,15 +1,15 @@
-"""How many bytes of requests a server takes on at once, over all connections. Knows neither calls nor contents."""
+"""Limits the bytes of requests that a server holds at once, over all connections. Knows neither calls nor contents."""
 
 from __future__ import annotations
 
 MAX_REQUEST_BYTES = 64 << 20
-"""Of all requests being decoded and served: four of the largest, and a few times as much once they are decoded."""
+"""Sum over all requests being decoded and served. It admits four of the largest; decoded they take some times more."""
 SMALL_BYTES = 64 << 10
-"""A round, or a prompt of some ten thousand tokens."""
+"""Size up to which a request counts as small: a round, or a prompt of some ten thousand tokens."""
 
 
 class ByteBudget:
-    """Room for requests; of it large ones leave a quarter to small ones, so that nobody's rounds wait for prompts."""
+    """Bytes that requests may take; large ones leave a quarter to small ones, so that rounds never wait for prompts."""
 
     def __init__(self, num_bytes: int = MAX_REQUEST_BYTES) -> None:
         self._limit = num_bytes
@@ -20,7 +20,9 @@ class ByteBudget:
         return self._used
 
     def take(self, num_bytes: int) -> bool:
-        """Take room for a request, to be given back, and return whether there was; one alone always has it."""
+        """Take room for a request, to be given back later; return False if there is none."""
+        # [ small and large: 3/4 | small only: 1/4 ]. A request that comes alone is taken whatever its size, or it never
+        # would be.
         limit = self._limit if num_bytes <= SMALL_BYTES else self._limit * 3 // 4
         if self._used and self._used + num_bytes > limit:
             return False
@@ -28,5 +30,5 @@ class ByteBudget:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Give back what was taken."""
+        """Give back the room of a request."""
         self._used -= num_bytes

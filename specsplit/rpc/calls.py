@@ -1,6 +1,7 @@
-"""What each call is asked and answers, as messages; knows nothing of how messages travel.
+"""Requests and answers of each call as messages, both ways; knows nothing of how messages travel.
 
-Encoders of requests raise InvalidRequest, the caller's mistake; encoders of answers raise ValueError, an engine's.
+Encoders of requests raise InvalidRequest, a mistake of the caller; encoders of answers raise ValueError, one of the
+engine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ P = ParamSpec("P")
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Return the message of `kind` that `data` holds.
+    """Return the message of `kind` in `data`.
 
     Raises:
-        InvalidRequest: it holds none.
+        InvalidRequest: the bytes are no such message.
     """
     message = kind()
     try:
@@ -47,12 +48,13 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def _request(encode: Callable[P, M]) -> Callable[P, M]:
-    """Refuse what the wire cannot say in the caller's words; protobuf raises bare ValueErrors and TypeErrors."""
+    """Make an encoder raise InvalidRequest for a value that no message can carry."""
 
     @wraps(encode)
     def checked(*args: P.args, **kwargs: P.kwargs) -> M:
         try:
             return encode(*args, **kwargs)
+        # protobuf raises these without saying which field of ours was wrong.
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"The request holds a value that no message can carry: {error}.") from error
 
@@ -61,7 +63,7 @@ def _request(encode: Callable[P, M]) -> Callable[P, M]:
 
 @_request
 def encode_end_session(session: str) -> common_pb2.EndSessionRequest:
-    """Return what EndSession of either service is asked.
+    """Return the request of EndSession, of either service.
 
     Raises:
         InvalidRequest: a value that no message can carry.
@@ -71,7 +73,7 @@ def encode_end_session(session: str) -> common_pb2.EndSessionRequest:
 
 @_request
 def encode_get_tokenizer(known_hash: str) -> target_pb2.GetTokenizerRequest:
-    """Return what TargetService.GetTokenizer is asked.
+    """Return the request of TargetService.GetTokenizer.
 
     Raises:
         InvalidRequest: a value that no message can carry.
@@ -81,7 +83,7 @@ def encode_get_tokenizer(known_hash: str) -> target_pb2.GetTokenizerRequest:
 
 @_request
 def encode_drafts_request(turn: Turn, known_nodes: int, budget: Budget) -> draft_pb2.GenerateDraftsRequest:
-    """Return what DraftService.GenerateDrafts is asked.
+    """Return the request of DraftService.GenerateDrafts.
 
     Raises:
         InvalidRequest: a value that no message can carry.
@@ -99,7 +101,7 @@ def decode_drafts_request(message: draft_pb2.GenerateDraftsRequest) -> tuple[Tur
     """Return turn, known nodes and budget.
 
     Raises:
-        InvalidRequest: see `decode_turn`; or a budget of nothing, or beyond what a tree may hold.
+        InvalidRequest: the turn is wrong (see `decode_turn`), or the budget is zero or larger than a tree may be.
     """
     limits = message.budget
     for name in ("max_new_nodes", "max_depth", "max_branching"):
@@ -111,7 +113,7 @@ def decode_drafts_request(message: draft_pb2.GenerateDraftsRequest) -> tuple[Tur
 
 @_request
 def encode_verify_request(turn: Turn, proposal: Proposal) -> target_pb2.VerifyDraftsRequest:
-    """Return what TargetService.VerifyDrafts is asked.
+    """Return the request of TargetService.VerifyDrafts.
 
     Raises:
         InvalidRequest: a value that no message can carry.
@@ -120,7 +122,8 @@ def encode_verify_request(turn: Turn, proposal: Proposal) -> target_pb2.VerifyDr
 
 
 def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -> target_pb2.VerifyDraftsResponse:
-    """Return the answer to the verify of `proposal`; the nodes verified are left out where they are all of its own."""
+    """Return the answer to the verify of `proposal`."""
+    # Mostly every node of the proposal is verified; the numbers are sent only if they differ.
     is_trimmed = verdict.verified != _numbers(proposal)
     return target_pb2.VerifyDraftsResponse(
         accepted=verdict.accepted,
@@ -138,6 +141,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
     Raises:
         InvalidRequest: no bonus token, or nodes that `proposal` does not have.
     """
+    # A target of another version, or a broken one, must not bring our token tree out of step: every number is checked.
     numbers = _numbers(proposal)
     accepted = tuple(message.accepted)
     require(len(message.token_ids) == len(accepted) + 1, "token_ids", "A verdict has one bonus token, always.")
@@ -172,7 +176,7 @@ def encode_open(turn: Turn, limits: StreamLimits) -> target_pb2.VerifyStreamRequ
 
 @_request
 def encode_propose(proposal: Proposal, *, is_more_coming: bool) -> target_pb2.VerifyStreamRequest:
-    """Return what hands nodes to a stream.
+    """Return the message that adds nodes to a stream.
 
     Raises:
         InvalidRequest: a value that no message can carry.
@@ -185,7 +189,7 @@ def decode_open(message: target_pb2.VerifyStreamRequest) -> tuple[Turn, StreamLi
     """Return turn and limits of a stream's first message.
 
     Raises:
-        InvalidRequest: it is no Open; see `decode_turn`; or limits of nothing, or beyond what a tree may hold.
+        InvalidRequest: it is no Open, its turn is wrong (see `decode_turn`), or a limit is zero or too large.
     """
     require(message.WhichOneof("body") == "open", "open", "A stream begins with Open.")
     opening = message.open
@@ -197,7 +201,7 @@ def decode_open(message: target_pb2.VerifyStreamRequest) -> tuple[Turn, StreamLi
 
 
 def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifyStreamResponse:
-    """Return what tells a commit."""
+    """Return the message of a commit."""
     commit = target_pb2.Commit(
         accepted=verdict.accepted,
         token_ids=verdict.token_ids,
@@ -209,7 +213,7 @@ def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifySt
 
 
 def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
-    """Return a commit's verdict; whether the client knows its nodes is the client's to see.
+    """Return the verdict of a commit; the client checks that it knows the nodes.
 
     Raises:
         InvalidRequest: no bonus token, a path that does not rise, or a node accepted that was not verified.
@@ -230,7 +234,7 @@ def _numbers(proposal: Proposal) -> tuple[int, ...]:
 def encode_score_request(
     prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]]
 ) -> target_pb2.ScoreRequest:
-    """Return what TargetService.Score is asked.
+    """Return the request of TargetService.Score.
 
     Raises:
         InvalidRequest: a value that no message can carry.

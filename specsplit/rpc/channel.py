@@ -1,6 +1,6 @@
-"""One connection to one worker: bytes out, bytes in, and every failure in the error tree. Knows no message.
+"""One connection to one worker: sends and receives bytes, and turns every failure into an error of the tree.
 
-The one place where a client meets grpc: each call has a deadline, and trace context while spans are on.
+Only here does a client use grpc: each call has a deadline, and trace context while spans are on. Knows no message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specsplit.telemetry import spans
 
 
 class WorkerChannel:
-    """A channel made with the first call, on the loop that runs it; `peer` names the worker in errors."""
+    """A channel, made with the first call on the loop of that call; `peer` names the worker in errors."""
 
     def __init__(self, address: str, peer: str) -> None:
         self._target = dial_target(address)
@@ -33,7 +33,7 @@ class WorkerChannel:
 
         Raises:
             LinkError: the worker cannot be reached, is late, or failed.
-            SpecSplitError: what the worker answered.
+            SpecSplitError: the worker answered with this error.
         """
         call = self._method(method, "unary_unary")(request, timeout=timeout_s, metadata=spans.inject())
         try:
@@ -79,13 +79,15 @@ class WorkerChannel:
         return self._methods[name]
 
     def raise_if_closed(self) -> None:
-        """Tell the end of the channel, which grpc.aio reports as a cancellation, from one of the caller."""
+        """Raise WorkerUnreachable if a call was cancelled because the channel was closed."""
+        # grpc.aio reports a closed channel as a cancellation of the call. If the task itself was cancelled,
+        # `cancelling` is above 0, and the cancellation has to go on.
         task = asyncio.current_task()
         if self._is_closed and task is not None and not task.cancelling():
             raise WorkerUnreachable(f"{self._peer}: the connection was closed during the call.") from None
 
     def error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
-        """Return the error of the tree that a failed call means."""
+        """Return the error of the tree for a failed call."""
         return error_of(failure, self._peer)
 
     def closed(self) -> WorkerClosed:
@@ -93,7 +95,7 @@ class WorkerChannel:
         return WorkerClosed(f"{self._peer}: the connection has been closed; make a new one.")
 
     def cut(self) -> SpecSplitError:
-        """Return the error for a stream that is over before its time."""
+        """Return the error for a stream that ended too early."""
         return WorkerUnreachable(f"{self._peer} ended the stream.")
 
 
@@ -103,31 +105,32 @@ class Duplex:
     def __init__(self, call: Any, channel: WorkerChannel) -> None:
         self._call, self._channel = call, channel
         self._lost: SpecSplitError | None = None
-        """What a write failed with."""
+        """Error of a write that failed."""
 
     async def write(self, data: bytes) -> None:
-        """Send a message, once the peer has room for it.
+        """Send a message when the peer has room for it.
 
         Raises:
-            LinkError, SpecSplitError: the call has failed, and with what.
+            LinkError, SpecSplitError: the call has failed with this error.
         """
         try:
             await self._call.write(data)
         except grpc.aio.AioRpcError as failure:
-            # Its own INTERNAL is how grpc.aio says that the call ended under the write.
+            # grpc.aio reports INTERNAL of its own if the call ends during the write.
             is_cut = failure.code() is grpc.StatusCode.INTERNAL
             self._lost = self._channel.cut() if is_cut else self._channel.error(failure)
-            self._let_go()
+            self._abort()
             raise self._lost from failure
         except asyncio.InvalidStateError:
-            await self.read()  # raises what the call failed with
+            # The call has ended before; reading raises the error it ended with, if there was one.
+            await self.read()
             raise self._channel.cut() from None
         except asyncio.CancelledError:
             self._channel.raise_if_closed()
             raise
 
     async def read(self) -> bytes | None:
-        """Return the next message, None where the peer has ended the call well; raises as `write` does."""
+        """Return the next message, None if the peer has ended the call in order; raises as `write` does."""
         try:
             data = await self._call.read()
         except grpc.aio.AioRpcError as failure:
@@ -140,16 +143,17 @@ class Duplex:
         return None if data is grpc.aio.EOF else cast(bytes, data)
 
     async def end(self) -> None:
-        """Say that nothing more will be sent; a call that is over has nothing to be told."""
+        """Close our direction of the call; on a call that is over this does nothing."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.done_writing()
 
     def cancel(self) -> None:
-        """Break the call off; again does nothing."""
+        """Break the call off; doing so again has no effect."""
         self._call.cancel()
 
-    def _let_go(self) -> None:
-        """Break off beneath grpc.aio: for a call whose write met its end it does nothing itself and keeps a task."""
+    def _abort(self) -> None:
+        """Break off the call beneath grpc.aio."""
+        # After a write that failed, its own `cancel` does nothing and a task of the call stays for ever.
         beneath = getattr(self._call, "_cython_call", None)
         if beneath is not None:
             beneath.cancel("a write failed")

@@ -1,4 +1,4 @@
-"""Drafter and Verifier over gRPC. No call is tried again here: what a worker executed is the orchestrator's to know."""
+"""Drafter and Verifier over gRPC. No call is retried here: the orchestrator decides, since it knows the session."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ _SERVICES: dict[Role, str] = {"draft": "/specsplit.v1.DraftService/", "target": 
 
 @dataclass(frozen=True, slots=True)
 class PingDetails:
-    """What one ping tells of a worker and of the way to it."""
+    """Identity and clock of a worker and the round trip to it, from one ping."""
 
     identity: Identity
     version: str
-    """Of the worker's package."""
+    """Version of the worker's package."""
     clock_skew_ms: float
-    """How far the worker's clock is ahead of ours, give or take half the round trip."""
+    """Lead of the worker's clock over ours, give or take half the round trip."""
     round_trip_ms: float
 
 
 class _RemoteWorker:
-    """What both clients share; one connection, made with the first call."""
+    """The part common to both clients: one connection, made with the first call, ping and the end of sessions."""
 
     role: Role
 
@@ -77,16 +77,16 @@ class _RemoteWorker:
         self._rounds = RoundsClient(self._channel, _SERVICES[self.role] + "Rounds", self._peer)
 
     async def ping(self) -> Identity:
-        """Return who is there.
+        """Return the identity of the worker.
 
         Raises:
             PeerMismatch: a worker of another role or protocol version, or no worker.
-            LinkError: it cannot be reached or does not behave.
+            LinkError: it cannot be reached or answers nonsense.
         """
         return (await self.ping_details()).identity
 
     async def ping_details(self) -> PingDetails:
-        """Return who is there, its version, its clock and the round trip; raises as `ping` does."""
+        """Return identity, version, clock and round trip of the worker; raises as `ping` does."""
         try:
             details = await self._ping(self.role)
         except PeerMismatch as mismatch:
@@ -102,8 +102,9 @@ class _RemoteWorker:
         return details
 
     async def close(self, session: str) -> None:
-        """Free the session's slot; a worker that cannot be reached has nothing to free."""
+        """Free the session's slot, if the worker can be reached."""
         request = calls.encode_end_session(session)
+        # Without this call the slot is freed as well, when the session's time to live is over.
         with suppress(LinkError, WorkerClosed):
             await self._call(
                 "EndSession", request, common_pb2.EndSessionResponse, min(CLOSE_TIMEOUT_S, self._call_timeout_s)
@@ -126,18 +127,16 @@ class _RemoteWorker:
         return self._read(lambda: calls.parse(kind, answer)), len(data), len(answer)
 
     async def _round(self, method: str, request: Message, kind: type[M]) -> tuple[M, int, int]:
-        """Do the same for a round, over the stream that the rounds of all sessions share.
-
-        A large request is a call of its own: it may be refused for its size, and others would wait behind it.
-        """
+        """Do the same for a round, over the stream that the rounds of all sessions share."""
         data = request.SerializeToString()
+        # A large request is a call of its own: it may be refused for its size, and others would wait behind it.
         if len(data) > SMALL_BYTES:
             return await self._call(method, request, kind)
         answer, num_sent, num_received = await self._rounds.call(data, self._call_timeout_s)
         return self._read(lambda: calls.parse(kind, answer)), num_sent, num_received
 
     def _read(self, decode: Callable[[], A]) -> A:
-        """Decode what the worker answered: if that is malformed, it is the worker's fault, not the request's."""
+        """Decode an answer; if it is malformed, the error blames the worker, not the request."""
         try:
             return decode()
         except InvalidRequest as error:
@@ -148,6 +147,7 @@ class _RemoteWorker:
         start_s, start_us = time.perf_counter(), time.time_ns() / 1e3
         answer, _, _ = await self._call("Ping", common_pb2.PingRequest(), common_pb2.PingResponse, timeout_s, role)
         round_trip_ms = (time.perf_counter() - start_s) * 1e3
+        # As in NTP, the worker is taken to have read its clock half a round trip after we sent.
         return PingDetails(
             identity=self._read(lambda: codec.decode_identity(answer.identity)),
             version=answer.identity.version,
@@ -156,7 +156,7 @@ class _RemoteWorker:
         )
 
     async def _named(self, mismatch: PeerMismatch) -> PeerMismatch:
-        """Return a better sentence if what is there is a worker of the other role."""
+        """Return a better sentence if there is a worker of the other role at the address."""
         try:
             return self._wrong_role((await self._ping("draft" if self.role == "target" else "target")).identity)
         except SpecSplitError:
@@ -175,7 +175,7 @@ class RemoteDrafter(_RemoteWorker):
     role: Role = "draft"
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
-        """Grow the session's tree; raises what the worker does, or LinkError."""
+        """Grow the session's tree; raises the worker's error, or LinkError."""
         request = calls.encode_drafts_request(turn, known_nodes, budget)
         answer, sent, received = await self._round("GenerateDrafts", request, draft_pb2.GenerateDraftsResponse)
 
@@ -192,7 +192,7 @@ class RemoteVerifier(_RemoteWorker):
     role: Role = "target"
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        """Have the tree verified; raises what the worker does, or LinkError."""
+        """Have the tree verified; raises the worker's error, or LinkError."""
         request = calls.encode_verify_request(turn, proposal)
         answer, sent, received = await self._round("VerifyDrafts", request, target_pb2.VerifyDraftsResponse)
 
@@ -203,7 +203,7 @@ class RemoteVerifier(_RemoteWorker):
         return self._read(decode)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> RemoteStream:
-        """Begin to stream; what fails, the target's refusal included, shows with the first commit."""
+        """Begin to stream; a failure, such as a refusal of the target, shows with the first commit."""
         opening = calls.encode_open(turn, limits).SerializeToString()
         return RemoteStream(
             self._channel,
@@ -217,7 +217,7 @@ class RemoteVerifier(_RemoteWorker):
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
     ) -> Scores:
-        """Return the log-probability of each scored token; raises what the worker does, or LinkError."""
+        """Return the log-probability of each scored token; raises the worker's error, or LinkError."""
         request = calls.encode_score_request(prompt, scored, logit_bias)
         answer, sent, received = await self._call("Score", request, target_pb2.ScoreResponse)
 
@@ -228,7 +228,7 @@ class RemoteVerifier(_RemoteWorker):
         return self._read(decode)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
-        """Return the target's tokenizer, whole; raises what the worker does, or LinkError."""
+        """Return all files of the target's tokenizer; raises the worker's error, or LinkError."""
         request = calls.encode_get_tokenizer(known_hash).SerializeToString()
         reader = TokenizerReader()
         path = _SERVICES[self.role] + "GetTokenizer"

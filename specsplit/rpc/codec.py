@@ -1,7 +1,7 @@
-"""Core types to messages and back, every field; knows nothing of calls, channels or engines.
+"""Core types to messages and back, field by field; knows nothing of calls, channels or engines.
 
-What arrives is checked for what the types need, whoever sent it; what a model allows is the engine's to check.
-Decoders raise InvalidRequest and nothing else. Encoders raise protobuf's ValueError where no message can say it.
+Decoders check everything that the types need, whoever sent it, and raise nothing but InvalidRequest; an engine checks
+the limits of its model. Encoders raise protobuf's ValueError for a value that no message can carry.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def decode_bias(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int,
     """Return the biases as pairs.
 
     Raises:
-        InvalidRequest: ids and values are no pairs, too many, or a value is not finite.
+        InvalidRequest: ids and values differ in number, are too many, or a value is not finite.
     """
     require(len(ids) == len(values), "logit_bias", f"logit_bias has {len(ids)} ids, but {len(values)} values.")
     require_at_most(MAX_TAIL, ids, "logit_bias")
@@ -157,6 +157,8 @@ def encode_tree(proposal: Proposal) -> common_pb2.Tree:
     Raises:
         ValueError: a number that no message can carry, or a parent that does not precede its node.
     """
+    # Distances are small, so most parents take one byte; a child of the root has distance 0, not its own number.
+    # A log-probability travels as a byte, in sixteenths below 0.
     return common_pb2.Tree(
         first_node=proposal.first_node,
         root_position=proposal.root_position,
@@ -204,7 +206,7 @@ def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Pro
 
 
 def encode_telemetry(timings: Timings, span_id: bytes = b"") -> common_pb2.Telemetry:
-    """Return the message of `timings`; bytes are counted by the client, so they do not travel."""
+    """Return the message of `timings`; the client counts the bytes itself."""
     return common_pb2.Telemetry(
         span_id=span_id,
         wall_ms=timings.wall_ms,
@@ -238,7 +240,7 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
 
 
 def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
-    """Return the message of a worker's identity; `version` is its package's."""
+    """Return the message of a worker's identity; `version` is the version of its package."""
     return common_pb2.Identity(
         role=_ROLES[identity.role],
         protocol_version=identity.protocol_version,
@@ -257,11 +259,12 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
 
 
 def _checked_hash(text: str) -> str:
-    """Return a hash that may become a folder's name.
+    """Return `text` if it is a hash.
 
     Raises:
         InvalidRequest: it is none.
     """
+    # The hash becomes the name of a folder in the cache, so a peer must not be able to write a path here.
     require(text == "" or (len(text) <= _MAX_HASH and text.isascii() and text.isalnum()), "hash", "A hash is none.")
     return text
 
@@ -270,7 +273,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
     """Return the identity of `message`.
 
     Raises:
-        InvalidRequest: its role is neither draft nor target, a hash is none, or step times cannot be.
+        InvalidRequest: its role is neither draft nor target, a hash is none, or step times are impossible.
     """
     is_known = message.role in _ROLES.values()
     require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")

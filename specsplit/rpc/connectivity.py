@@ -1,4 +1,4 @@
-"""Why an address cannot be reached, found out by trying: resolve, connect, hang up. Knows neither gRPC nor workers."""
+"""Finds out why an address cannot be reached: resolves it, connects, hangs up. Knows neither gRPC nor workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_S = 1.0
 
 
 async def why_unreachable(address: str, timeout_s: float = _LOOK_S) -> str | None:
-    """Return in words why no connection to `address`, HOST:PORT, comes about; None if one does.
+    """Return in words why no connection to `address`, HOST:PORT, can be made; None if one can.
 
     Raises:
         InvalidRequest: the address is malformed.
@@ -57,13 +57,15 @@ def _is_ip_address(host: str) -> bool:
 
 
 async def _resolved(host: str, port: int) -> list[str]:
-    """Return the IP addresses of `host`, in a thread that nobody has to wait for: a resolver takes its time.
+    """Return the IP addresses of `host`.
 
     Raises:
         OSError: it has none.
     """
     if _is_ip_address(host):
         return [host]
+    # A resolver may take minutes and cannot be cancelled. A daemon thread of ours is waited for by nobody; the loop's
+    # executor would hold up the end of the process.
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
@@ -81,11 +83,13 @@ async def _resolved(host: str, port: int) -> list[str]:
             found: list[str] | OSError = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         except OSError as failure:
             found = failure
-        except UnicodeError as failure:  # a label of more than 63 characters
+        # A label of more than 63 characters.
+        except UnicodeError as failure:
             found = OSError(str(failure))
         try:
             loop.call_soon_threadsafe(settle, found)
-        except RuntimeError:  # nobody waited for it, and the loop is closed
+        except RuntimeError:
+            # The loop is closed, so nobody waits for the answer any more.
             return
 
     threading.Thread(target=resolve, name="specsplit-resolve", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A call that streams both ways with its writer and its reader at work beside the caller. Knows no message."""
+"""A call that streams both ways, with a writer task and a reader task beside the caller. Knows no message."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specsplit.rpc.channel import Duplex
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 1.0
-"""How long the end of a stream waits for its last message to leave, and for the peer to end it too."""
+"""Longest wait at the end of a stream for its last message to leave and for the peer to end it."""
 
 
-class Pumped:
-    """Sends without waiting, and hands every message received to `take`; both stop with the call.
+class DuplexStream:
+    """Sends without waiting, and passes every message received to `take`; both stop with the call.
 
-    What `take` raises ends the call. `name` is that of the tasks.
+    An error that `take` raises ends the call. `name` is the name of the tasks.
     """
 
     def __init__(self, duplex: Duplex, take: Callable[[bytes], None], name: str) -> None:
@@ -29,7 +29,7 @@ class Pumped:
         self._has_outgoing = asyncio.Event()
         self._is_ending = False
         self._mistake: BaseException | None = None
-        """What the writer ended with that is no error of the call."""
+        """Exception of the writer that is a mistake of ours and no error of the call."""
         loop = asyncio.get_running_loop()
         self._writer = loop.create_task(self._write_all(), name=f"{name}-writer")
         self._reader = loop.create_task(self._read_all(), name=f"{name}-reader")
@@ -42,22 +42,22 @@ class Pumped:
         return self._reader.done()
 
     def check(self) -> None:
-        """Raise what the call failed with; once it is over."""
+        """Raise the error of the call, if it failed; call this when it is over."""
         if self._mistake is not None:
             raise self._mistake
         self._reader.result()
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Call `call` once nothing more will be received."""
+        """Call `call` when nothing more will be received."""
         self._reader.add_done_callback(lambda _: call())
 
     def send(self, data: bytes) -> None:
-        """Send a message as soon as those before it have left; what fails shows with the reader."""
+        """Send a message as soon as those before it have left; a failure shows with the reader."""
         self._outgoing.append(data)
         self._has_outgoing.set()
 
     def take_back(self, data: bytes) -> bool:
-        """Do not send a message after all; return False if it has left already."""
+        """Withdraw a message that waits to be sent; return False if it has left already."""
         try:
             self._outgoing.remove(data)
         except ValueError:
@@ -65,7 +65,7 @@ class Pumped:
         return True
 
     async def close(self, last: bytes | None = None, *, flush_s: float = _FLUSH_S) -> None:
-        """End the call in order, with a `last` message; one that the peer does not end in time is broken off."""
+        """End the call in order, with a `last` message; if the peer does not end it in time, break it off."""
         try:
             if not self._is_ending and not self._reader.done():
                 self._is_ending = True
@@ -84,7 +84,8 @@ class Pumped:
             self._take(data)
 
     async def _write_all(self) -> None:
-        with suppress(SpecSplitError):  # whoever reads hears of it
+        # An error of the call also reaches the reader, which reports it.
+        with suppress(SpecSplitError):
             while not (self._is_ending and not self._outgoing):
                 await self._has_outgoing.wait()
                 while self._outgoing:
@@ -96,16 +97,17 @@ class Pumped:
         self._writer.cancel()
         self._duplex.cancel()
         if not reader.cancelled():
-            _tell(reader.exception())
+            _log_mistake(reader.exception())
 
     def _writer_ended(self, writer: asyncio.Task[None]) -> None:
         if not writer.cancelled() and (mistake := writer.exception()) is not None:
             self._mistake = mistake
-            _tell(mistake)
-            self._duplex.cancel()  # nobody shall wait for an answer to what was not sent
+            _log_mistake(mistake)
+            # Nobody shall wait for the answer to a message that was never sent.
+            self._duplex.cancel()
 
 
-def _tell(error: BaseException | None) -> None:
-    """Log a mistake of ours; errors of the tree are for those who wait."""
+def _log_mistake(error: BaseException | None) -> None:
+    """Log a mistake of ours; an error of the tree is raised to those who wait."""
     if error is not None and not isinstance(error, SpecSplitError):
         _log.error("a stream ended by a mistake of ours", exc_info=error)

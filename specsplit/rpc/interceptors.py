@@ -1,6 +1,6 @@
-"""What surrounds every call on a server: the one exception boundary, time limit, drain, trace; knows no message.
+"""The frame around every call on a server: exception boundary, time limit, drain, trace. Knows no message.
 
-The client's side of it (deadline, trace context) is in `channel`: an interceptor there costs a task a call.
+The client's part (deadline, trace context) is in `channel`, since an interceptor there would cost a task a call.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _OF_ROUNDS = {
 }
 """Streams of rounds, and the call that each of their messages stands for."""
 SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession"})
-"""Methods that a draining worker still answers, for the sessions that it has."""
+"""Methods that a draining worker still answers, for its open sessions."""
 
 
 def draining() -> WorkerUnreachable:
-    """Return the error for what a draining worker does not begin any more."""
+    """Return the error for a new session or call at a draining worker."""
     return WorkerUnreachable("The worker is shutting down and takes nothing new.")
 
 
@@ -63,15 +63,15 @@ class Boundary(grpc.aio.ServerInterceptor):
         return self._num_running
 
     def refuse(self, answered: frozenset[str] = SESSION_METHODS) -> None:
-        """Refuse every new call from now on, except of the methods `answered`; calls that run go on."""
+        """Refuse new calls from now on, except those of the methods `answered`; running calls go on."""
         self._answered = answered
 
     def end_rounds(self) -> None:
-        """End every stream of rounds once what it has in hand is answered."""
+        """End every stream of rounds when the rounds it has read are answered."""
         self._ending_rounds.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no call runs, at most `timeout_s`; return whether that is so."""
+        """Wait until no call runs, at most `timeout_s`; return False if the time was over first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -132,7 +132,8 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         async def read() -> bytes | None:
             data = cast(object, await context.read())
-            return data if isinstance(data, bytes) else None  # or grpc's EOF
+            # At the end grpc returns its EOF object.
+            return data if isinstance(data, bytes) else None
 
         async def serve(request: bytes, trace: Metadata) -> bytes | Status:
             name = _OF_ROUNDS[method]
@@ -154,10 +155,8 @@ class Boundary(grpc.aio.ServerInterceptor):
         context: Context,
         limit_s: float | None,
     ) -> T:
-        """Run one call, whose error becomes its status.
-
-        Streams both ways last as long as what they serve, so they have no limit.
-        """
+        """Run one call, whose error becomes its status; `limit_s` is None for a stream both ways."""
+        # Such a stream lasts as long as its session, so no limit would be right for it.
         outcome = await self._counted(serve, num_bytes, method.rpartition("/")[2], metadata, limit_s)
         if isinstance(outcome, Status):
             return await context.abort_with_status(of_call(outcome))
@@ -166,7 +165,7 @@ class Boundary(grpc.aio.ServerInterceptor):
     async def _counted(
         self, serve: Callable[[], Awaitable[T]], num_bytes: int, name: str, metadata: Metadata, limit_s: float | None
     ) -> T | Status:
-        """Run one call or round: counted, within the budget, traced, in time."""
+        """Run one call or round within the budget of bytes and the time limit; count and trace it."""
         self._num_running += 1
         self._idle.clear()
         has_room = self._budget.take(num_bytes)
@@ -182,7 +181,8 @@ class Boundary(grpc.aio.ServerInterceptor):
     async def _outcome(
         self, serve: Callable[[], Awaitable[T]], has_room: bool, name: str, metadata: Metadata, limit_s: float | None
     ) -> T | Status:
-        """Return the answer, or the status of the error, which is let go of with all that its frames have decoded."""
+        """Return the answer, or the status of the error."""
+        # The error itself is not kept: its traceback holds frames, and these the decoded request.
         try:
             if self._answered is not None and name not in self._answered:
                 raise draining()
@@ -201,7 +201,7 @@ def _no_room() -> NoFreeSlot:
 
 
 class _Metered:
-    """The messages of one stream; room for its first one, which may hold a whole prompt, is taken until the end."""
+    """The messages of one stream; its first one, which may hold a whole prompt, takes room until the stream ends."""
 
     def __init__(self, requests: AsyncIterator[bytes], budget: ByteBudget) -> None:
         self._requests, self._budget = requests, budget

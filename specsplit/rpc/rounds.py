@@ -1,6 +1,6 @@
 """The rounds of all sessions of a connection over one stream, both ends. Knows neither turns nor trees.
 
-A call of its own costs a round twice what a message in an open stream does. See docs/adr/0009.
+A unary call costs a round twice as much as a message in an open stream (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from specsplit.core.errors import (
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
-from specsplit.rpc.duplex import Pumped
+from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
 MAX_AT_ONCE = 1024
-"""Rounds of one stream that a server has in hand; more are refused."""
+"""Largest number of unanswered rounds of one stream at a server; more are refused."""
 _FLUSH_S = 1.0
-"""How long the end of a stream waits for a client that takes its last answers slowly."""
+"""Longest wait at the end of a stream for a client that reads its last answers slowly."""
 _CLOSE_S = 0.2
-"""How long a client that is closed waits for the worker to end its stream."""
+"""Longest wait of a closing client for the worker to end its stream."""
 _TRACE_BYTES = 4096
-"""What the trace context and the rest of a message may add to its request."""
+"""Bytes that trace context and envelope may add to a request."""
 Trace = Iterable[tuple[str, str]]
 Serve = Callable[[bytes, Trace], Awaitable[bytes | Status]]
-"""Answers one round with the caller's trace context; what fails is said in the status."""
+"""Answers one round with the caller's trace context; a failure is returned as a status."""
 
 
 class RoundsClient:
-    """The rounds of one worker's sessions; the stream is opened with the first one, and anew after it has broken."""
+    """The rounds of one worker's sessions, over a stream that is opened when a round finds none."""
 
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._method, self._peer = channel, method, peer
-        self._line: _Line | None = None
+        self._stream: _RoundStream | None = None
         self._is_closed = False
 
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
@@ -59,32 +59,32 @@ class RoundsClient:
 
         Raises:
             LinkError: the worker cannot be reached, is late, or failed.
-            SpecSplitError: what the worker answered.
+            SpecSplitError: the worker answered with this error.
         """
-        line = self._line
+        stream = self._stream
         if self._is_closed:
             raise self._channel.closed()
-        if line is None or line.is_over:
-            line = self._line = _Line(self._channel, self._method, self._peer)
-        return await line.call(request, timeout_s)
+        if stream is None or stream.is_over:
+            stream = self._stream = _RoundStream(self._channel, self._method, self._peer)
+        return await stream.call(request, timeout_s)
 
     async def aclose(self) -> None:
         """End the stream; rounds under way fail."""
         self._is_closed = True
-        if self._line is not None:
-            await self._line.aclose()
+        if self._stream is not None:
+            await self._stream.aclose()
 
 
-class _Line:
-    """One stream, from its opening to its end."""
+class _RoundStream:
+    """One stream at the client, from its opening to its end."""
 
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._peer = channel, peer
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[tuple[bytes, int]]] = {}
-        """For the response to a call and the bytes of its message."""
+        """Futures of the response and the size of its message, by the id of the call."""
         self._last_id = 0
-        self._stream = Pumped(channel.duplex(method), self._take, "specsplit-rounds")
+        self._stream = DuplexStream(channel.duplex(method), self._take, "specsplit-rounds")
         self._stream.when_over(self._end)
 
     @property
@@ -106,7 +106,8 @@ class _Line:
             return response, len(data), num_received
         finally:
             timer.cancel()
-            if self._waiting.pop(call_id, None) is not None:  # nothing came for it
+            # Still there, so no answer has come: the caller was cancelled or too late.
+            if self._waiting.pop(call_id, None) is not None:
                 self._withdraw(call_id, data)
 
     def _withdraw(self, call_id: int, data: bytes) -> None:
@@ -115,7 +116,7 @@ class _Line:
             self._stream.send(withdrawn.SerializeToString())
 
     def _take(self, data: bytes) -> None:
-        """Give an answer to its caller, who may be gone."""
+        """Pass an answer to its caller, if that still waits."""
         try:
             answer = parse(common_pb2.RoundAnswer, data)
         except InvalidRequest as error:
@@ -136,10 +137,11 @@ class _Line:
             waiter.set_exception(DeadlineExceeded(f"{self._peer} gave no answer in time."))
 
     def _end(self) -> None:
-        """Tell those who still wait that nothing will come; what ended the stream was not theirs, whatever it was."""
+        """Fail the calls that still wait, since the stream has ended."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             if not waiter.done():
+                # An error each: raising one object in several tasks would mix their tracebacks.
                 waiter.set_exception(self._error())
 
     def _error(self) -> SpecSplitError:
@@ -161,7 +163,7 @@ class _Line:
 
 
 class ServedRounds:
-    """One stream at the server, whose rounds are answered each as soon as it can be; `read` gives None at its end."""
+    """One stream at the server; each round is answered as soon as it is ready. `read` returns None at the end."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class ServedRounds:
     ) -> None:
         self._read, self._write, self._serve = read, write, serve
         self._under_way: dict[int, asyncio.Task[None]] = {}
-        """Rounds without an answer yet, which may still be withdrawn."""
+        """Unanswered rounds, which may still be withdrawn."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._last_id = 0
@@ -187,14 +189,16 @@ class ServedRounds:
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
-            reading.cancel()  # what has not been read is for another worker
+            # Rounds that have not been read go to another worker.
+            reading.cancel()
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
             await to_its_end(self._end({reading, stopping}))
 
     async def _end(self, own: set[asyncio.Task[Any]]) -> None:
-        """End what has no answer yet; an answer that is being written leaves first, or the stream never would end."""
+        """Cancel the unanswered rounds and end the stream."""
+        # grpc never ends a stream whose write was cancelled, so an answer that is being written leaves first.
         for task in own.union(self._under_way.values()):
             task.cancel()
         _, stuck = await asyncio.wait(own | self._tasks, timeout=_FLUSH_S)
@@ -214,8 +218,10 @@ class ServedRounds:
                         self._under_way[call.id].cancel()
                 case _:
                     raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
-            del data, call  # a request is its round's to hold
-            if len(self._tasks) >= 2 * MAX_AT_ONCE:  # refusals that the client does not read
+            # From here the task of the round holds the request; this frame would keep it until the next message.
+            del data, call
+            # Beyond MAX_AT_ONCE tasks only write refusals; a client that reads none of them is not read either.
+            if len(self._tasks) >= 2 * MAX_AT_ONCE:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
@@ -229,7 +235,8 @@ class ServedRounds:
             task = self._under_way[call_id] = self._start(
                 self._answer(call_id, call.request, tuple(call.trace.items()))
             )
-            task.add_done_callback(lambda _: self._under_way.pop(call_id, None))  # also if withdrawn before it began
+            # A task withdrawn before its first step never comes to remove itself.
+            task.add_done_callback(lambda _: self._under_way.pop(call_id, None))
 
     def _refuse(self, call_id: int, error: SpecSplitError) -> None:
         refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
@@ -245,8 +252,10 @@ class ServedRounds:
         try:
             outcome = await self._serve(request, trace)
         finally:
-            self._under_way.pop(call_id, None)  # a write is not to be broken off
-        del request  # its room is given back
+            # From here on the round cannot be withdrawn: a write must not be broken off.
+            self._under_way.pop(call_id, None)
+        # The budget has its bytes back, so the request itself may not stay while the answer is written.
+        del request
         answer = common_pb2.RoundAnswer(id=call_id)
         if isinstance(outcome, bytes):
             answer.response = outcome
@@ -256,7 +265,8 @@ class ServedRounds:
 
     async def _send(self, data: bytes) -> None:
         try:
-            async with self._writing:  # grpc takes one message at a time
+            # grpc takes one message at a time.
+            async with self._writing:
                 await self._write(data)
         except Exception:  # noqa: BLE001 - the client has gone, which the end of its messages tells
             _log.debug("an answer was not wanted any more", exc_info=True)

@@ -30,16 +30,16 @@ _NOT_SERVING = _health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Service(Protocol):
-    """What a server asks of each service that it runs; the draft's, the target's and a stage's have it."""
+    """A service as a server runs it; those of draft, target and stage implement it."""
 
     @property
     def name(self) -> str:
-        """Its full name on the wire, as health checks and reflection use it."""
+        """Full name on the wire, as health checks and reflection use it."""
         ...
 
     @property
     def methods_while_draining(self) -> frozenset[str]:
-        """Methods that it still answers while the server drains, until no session is open."""
+        """Methods that are still answered while the server drains, until no session is open."""
         ...
 
     @property
@@ -54,20 +54,20 @@ class Service(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End what the service itself began."""
+        """End the tasks that the service itself began."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server allows its callers."""
+    """Limits of a server for its callers."""
 
     max_call_s: float = MAX_CALL_S
-    """The longest that a call runs, whatever deadline its client set."""
+    """Longest time of a call, whatever deadline its client set."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    """A larger request is refused before it is received."""
+    """Size of the largest request; a larger one is refused before it is received."""
     max_request_bytes: int = MAX_REQUEST_BYTES
-    """All requests under way together; one too many is refused before it is parsed."""
+    """Size of all requests under way together; one too many is refused before it is parsed."""
 
 
 class Server:
@@ -75,7 +75,7 @@ class Server:
 
     def __init__(self, server: grpc.aio.Server, boundary: Boundary, services: Sequence[Service], address: str) -> None:
         self.address = address
-        """HOST:PORT, with the port that was really bound."""
+        """Address as HOST:PORT, with the port that was bound."""
         self._server, self._boundary, self._services = server, boundary, services
         self._health = _health.aio.HealthServicer()
         names = [service.name for service in services]
@@ -90,7 +90,7 @@ class Server:
         return self._boundary.num_running
 
     async def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
-        """Answer health checks so from now on; a server that drains stays not ready."""
+        """Set the answer to health checks; a draining server stays not ready."""
         is_ready = is_ready and is_live and not self._is_draining
         for name in self._ready_names:
             await self._set_health(name, _SERVING if is_ready else _NOT_SERVING)
@@ -103,15 +103,16 @@ class Server:
             await self._health.set(name, status)
 
     async def drain(self, grace_s: float = 10.0) -> None:
-        """Open no session any more, give those open `grace_s` seconds to end, then stop; again does no harm.
+        """Open no new session, give open ones `grace_s` seconds to end, then stop; doing so again does no harm.
 
-        The coordinator of a stage has that time to move its sessions to another one.
+        A coordinator has that time to move its sessions from this stage to another one.
         """
         end_s = asyncio.get_running_loop().time() + grace_s
         self._is_draining = True
         for service in self._services:
             service.refuse()
         methods = frozenset(name for service in self._services for name in service.methods_while_draining)
+        # Rounds of open sessions are still answered: [ no new session | no new call | stopped ].
         self._boundary.refuse(methods)
         for name in self._ready_names:
             await self._set_health(name, _NOT_SERVING)
@@ -144,7 +145,7 @@ async def serving(
 
     Raises:
         InvalidRequest: `listen` is malformed.
-        InvalidSettings: nothing can listen there, and why.
+        InvalidSettings: nothing can listen there; the message says why.
     """
     limits = limits or ServerLimits()
     host, port = parse_address(listen, listening=True)
@@ -170,8 +171,9 @@ def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, servic
 
 
 async def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind, and return the port; a trial bind goes first, since gRPC says why it failed only on stderr."""
+    """Bind, and return the port."""
     address = format_address(host, port)
+    # gRPC would say only on stderr why it cannot bind.
     await check_free(host, port)
     try:
         return server.add_insecure_port(address)
@@ -180,21 +182,24 @@ async def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 async def check_free(host: str, port: int) -> None:
-    """Refuse an address where nothing can listen.
+    """Raise if nothing can listen at the address.
 
     Raises:
-        InvalidSettings: it is in use, or none of this machine's.
+        InvalidSettings: it is in use, or no address of this machine.
     """
     address = format_address(host, port)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InvalidSettings(f"The host of {address} has no address here; listen at 0.0.0.0 or 127.0.0.1.") from error
+    # A name may have several addresses, of both IP versions. One in use is an error; one that this machine cannot
+    # bind is passed over if another works, as gRPC does.
     failures: list[OSError] = []
     for family, kind, protocol, _, bind_to in found:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # Otherwise a socket for all IPv6 addresses would also collide with one for IPv4.
                 if family == socket.AF_INET6:
                     trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 trial.bind(bind_to)

@@ -1,6 +1,6 @@
-"""The two services: decode, call the port, encode; nothing else. Their callers' limits are the engines' to keep.
+"""The services of draft and target: decode, call the port, encode. Engines check the limits of requests.
 
-Bytes in, bytes out: what cannot be parsed is then a request like any other bad one, and sizes are known for free.
+Handlers take and return bytes: a request that cannot be parsed is then refused like any other, and sizes are known.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ M = TypeVar("M", bound=Message)
 
 
 class WorkerService(ABC):
-    """What both services have in common: ping, the end of a session, and a drain that opens no new session."""
+    """The part common to both services: ping, the end of a session, and a drain that opens no new session."""
 
     name: str
     methods_while_draining = SESSION_METHODS
 
     def __init__(self, worker: Drafter | Verifier, num_sessions: Callable[[], int] = lambda: 0) -> None:
-        """Serve `worker`, which stays the caller's to close; a drain waits while `num_sessions` is above 0."""
+        """Serve `worker`, which the caller closes; a drain waits while `num_sessions` is above 0."""
         self._worker, self._num_sessions = worker, num_sessions
         self._is_draining = False
 
@@ -55,11 +55,11 @@ class WorkerService(ABC):
         return grpc.method_handlers_generic_handler(self.name, {**self._methods(), **common})
 
     def refuse(self) -> None:
-        """Open no session any more; those that are open go on."""
+        """Open no new session; open ones go on."""
         self._is_draining = True
 
     async def aclose(self) -> None:
-        """Leave the worker running: it is the caller's to close."""
+        """Leave the worker running: the caller closes it."""
         return
 
     @abstractmethod
@@ -153,7 +153,7 @@ def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcM
 
 
 def _rounds(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return what answers one round; the interceptor makes a stream of it."""
+    """Return the handler of one round; the interceptor makes a stream of it."""
     return cast(Any, grpc.stream_stream_rpc_method_handler)(_in_bytes(kind, serve))
 
 

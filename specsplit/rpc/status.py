@@ -1,6 +1,7 @@
-"""One table between the error tree and gRPC statuses, total both ways; a status is judged by its code and typed detail.
+"""Errors of the tree as gRPC statuses and back, by one table that is total both ways.
 
-Knows nothing of services or channels. Detail: `ErrorDetail` inside google.rpc.Status (grpc-status), never words.
+Code and typed detail (`ErrorDetail` inside google.rpc.Status) identify an error, never the words of its message. Knows
+nothing of services or channels.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
 _KINDS = {error.__name__: error for error in STATUS}
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _MAX_MESSAGE_BYTES = 1000
-"""It travels twice, percent-encoded and in the detail, and peers take 8 KiB of metadata."""
+"""Longest message: it travels twice, percent-encoded and in the detail, and peers take 8 KiB of metadata."""
 
 _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
     grpc.StatusCode.UNAVAILABLE: (
@@ -77,13 +78,15 @@ _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
         "{peer} would have to take or give a message that is too large; ask for less at a time.",
     ),
 }
-"""What a status without our detail means: it comes from gRPC itself or from a process that is none of ours."""
+"""Errors for a status without our detail, which comes from gRPC itself or from a process that is none of ours."""
 
 
 def status_of(error: Exception) -> status_pb2.Status:
-    """Return the status that says `error`; of one outside the tree nothing but that the worker failed."""
+    """Return the status of `error`; an error outside the tree becomes WorkerFailed."""
+    # Its text may hold paths or a prompt, which is for our own log only.
     if not isinstance(error, SpecSplitError):
         error = WorkerFailed("The worker failed on this request; its own log says more.")
+    # A subclass that has no row of its own, as in tests, travels as the nearest class that has one.
     kind = next(kind for kind in type(error).__mro__ if kind in STATUS)
     detail = common_pb2.ErrorDetail(
         kind=kind.__name__,
@@ -98,7 +101,7 @@ def status_of(error: Exception) -> status_pb2.Status:
 
 
 def of_call(status: status_pb2.Status) -> grpc.Status:
-    """Return the status as a call ends with it."""
+    """Return the status in the form in which a call ends."""
     return cast(grpc.Status, cast(Any, rpc_status).to_status(status))
 
 
@@ -107,16 +110,17 @@ def _bounded(message: str) -> str:
 
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> SpecSplitError:
-    """Return the error of the tree that a failed call means; `peer` names the worker at the start of a sentence."""
+    """Return the error of the tree for a failed call; `peer` names the worker at the start of a sentence."""
     try:
         rich: status_pb2.Status | None = cast(Any, rpc_status).from_call(failure)
-    except (DecodeError, ValueError):  # a peer that is none of ours may send anything
+    except (DecodeError, ValueError):
+        # A peer that is none of ours may send anything.
         rich = None
     return _error(rich, failure.code(), failure.details() or "", peer)
 
 
 def error_said(data: bytes, peer: str) -> SpecSplitError:
-    """Return the error of the tree that a status within a message means."""
+    """Return the error of the tree for a status within a message."""
     rich = status_pb2.Status()
     try:
         rich.ParseFromString(data)

@@ -1,4 +1,4 @@
-"""What a serving process does beside its calls: frees idle sessions, retries a failed device, answers health checks."""
+"""Tasks of a serving process beside its calls: freeing idle sessions, retrying a failed device, health checks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ async def retry_device(engine: SupervisedEngine) -> None:
     """Run a forward of our own on a device that failed: nobody sends work to a server that is not ready."""
     while True:
         await asyncio.sleep(LOOK_S)
-        with contextlib.suppress(Exception):  # the engine has counted the failure
+        # The engine itself has counted a failure, so its error says nothing new here.
+        with contextlib.suppress(Exception):
             await engine.check_device()
 
 

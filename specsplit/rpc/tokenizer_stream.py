@@ -1,4 +1,4 @@
-"""A tokenizer's files as the messages of one stream and back, bounded and whole; knows nothing of what is in them."""
+"""A tokenizer's files as the messages of one stream and back, limited in size. Knows nothing of their contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOKENIZER_BYTES = 64 << 20
 MAX_FILES = 64
 _PIECE_BYTES = 256 << 10
 _FILE_NAME = re.compile(r"[^./\\:\0][^/\\:\0]{0,127}")
-"""A plain name: whoever keeps the files writes them under it."""
+"""Matches a plain file name."""
 
 
 def encode_tokenizer(tokenizer: TokenizerFiles) -> Iterator[target_pb2.GetTokenizerResponse]:
@@ -21,6 +21,7 @@ def encode_tokenizer(tokenizer: TokenizerFiles) -> Iterator[target_pb2.GetTokeni
     size = sum(map(len, tokenizer.files.values()))
     yield target_pb2.GetTokenizerResponse(hash=tokenizer.hash, eos_ids=tokenizer.eos_ids, size=size)
     for name, data in tokenizer.files.items():
+        # An empty file has one message, too: its name is all there is of it.
         for start in range(0, max(len(data), 1), _PIECE_BYTES):
             yield target_pb2.GetTokenizerResponse(file_name=name, data=data[start : start + _PIECE_BYTES])
 
@@ -34,7 +35,7 @@ class TokenizerReader:
         self._size = 0
 
     def add(self, message: target_pb2.GetTokenizerResponse) -> None:
-        """Take the next message.
+        """Add the next message.
 
         Raises:
             InvalidRequest: too many or too large files, more than was announced, or a name that is no plain file name.
@@ -46,6 +47,7 @@ class TokenizerReader:
             require_at_most(MAX_NODES, message.eos_ids, "eos_ids")
             self._head = message
             return
+        # The client writes files under these names, so a path, as in `../x`, must not pass.
         name = message.file_name
         require(_FILE_NAME.fullmatch(name) is not None, "file_name", "A tokenizer file's name is no plain file name.")
         self._size += len(message.data)
@@ -54,7 +56,7 @@ class TokenizerReader:
         require_at_most(MAX_FILES, self._files, "files")
 
     def finish(self) -> TokenizerFiles:
-        """Return the whole.
+        """Return all files.
 
         Raises:
             InvalidRequest: parts are missing.

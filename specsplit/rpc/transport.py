@@ -9,7 +9,7 @@ from specsplit.core.errors import InvalidRequest
 
 MAX_MESSAGE_BYTES = 16 << 20
 _TOKEN_BYTES, _BIAS_BYTES = 5, 8
-"""A token id and a logit bias on the wire, at most."""
+"""Largest size of a token id and of a logit bias on the wire."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
 
@@ -18,16 +18,19 @@ _BOTH_ENDS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # without it a hung peer is noticed after a minute
+    # Without this one a hung peer is noticed only after a minute.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
+    # This is also the time that one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a worker restarted elsewhere keeps its name
+    # A worker that restarts elsewhere keeps its name, but not its address.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.service_config_disable_resolution", 1),
@@ -36,22 +39,22 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.max_concurrent_streams", 1024),  # per connection; a client's further calls wait at the client
-    ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
+    # Per connection; further calls wait at the client.
+    ("grpc.max_concurrent_streams", 1024),
+    # A port in use is refused, not shared.
+    ("grpc.so_reuseport", 0),
 ]
 
 
 def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """Return a server's options; a request that announces more bytes than that is refused before it is received."""
+    """Return a server's options; a request that announces more bytes is refused before it is received."""
     limit = ("grpc.max_receive_message_length", min(max_request_bytes, MAX_MESSAGE_BYTES))
     return [option for option in SERVER_OPTIONS if option[0] != limit[0]] + [limit]
 
 
 def largest_request(context: int, vocab_size: int) -> int:
-    """Return more bytes than any request has that a model of that context and vocabulary would take.
-
-    Prompts that are only somewhat too long still get through, to be refused in better words than gRPC's.
-    """
+    """Return a size larger than any valid request to a model of that context and vocabulary."""
+    # Four contexts, so that a prompt that is only somewhat too long is refused by us, in better words than gRPC's.
     return (1 << 20) + 4 * _TOKEN_BYTES * context + (_TOKEN_BYTES + _BIAS_BYTES) * vocab_size
 
 
@@ -64,7 +67,7 @@ def parse_address(address: str, *, listening: bool = False) -> tuple[str, int]:
     """Return host and port of "HOST:PORT"; an IPv6 host stands in brackets, and port 0 is for listening only.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: it is no such address.
     """
     match = _ADDRESS.fullmatch(address)
     port = int(match["port"]) if match else 0
@@ -82,7 +85,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def dial_target(address: str) -> str:
-    """Return what a channel dials for `address`: a literal IP as it is, a name through DNS.
+    """Return the gRPC target of `address`: a literal IP as it is, a name through DNS.
 
     Raises:
         InvalidRequest: the address is malformed.

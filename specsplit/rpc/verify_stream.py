@@ -1,4 +1,4 @@
-"""Streaming verification on the wire, both ends: messages in and out of a VerifyStream. Knows no engine."""
+"""Streaming verification on the wire, at client and server. Knows no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
-from specsplit.rpc.duplex import Pumped
+from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.pb import target_pb2
 from specsplit.telemetry import spans
 
@@ -22,12 +22,13 @@ _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeT
 async def serve_stream(
     verifier: Verifier, requests: AsyncIterator[bytes], check_open: Callable[[Turn], None]
 ) -> AsyncGenerator[bytes]:
-    """Yield the commits of one stream; where it is broken off, its session's slot is freed.
+    """Yield the commits of one stream; if it is broken off, free its session's slot.
 
-    `check_open` refuses what a worker that drains does not begin any more.
+    `check_open` raises for a new session while the worker drains.
 
     Raises:
-        InvalidRequest: a message that makes no sense; and what a verify raises.
+        InvalidRequest: a message is not valid.
+        SpecSplitError: the verifier raised it.
     """
     opening = await anext(requests, None)
     if opening is None:
@@ -35,7 +36,8 @@ async def serve_stream(
     turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
     check_open(turn)
     stream = verifier.open_stream(turn, limits)
-    del turn, opening  # a prompt may be large
+    # Both may hold a whole prompt, and this frame lives as long as the stream.
+    del turn, opening
     failures: list[Exception] = []
     reader = asyncio.create_task(_read_all(requests, stream, failures), name="specsplit-verify-stream-reader")
     is_broken = True
@@ -46,7 +48,8 @@ async def serve_stream(
         if failures:
             raise failures[0]
         yield _FINISH
-    except SpecSplitError:  # said in order: the session may go on
+    except SpecSplitError:
+        # The client gets the error in order, so its session may go on in the same slot.
         is_broken = False
         raise
     finally:
@@ -60,10 +63,8 @@ async def _closed(stream: VerifyStream, reader: asyncio.Task[None], *, keeps_slo
 
 
 async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failures: list[Exception]) -> None:
-    """Hand over what is proposed until the client cancels or makes no sense: both end the stream in order.
-
-    Messages that end without a Cancel are a break, which may be seen here before anywhere else.
-    """
+    """Pass proposals to the stream until the client cancels or sends an invalid message; both end it in order."""
+    # Messages that end without a Cancel mean a lost client, which may be seen here before anywhere else.
     is_broken = True
     try:
         async for data in requests:
@@ -84,7 +85,7 @@ async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failur
 class RemoteStream:
     """One session's stream to a target in another process; implements VerifyStream.
 
-    At most `max_waiting` answers may wait to be read, and one is waited for at most `timeout_s`.
+    At most `max_waiting` answers may wait to be read; waiting for one takes at most `timeout_s`.
     """
 
     def __init__(
@@ -93,25 +94,25 @@ class RemoteStream:
         self._peer, self._max_waiting, self._timeout_s = peer, max_waiting, timeout_s
         self._incoming: deque[bytes] = deque()
         self._has_incoming = asyncio.Event()
-        self._stream = Pumped(channel.duplex(method), self._take, "specsplit-verify-stream")
+        self._stream = DuplexStream(channel.duplex(method), self._take, "specsplit-verify-stream")
         self._stream.when_over(self._has_incoming.set)
         self._stream.send(opening)
         self._sent_bytes = len(opening)
-        """Since the last commit."""
+        """Bytes sent since the last commit."""
 
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
-        """Send nodes without waiting; raises InvalidRequest for what no message can carry."""
+        """Send nodes without waiting; raises InvalidRequest for a value that no message can carry."""
         data = calls.encode_propose(proposal, is_more_coming=is_more_coming).SerializeToString()
         self._sent_bytes += len(data)
         self._stream.send(data)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a commit, or the end, has come already."""
+        """Whether a commit or the end of the stream has arrived."""
         return bool(self._incoming) or self._stream.is_over
 
     async def next_commit(self) -> Verdict | None:
-        """Return the next commit; raises what the target does, or LinkError, also after `timeout_s` without any."""
+        """Return the next commit; raises the target's error, or LinkError, also after `timeout_s` without a commit."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._incoming:
@@ -135,11 +136,12 @@ class RemoteStream:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
 
     async def close(self, *, keeps_slot: bool = False) -> None:
-        """End the stream in order; one that the target does not end in time is broken off, which frees the slot."""
+        """End the stream in order; if the target does not end it in time, break it off, which frees the slot."""
         cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
         await self._stream.close(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
 
     def _take(self, data: bytes) -> None:
+        # The limits of the stream bound what an honest target sends; memory must not depend on its honesty.
         self._incoming.append(data)
         if len(self._incoming) > self._max_waiting:
             raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
