@@ -36,8 +36,8 @@ async def local_workers(
     target = TargetEngine(models.target, target_executor)
     draft = DraftEngine(models.draft, draft_executor) if models.draft is not None else None
     are_on_loop = target_executor is draft_executor
-    draft_modes: list[RoundMode] = ["pingpong"] if are_on_loop else ["overlap", "pingpong"]
-    workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, draft_modes=draft_modes)
+    auto_modes: tuple[RoundMode, ...] = ("pingpong",) if are_on_loop else ("overlap", "pingpong")
+    workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, auto_modes=auto_modes)
     try:
         for engine in (target, draft) if measures else ():
             if engine is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
@@ -17,7 +16,7 @@ from specsplit.speculation.options import Speculation
 class Workers:
     """A target, perhaps a draft, and the tokenizer they share; close it when its requests have ended.
 
-    `auto` chooses among `draft_modes` if there is a draft; a stream among them it may choose without one, too.
+    `auto` chooses among `auto_modes` if there is a draft; a stream among them it may choose without one, too.
     `are_on_loop` says that the caller's event loop itself runs the engines, so that nothing can wait for them in vain.
     """
 
@@ -29,13 +28,13 @@ class Workers:
         *,
         are_remote: bool = False,
         are_on_loop: bool = False,
-        draft_modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
+        auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream"),
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
         self._are_remote, self._are_on_loop = are_remote, are_on_loop
-        self._draft_modes = draft_modes
+        self._auto_modes = auto_modes
         self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
@@ -46,6 +45,7 @@ class Workers:
             depth=settings.depth,
             branching=settings.branching,
             lookup=settings.lookup,
+            auto_modes=self._auto_modes,
         )
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
         draft_s = settings.draft_patience if self._are_remote else math.inf
@@ -54,12 +54,7 @@ class Workers:
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter
             self._orchestrators[key] = Orchestrator(
-                self.verifier,
-                drafter,
-                self.tokenizer,
-                speculation,
-                retry_policy=retry_policy,
-                draft_modes=self._draft_modes,
+                self.verifier, drafter, self.tokenizer, speculation, retry_policy=retry_policy
             )
         return self._orchestrators[key]
 

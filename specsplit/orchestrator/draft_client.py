@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -79,7 +80,8 @@ class DraftClient:
     @property
     def context(self) -> int:
         """Tokens that a session of the draft may hold; unbounded while it is not known."""
-        return self._peer.context
+        identity = self._peer.identity
+        return identity.context if identity is not None else sys.maxsize
 
     @property
     def num_missing(self) -> int:

@@ -6,10 +6,10 @@ Knows ports and records only, no model and no wire; everything on the route of a
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
@@ -20,7 +20,6 @@ from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session import Session, SessionContext, decides, resolved_mode
-from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
@@ -29,17 +28,15 @@ from specsplit.speculation.statistics import SpeculationStats
 class MonotonicClock:
     """The process's own clock."""
 
-    def now(self) -> float:
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)
 
 
 class Orchestrator:
     """Generates text for any number of requests at once: the target's tokens, at the draft's pace if there is a draft.
 
     A draft that is away, slow or wrong costs speed, never a request; a target that is away is asked again until
-    `retry_policy` ends. Both show in the result. `draft_modes` are what `auto` may choose with a draft; without one, a
-    stream if it is among them. `rng` jitters what is asked again; `clock` times the result. What is learned about the
-    workers is shared by all orchestrators of the process that use them.
+    `retry_policy` ends. Both show in the result, which `clock` times. What is learned about a worker is shared by all
+    orchestrators of the process that use it.
 
     Raises:
         InvalidSettings: a mode that speculates, without a drafter.
@@ -54,8 +51,6 @@ class Orchestrator:
         clock: Clock | None = None,
         *,
         retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
-        draft_modes: Sequence[RoundMode] = ("overlap", "pingpong", "stream"),
-        rng: random.Random | None = None,
     ) -> None:
         if speculation.mode in ("pingpong", "overlap", "stream") and drafter is None:
             raise InvalidSettings(
@@ -65,11 +60,10 @@ class Orchestrator:
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
         self.retry_policy = retry_policy
-        self._rng = rng if rng is not None else random.Random()
         drafts = drafter is not None and speculation.mode not in ("plain", "lookup")
         self._target = target_peer(verifier)
-        self._draft = draft_peer(drafter, self._rng) if drafter is not None and drafts else None
-        self._modes = list(draft_modes if drafts else draftless(draft_modes))
+        self._draft = draft_peer(drafter, retry_policy.rng) if drafter is not None and drafts else None
+        self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
         self._met: Identity | None = None
         """The target that these settings were checked against."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -115,7 +109,7 @@ class Orchestrator:
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents) -> Retrier:
         timeout_s = timeout_s if timeout_s is not None else self.retry_policy.timeout_s
-        return Retrier(timeout_s, self.retry_policy, self._rng, events)
+        return Retrier(timeout_s, self.retry_policy, events)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.
@@ -127,7 +121,8 @@ class Orchestrator:
             DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `retry_policy` allows.
             PeerMismatch: a worker has another role or protocol version, or the target became another model.
         """
-        started_s = self.clock.now()
+        clock = self.clock
+        started_s = clock.now()
         events = RequestEvents()
         retrier = self._retrier(request.timeout_s, events)
         target = await self._connect(retrier)
@@ -137,16 +132,20 @@ class Orchestrator:
             identity=target,
             draft=self._draft,
             tokenizer=self.tokenizer,
-            clock=self.clock,
             speculation=self.speculation,
             modes=self._modes,
             keep_closing=self._keep_closing,
         )
-        async with Session(context, request, retrier, events, started_s) as session:
-            chunk = await session.next_chunk()
+        async with Session(context, request, retrier, events) as session:
+            rounds = session.rounds
+            chunk = await rounds.next_chunk()
+            now_s = first_token_s = clock.now()
             while chunk.finish_reason is None:
                 yield chunk
-                chunk = await session.next_chunk()
+                chunk = await rounds.next_chunk()
+                now_s = clock.now()
+            ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
+            chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
         yield chunk
 
     async def generate(self, request: Request) -> Result:

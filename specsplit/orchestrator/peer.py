@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import random
-import sys
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
@@ -104,11 +103,6 @@ class DraftPeer:
         self._up_since_s = -math.inf
         self._num_sessions = 0
         self._recovery: asyncio.Task[None] | None = None
-
-    @property
-    def context(self) -> int:
-        """Tokens that a session of the draft may hold; unbounded while it is not known."""
-        return self.identity.context if self.identity is not None else sys.maxsize
 
     async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, for the first time; one that does not answer is asked again in the background.

@@ -6,6 +6,7 @@ Knows neither workers nor rounds; first and last station on the route of a token
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -107,6 +108,8 @@ class RetryPolicy:
     retry_s: float = RETRY_S
     draft_s: float = DRAFT_PATIENCE_S
     can_be_silent: bool = True
+    rng: random.Random = field(default_factory=random.Random, compare=False, repr=False)
+    """Jitters the pauses between attempts, so that clients do not come back all at once."""
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)

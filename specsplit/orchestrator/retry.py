@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -21,7 +20,7 @@ RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
 """Errors after which the same call may still succeed."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _LEAST_TRY_S = 5.0
-"""What an attempt gets that begins when `retry_s` is nearly over, unless that is less."""
+"""Limit of an attempt that begins when `retry_s` is nearly over, unless `retry_s` itself is less."""
 
 
 class _OutOfTime(DeadlineExceeded):
@@ -31,7 +30,7 @@ class _OutOfTime(DeadlineExceeded):
 class Retrier:
     """One request's deadline, counted from now, and its way of asking a target that does not answer."""
 
-    def __init__(self, timeout_s: float | None, policy: RetryPolicy, rng: random.Random, events: RequestEvents) -> None:
+    def __init__(self, timeout_s: float | None, policy: RetryPolicy, events: RequestEvents) -> None:
         self._loop = asyncio.get_running_loop()
         self.policy = policy
         self.deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
@@ -39,7 +38,7 @@ class Retrier:
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""
         self.num_failures = 0
-        self._timeout_s, self._rng, self._events = timeout_s, rng, events
+        self._timeout_s, self._events = timeout_s, events
 
     @property
     def remaining_s(self) -> float:
@@ -104,7 +103,7 @@ class Retrier:
             left_s = end_s - self._loop.time()
             if left_s <= 0:
                 raise self._given_up(error, self._loop.time() - began_s)
-            await asyncio.sleep(min(self._rng.uniform(0, pause_s), left_s))
+            await asyncio.sleep(min(self.policy.rng.uniform(0, pause_s), left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self.policy.retry_s))
             try:

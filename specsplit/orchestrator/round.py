@@ -1,7 +1,7 @@
-"""One round: obtain a token tree, have it verified in one target call, commit the tokens, learn from the verdict.
+"""One round: plan it, obtain a token tree, have it verified in one target call, commit the tokens, learn from it.
 
-Knows no text and no end. The round's plan names a mode, and a mode is a `Source` of trees. The prompt is a round
-without a tree.
+The round's plan names a mode, and a mode is a `Source` of trees. The prompt is a round without a tree. What rounds add
+up to is counted here, too; how the tokens become text is the answer's business.
 """
 
 from __future__ import annotations
@@ -14,41 +14,81 @@ from dataclasses import dataclass
 from specsplit.core.defaults import Mode
 from specsplit.core.types import Timings, Verdict
 from specsplit.orchestrator.draft_client import DraftClient
-from specsplit.orchestrator.request import SpeculativeDecoding
+from specsplit.orchestrator.request import Chunk, RoundFacts, SpeculativeDecoding
 from specsplit.orchestrator.sources.base import RoundResult, Source
 from specsplit.orchestrator.target_client import TargetClient
+from specsplit.orchestrator.text import Answer
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
 
+@dataclass(frozen=True, slots=True)
+class SessionWorkers:
+    """A session's views of its workers, and what is known about them."""
+
+    target: TargetClient
+    draft: DraftClient | None
+    """None if the session's mode asks none."""
+    stats: SpeculationStats
+
+
 class Rounds:
-    """The rounds of one session. `mode` is the user's; `draft` is None if that mode asks none."""
+    """The rounds of one session. `mode` is the user's; `sources` has one for every mode that the planner may choose."""
 
     def __init__(
         self,
         mode: Mode,
+        workers: SessionWorkers,
         planner: RoundPlanner,
         sources: Mapping[RoundMode, Source],
-        target: TargetClient,
-        draft: DraftClient | None,
-        stats: SpeculationStats,
+        answer: Answer,
+        tally: Tally,
     ) -> None:
         self.number = 0
         self.mode: Mode = mode
-        self._planner, self._sources, self._stats = planner, sources, stats
-        self._target, self._draft = target, draft
-        self._history, self._events = target.contract.history, target.contract.events
+        self.answer = answer
+        self.tally = tally
+        self.span = spans.OpenSpan("request", session=workers.target.contract.session)
+        self._workers, self._planner, self._sources = workers, planner, sources
         self._source: Source | None = None
 
-    async def run(self) -> RoundResult:
-        """Run one round, the prompt's first, and commit its tokens."""
-        target, draft, number = self._target, self._draft, self.number
-        self._events.round = number
+    async def next_chunk(self) -> Chunk:
+        """Run one round, the prompt's first, and return what it adds to the answer."""
+        number, events = self.number, self._workers.target.contract.events
+        running = self._run()
+        if spans.is_on:
+            running = spans.around(running, "round", _round_attributes, self.span.context, round=number)
+        result = await running
+        self.tally.add(result)
+        num_accepted = result.num_accepted
+        cut = self.answer.take(result.verdict.token_ids, num_accepted)
+        num_tokens = len(cut.token_ids)
+        return Chunk(
+            token_ids=cut.token_ids,
+            accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),
+            pieces=cut.pieces,
+            finish_reason=cut.finish_reason,
+            degraded=events.current if events.phases else None,
+            facts=RoundFacts(
+                number=number,
+                mode=result.mode,
+                num_nodes=len(result.verdict.verified),
+                num_accepted=num_accepted,
+                verify_s=result.verify_s,
+                choice=result.plan.decision,
+            ),
+        )
+
+    async def _run(self) -> RoundResult:
+        """Run one round, and commit its tokens."""
+        target, draft, stats, number = self._workers.target, self._workers.draft, self._workers.stats, self.number
+        history, events = target.contract.history, target.contract.events
+        events.round = number
         trouble = draft.trouble if draft is not None else None
         plan = self._planner.plan_round(
-            len(self._history.ids),
+            len(history.ids),
             draft.context if draft is not None else sys.maxsize,
             has_draft=draft is not None and trouble is None,
         )
@@ -66,26 +106,26 @@ class Rounds:
             verifying = target.verify(speculation.proposal)
             if spans.is_on:
                 num_nodes = len(speculation.proposal)
-                verifying = spans.around(verifying, "verify", _span_attributes, round=number, nodes=num_nodes)
+                verifying = spans.around(verifying, "verify", _verify_attributes, round=number, nodes=num_nodes)
             verdict = await verifying
 
         # From here to the end of the round nothing waits, so a cancelled request never leaves half a round.
-        self._history.extend(verdict.token_ids)
+        history.extend(verdict.token_ids)
         mode = "lookup" if speculation.is_looked_up else plan.mode
         result = RoundResult(plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
         source.observe(result)
         if number:
             if plan.decision is not None:
                 round_s = asyncio.get_running_loop().time() - began_s
-                self._stats.observe_round(plan.decision, mode, len(verdict.token_ids), round_s)
+                stats.observe_round(plan.decision, mode, len(verdict.token_ids), round_s)
             if trouble is not None and self.mode in ("auto", "stream"):
-                self._events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
+                events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
         self.number = number + 1
         return result
 
 
 class Tally:
-    """What the rounds of one request add up to, before any stop cuts the tokens.
+    """Counts the rounds of one request, before any stop cuts the tokens.
 
     `max_depth` is how deep trees are meant to be, 0 without speculation.
     """
@@ -182,5 +222,9 @@ def path_depth(result: RoundResult) -> int:
     return deepest
 
 
-def _span_attributes(verdict: Verdict) -> dict[str, spans.Attribute]:
+def _round_attributes(result: RoundResult) -> dict[str, spans.Attribute]:
+    return {"nodes": len(result.speculation.proposal), "accepted": result.num_accepted}
+
+
+def _verify_attributes(verdict: Verdict) -> dict[str, spans.Attribute]:
     return {"accepted": len(verdict.accepted), "forwards": verdict.timings.num_forwards}

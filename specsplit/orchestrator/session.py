@@ -15,14 +15,14 @@ from types import TracebackType
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import LinkError, ResourceError
-from specsplit.core.ports import Clock, Tokenizer
+from specsplit.core.ports import Tokenizer
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer
-from specsplit.orchestrator.request import Chunk, Request, RequestTimings, Result, RoundFacts
+from specsplit.orchestrator.request import Request, RequestTimings, Result
 from specsplit.orchestrator.retry import Retrier
-from specsplit.orchestrator.round import RoundResult, Rounds, Tally
+from specsplit.orchestrator.round import Rounds, SessionWorkers, Tally
 from specsplit.orchestrator.session_contract import SessionContract, TokenHistory
 from specsplit.orchestrator.sources.base import Source
 from specsplit.orchestrator.sources.lookup import LookupSource
@@ -38,7 +38,6 @@ from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.lookup import LookupIndex
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
-from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0
@@ -56,10 +55,9 @@ class SessionContext:
     """The target's."""
     draft: DraftPeer | None
     tokenizer: Tokenizer
-    clock: Clock
     speculation: Speculation
     modes: Sequence[RoundMode]
-    """What `auto` may choose beside plain decoding."""
+    """The modes that `auto` may choose beside plain decoding."""
     keep_closing: KeepClosing
 
 
@@ -75,13 +73,10 @@ def decides(speculation: Speculation) -> bool:
 
 
 class Session:
-    """One generation; use it as a context manager."""
+    """One generation; use it as a context manager around its rounds."""
 
-    def __init__(
-        self, context: SessionContext, request: Request, retrier: Retrier, events: RequestEvents, started_s: float
-    ) -> None:
-        self._context, self._request, self._events = context, request, events
-        self._started_s, self._first_token_s = started_s, 0.0
+    def __init__(self, context: SessionContext, request: Request, retrier: Retrier, events: RequestEvents) -> None:
+        self._context, self._request = context, request
         key, history = secrets.token_hex(16), TokenHistory(request.prompt_ids)
         params = _session_params(context, request)
         speculation, identity = context.speculation, context.identity
@@ -102,59 +97,29 @@ class Session:
             lookup = LookupIndex(history.ids, eos_ids=params.eos_ids) if speculation.lookup else None
             self._speculator = Speculator(history, identity.vocab_size, stats, self._draft, lookup)
             sources = _sources(self._speculator, self._target)
+
         end, max_nodes = params.prompt_length + params.max_tokens, identity.max_nodes
         planner = RoundPlanner(speculation, mode, context.modes, stats, end=end, max_nodes=max_nodes)
-        self._rounds = Rounds(mode, planner, sources, self._target, self._draft, stats)
-        self._tally = Tally(speculation.depth if speculation.has_trees(has_draft=self._draft is not None) else 0)
-        self._answer = Answer(
-            context.tokenizer, eos_ids=params.eos_ids, stop=request.stop, max_tokens=params.max_tokens
-        )
-        self._span = spans.OpenSpan("request", session=key)
+        answer = Answer(context.tokenizer, eos_ids=params.eos_ids, stop=request.stop, max_tokens=params.max_tokens)
+        tally = Tally(speculation.depth if speculation.has_trees(has_draft=self._draft is not None) else 0)
+        workers = SessionWorkers(self._target, self._draft, stats)
+        self.rounds = Rounds(mode, workers, planner, sources, answer, tally)
 
-    async def next_chunk(self) -> Chunk:
-        """Run one round, the prompt's first, and return what it adds."""
-        number, events = self._rounds.number, self._events
-        running = self._rounds.run()
-        if spans.is_on:
-            running = spans.around(running, "round", _span_attributes, self._span.context, round=number)
-        result = await running
-        now_s = self._context.clock.now()
-        if not number:
-            self._first_token_s = now_s
-        self._tally.add(result)
-        num_accepted = result.num_accepted
-        cut = self._answer.take(result.verdict.token_ids, num_accepted)
-        num_tokens = len(cut.token_ids)
-        return Chunk(
-            token_ids=cut.token_ids,
-            accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),
-            pieces=cut.pieces,
-            finish_reason=cut.finish_reason,
-            result=self._result(cut.finish_reason, now_s) if cut.finish_reason else None,
-            degraded=events.current if events.phases else None,
-            facts=RoundFacts(
-                number=number,
-                mode=result.mode,
-                num_nodes=len(result.verdict.verified),
-                num_accepted=num_accepted,
-                verify_s=result.verify_s,
-                choice=result.plan.decision,
-            ),
-        )
-
-    def _result(self, finish_reason: FinishReason, last_token_s: float) -> Result:
-        tally, token_ids, decode_s = self._tally, self._answer.token_ids, last_token_s - self._first_token_s
+    def result(self, finish_reason: FinishReason, ttft_s: float, decode_s: float) -> Result:
+        """Return the finished generation, of which the tokens after the first took `decode_s`."""
+        rounds, contract = self.rounds, self._target.contract
+        tally, token_ids = rounds.tally, rounds.answer.token_ids
         if self._speculator is not None:
             tally.add_drafted(self._speculator.drafted)
         return Result(
             token_ids=tuple(token_ids),
-            text=self._answer.text,
+            text=rounds.answer.text,
             prompt_token_ids=self._request.prompt_ids,
             finish_reason=finish_reason,
-            seed=self._target.contract.params.seed,
-            mode=self._rounds.mode,
+            seed=contract.params.seed,
+            mode=rounds.mode,
             timings=RequestTimings(
-                ttft_s=self._first_token_s - self._started_s,
+                ttft_s=ttft_s,
                 decode_s=decode_s,
                 tokens_per_s=(len(token_ids) - 1) / decode_s if decode_s > 0 else 0.0,
                 draft_device_s=tally.draft_device_ms / 1e3,
@@ -166,14 +131,14 @@ class Session:
             rounds_by_mode=tally.rounds_by_mode,
             target_forwards=tally.target_forwards,
             draft_forwards=tally.draft_forwards,
-            degraded=tuple(self._events.phases),
-            resyncs=tuple(self._events.replays),
+            degraded=tuple(contract.events.phases),
+            resyncs=tuple(contract.events.replays),
             wire=self._wire(),
         )
 
     def _wire(self) -> Wire | None:
         draft = self._draft.contract.traffic if self._draft is not None else Traffic()
-        wire = Wire(self._rounds.number, draft=draft, target=self._target.contract.traffic)
+        wire = Wire(self.rounds.number, draft=draft, target=self._target.contract.traffic)
         return wire if wire.sent_bytes or wire.received_bytes else None
 
     async def __aenter__(self) -> Session:
@@ -187,7 +152,7 @@ class Session:
         try:
             await to_its_end(self._close(is_failing=error is not None))
         finally:
-            self._span.end()
+            self.rounds.span.end()
 
     async def _close(self, *, is_failing: bool) -> None:
         """Close both sessions, without waiting for ever; a bug in the target's closing is an error of the request.
@@ -239,7 +204,3 @@ def _sources(speculator: Speculator, target: TargetClient) -> Mapping[RoundMode,
         sources["pingpong"] = PingPongSource(speculator, speculator.draft, events)
         sources["overlap"] = OverlapSource(speculator, speculator.draft, speculator.background, events)
     return sources
-
-
-def _span_attributes(result: RoundResult) -> dict[str, spans.Attribute]:
-    return {"nodes": len(result.speculation.proposal), "accepted": result.num_accepted}

@@ -7,6 +7,7 @@ from typing import get_args
 
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
+from specsplit.speculation.cost_model import RoundMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Speculation:
     lookup: bool = True
     max_nodes: int = DEFAULT_MAX_NODES
     """Nodes verified per round at most in `auto`, which decides nodes and depth itself."""
+    auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream")
+    """The modes that `auto` may choose with a draft; without one, a stream if it is among them."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -21,7 +21,7 @@ from specsplit.sampling.pick import try_pick
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
-from specsplit.target.stream import MAX_DEPTH, TargetStream
+from specsplit.target.stream import MAX_DEPTH, TargetLimits, TargetStream
 
 
 class TargetEngine(Engine):
@@ -44,10 +44,12 @@ class TargetEngine(Engine):
             lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
             turn,
             limits,
-            context=self._model.context,
-            max_nodes=self._model.node_limit,
-            max_silence_s=self._sessions.ttl_s,
-            step_times=self._identity.step_times,
+            TargetLimits(
+                context=self._model.context,
+                max_nodes=self._model.node_limit,
+                max_silence_s=self._sessions.ttl_s,
+                step_times=self._identity.step_times,
+            ),
         )
         self._sessions.pin(session, epoch)
         return stream

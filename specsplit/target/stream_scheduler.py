@@ -24,7 +24,7 @@ class _Miss:
     """Of all moments to begin a verify at: tokens per second, seconds after the commit, E[A], nodes."""
 
 
-class Pace:
+class StreamScheduler:
     """One stream's pace; `step_times` are the target's forwards by rows as measured at its start, if they were.
 
     Times are those of the stream's clock. At most `max_nodes` are verified at once.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specsplit.core.types import FinishReason, SessionParams, StreamLimits
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.request import Chunk, Request, Result
+from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import (
     EOS,
@@ -169,7 +169,14 @@ def test_the_output_is_plain_decodings_whatever_fails(
         target.after, target.late_s = Fault.LATE, verify_s
 
     async def main() -> tuple[list[Chunk], Result]:
-        owner = Orchestrator(target, draft, TOKENIZER, speculation, LoopClock(), rng=random.Random(request.seed))
+        owner = Orchestrator(
+            target,
+            draft,
+            TOKENIZER,
+            speculation,
+            LoopClock(),
+            retry_policy=RetryPolicy(rng=random.Random(request.seed)),
+        )
         chunks = [chunk async for chunk in owner.stream(request)]
         await owner.aclose()
         result = chunks[-1].result

@@ -28,7 +28,7 @@ from specsplit.core.types import (
     prefix_hash,
     prefix_hashes,
 )
-from specsplit.target.stream import TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 from tests.support.language import (
     EOS,
     VOCAB_SIZE,
@@ -236,7 +236,7 @@ class FakeTarget(_FakeWorker):
             if not keeps_slot:
                 await self.close(turn.session)
 
-        return TargetStream(self.verify, leave, turn, limits, context=self.context, max_nodes=self.max_nodes)
+        return TargetStream(self.verify, leave, turn, limits, TargetLimits(self.context, self.max_nodes))
 
     async def score(
         self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()

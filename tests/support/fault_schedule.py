@@ -201,8 +201,7 @@ class Schedule:
                 lookup=self._has_lookup,
             ),
             LoopClock(),
-            retry_policy=RetryPolicy(retry_s=LIVE_S, draft_s=self._draft_s),
-            rng=rng,
+            retry_policy=RetryPolicy(retry_s=LIVE_S, draft_s=self._draft_s, rng=rng),
         )
 
     def _model(self, role: Role, slots: int) -> LoadedModel:

@@ -26,9 +26,9 @@ from specsplit.core.types import (
     Verdict,
 )
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.request import Chunk, Request, Result
+from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
-from specsplit.target.stream import TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, perfect_guess, plain_tokens
 from tests.support.virtual_time import LoopClock
 
@@ -121,7 +121,7 @@ class Flaky:
             if not keeps_slot:
                 await inner.close(turn.session)
 
-        return TargetStream(self.verify, leave, turn, limits, context=inner.context, max_nodes=inner.max_nodes)
+        return TargetStream(self.verify, leave, turn, limits, TargetLimits(inner.context, inner.max_nodes))
 
     def _fault_of(self, call: int) -> Fault | None:
         return self.plan.get(call, self.after)
@@ -196,7 +196,9 @@ def workers(plan: dict[int, Fault] | None = None, *, away: tuple[tuple[float, fl
 
 
 def orchestrator(target: Flaky, draft: Flaky) -> Orchestrator:
-    return Orchestrator(target, draft, FakeTokenizer(), CHAIN, LoopClock(), rng=random.Random(1))
+    return Orchestrator(
+        target, draft, FakeTokenizer(), CHAIN, LoopClock(), retry_policy=RetryPolicy(rng=random.Random(1))
+    )
 
 
 async def collect(owner: Orchestrator, wanted: Request) -> tuple[list[Chunk], Result]:

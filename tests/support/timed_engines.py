@@ -12,7 +12,7 @@ from specsplit.draft.engine import DraftEngine
 from specsplit.engine.executor import LoopExecutor
 from specsplit.model.loader import LoadedModel
 from specsplit.target.engine import TargetEngine
-from specsplit.target.stream import TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 from tests.support.timed_workers import DelayedStream
 
 _GRID = (1, 2, 3, 5, 9, 17, 33)
@@ -41,9 +41,9 @@ class TimedTargetEngine:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        model = self._model
+        allowed = TargetLimits(self._model.context, self._model.node_limit)
         return DelayedStream(
-            lambda: TargetStream(self._step, leave, turn, limits, context=model.context, max_nodes=model.node_limit),
+            lambda: TargetStream(self._step, leave, turn, limits, allowed),
             self._round_trip_s / 2,
         )
 

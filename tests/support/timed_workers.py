@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.types import Budget, Identity, Proposal, StreamLimits, Timings, Turn, Verdict
-from specsplit.target.stream import TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.language import Guess, good_guess
 
@@ -115,9 +115,9 @@ class TimedTarget(FakeTarget):
             if not keeps_slot:
                 await self.close(turn.session)
 
-        context, max_nodes = self.context, self.max_nodes
+        allowed = TargetLimits(self.context, self.max_nodes)
         return DelayedStream(
-            lambda: TargetStream(self._step, leave, turn, limits, context=context, max_nodes=max_nodes),
+            lambda: TargetStream(self._step, leave, turn, limits, allowed),
             self.round_trip_s / 2,
         )
 

@@ -161,14 +161,13 @@ def test_looks_at_a_draft_are_the_rarer_the_longer_they_take():
 def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     """Whatever shape suits the draft: lookup's nodes cost nothing but their rows."""
 
-    def served(speculation: Speculation, *draft_modes: RoundMode) -> Result:
+    def served(speculation: Speculation, *auto_modes: RoundMode) -> Result:
         diary = Diary()
         target, worker = TimedPeriodicTarget(diary, verify_s), TimedDraft(diary, 0.002, random_guess)
 
         async def main() -> Result:
-            owner = Orchestrator(
-                target, worker, FakeTokenizer(), speculation, LoopClock(), draft_modes=draft_modes or ("overlap",)
-            )
+            chosen = replace(speculation, auto_modes=auto_modes or ("overlap",))
+            owner = Orchestrator(target, worker, FakeTokenizer(), chosen, LoopClock())
             result = await owner.generate(replace(REQUEST, prompt_ids=tuple(range(60, 67))))
             await owner.aclose()
             return result

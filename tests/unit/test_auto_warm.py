@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
@@ -47,7 +48,8 @@ def rates_of(
     target.context, draft.context = CONTEXT, draft_context
 
     async def main() -> list[Result]:
-        owner = Orchestrator(target, draft, FakeTokenizer(), speculation, LoopClock(), draft_modes=tuple(modes))
+        chosen = replace(speculation, auto_modes=tuple(modes))
+        owner = Orchestrator(target, draft, FakeTokenizer(), chosen, LoopClock())
         if at_once:
             results = list(await asyncio.gather(*map(owner.generate, asked)))
         else:

@@ -234,7 +234,7 @@ async def test_auto_is_plain_where_there_is_nothing_to_choose_from() -> None:
     assert orchestrator(FakeTarget(), None, Speculation()).mode == "auto"
     assert orchestrator(FakeTarget(), None, Speculation(lookup=False)).mode == "auto", "a stream needs neither"
     nothing = Orchestrator(
-        FakeTarget(), None, FakeTokenizer(), Speculation(lookup=False), draft_modes=("overlap", "pingpong")
+        FakeTarget(), None, FakeTokenizer(), Speculation(lookup=False, auto_modes=("overlap", "pingpong"))
     )
     assert nothing.mode == "plain"
     result = await orchestrator(FakeTarget(), draft, Speculation(mode="plain")).generate(REQUEST)

@@ -34,7 +34,9 @@ PLAIN_TOKENS = tuple(plain_tokens(SessionParams(seed=7), PROMPT, 24))
 
 
 def orchestrator(target: Flaky, draft: Flaky, patience: RetryPolicy = RetryPolicy()) -> Orchestrator:  # noqa: B008
-    return Orchestrator(target, draft, FakeTokenizer(), TREE, LoopClock(), retry_policy=patience, rng=random.Random(1))
+    return Orchestrator(
+        target, draft, FakeTokenizer(), TREE, LoopClock(), retry_policy=replace(patience, rng=random.Random(1))
+    )
 
 
 def serve(target: Flaky, draft: Flaky, patience: RetryPolicy = RetryPolicy(), request: Request = REQUEST) -> Result:  # noqa: B008

@@ -13,7 +13,7 @@ from specsplit.core.types import Budget, Proposal, StreamLimits, Timings, Turn
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.speculation.options import Speculation
-from specsplit.target.stream_scheduler import Pace
+from specsplit.target.stream_scheduler import StreamScheduler
 from tests.support.fakes import FakeTokenizer, empty_guess, good_guess, perfect_guess, random_guess
 from tests.support.language import Guess
 from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
@@ -91,14 +91,14 @@ def test_a_target_runs_only_so_far_ahead_of_a_slow_reader():
     assert sum(at < 0.5 for at in begun) in (ahead, ahead + 1)
 
 
-def pace(*, rate: float = 50.0) -> Pace:
+def pace(*, rate: float = 50.0) -> StreamScheduler:
     """Return the pace of a target of 20 ms a forward and one more for each row, that gives `rate` tokens a second."""
-    found = Pace(tuple((rows, VERIFY_S + 0.001 * (rows - 1)) for rows in (1, 3, 9, 17)), max_nodes=8)
+    found = StreamScheduler(tuple((rows, VERIFY_S + 0.001 * (rows - 1)) for rows in (1, 3, 9, 17)), max_nodes=8)
     found.observe(Timings(num_forwards=1, num_tokens=1, device_ms=1e3 * VERIFY_S), 1, 1 / rate)
     return found
 
 
-def answered(*answers: tuple[float, list[float]]) -> Pace:
+def answered(*answers: tuple[float, list[float]]) -> StreamScheduler:
     """Return a pace that saw one miss answered: seconds after the commit, and probabilities of the paths."""
     found = pace()
     found.miss(9, 1.0)
@@ -112,8 +112,9 @@ def test_nodes_are_verified_while_they_are_worth_their_rows():
     likely, unlikely = math.log(0.5), math.log(0.02)
     assert pace().count([likely, likely, unlikely]) == 2  # a row costs 1 ms, which is 0.05 tokens
     assert pace(rate=10).count([likely, likely, unlikely]) == 3
-    assert Pace((), 8).count([unlikely] * 4) == 4
-    begun = Pace(((1, VERIFY_S), (9, VERIFY_S + 0.008)), max_nodes=8)  # before its first step it goes by plain decoding
+    assert StreamScheduler((), 8).count([unlikely] * 4) == 4
+    # Before its first step it goes by plain decoding.
+    begun = StreamScheduler(((1, VERIFY_S), (9, VERIFY_S + 0.008)), max_nodes=8)
     assert begun.count([likely, likely, unlikely]) == 2
 
 

@@ -15,7 +15,7 @@ from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.target.engine import TargetEngine
 from specsplit.target.held_tree import HeldTree
-from specsplit.target.stream import TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.stream_contract import LAST, commit, nodes, opened
 from tests.contract.verifier_contract import without_tree
@@ -31,7 +31,7 @@ def fake_stream(target: FakeTarget, turn: Turn, left: list[bool], max_silence_s:
     async def leave(keeps_slot: bool) -> None:
         left.append(keeps_slot)
 
-    return TargetStream(target.verify, leave, turn, ONE, context=512, max_nodes=64, max_silence_s=max_silence_s)
+    return TargetStream(target.verify, leave, turn, ONE, TargetLimits(512, 64, max_silence_s))
 
 
 def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None:

@@ -28,7 +28,7 @@ MAX_CAUGHT_UP_TOKENS = 64
 
 
 class NodeSink(Protocol):
-    """Where the nodes go: the session's speculator."""
+    """The receiver of nodes: the session's speculator."""
 
     @property
     def num_drafted(self) -> int:
@@ -48,23 +48,19 @@ class BackgroundDrafting:
         """Whether the last task's nodes are only to be compared with the text."""
         self.on_nodes: Callable[[], None] | None = None
         """Called when nodes have come, or when none will come."""
+        self.task: asyncio.Task[None] | None = None
+        """The task that was begun and not ended, be it done or not."""
         self._draft, self._sink = draft, sink
         self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[None] | None = None
         self._is_late = False
         """Whether a round has waited for the task in vain."""
         self._arrival: asyncio.Future[None] | None = None
         """Done when nodes arrive, for a round that waits for some."""
 
     @property
-    def has_task(self) -> bool:
-        """Whether a task was begun and not ended, be it done or not."""
-        return self._task is not None
-
-    @property
     def is_running(self) -> bool:
         """Whether the draft is at work."""
-        return self._task is not None and not self._task.done()
+        return self.task is not None and not self.task.done()
 
     @property
     def is_growing(self) -> bool:
@@ -87,8 +83,8 @@ class BackgroundDrafting:
             self._start(self._ask_once(budget))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        self._task = self._loop.create_task(work, name="specsplit-grow-ahead")
-        self._task.add_done_callback(self._ended)
+        self.task = self._loop.create_task(work, name="specsplit-grow-ahead")
+        self.task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -130,15 +126,15 @@ class BackgroundDrafting:
 
     def cut(self) -> None:
         """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
-        if self._task is not None and not self.is_probe and self._draft.num_missing <= MAX_CAUGHT_UP_TOKENS:
-            self._task.cancel()
+        if self.task is not None and not self.is_probe and self._draft.num_missing <= MAX_CAUGHT_UP_TOKENS:
+            self.task.cancel()
 
     async def wait_for_nodes(self, max_depth: int) -> Reason | None:
         """Wait for what the draft still grows, since one call is under way at a time.
 
         Return None if nodes came or nothing is under way any more, else why the wait was in vain.
         """
-        task = self._task
+        task = self.task
         if task is not None and not task.done() and not task.cancelling():
             if self._is_late:
                 return "slow"
@@ -156,7 +152,7 @@ class BackgroundDrafting:
 
     async def end(self) -> None:
         """Cancel the task and wait for its end."""
-        task, self._task = self._task, None
+        task, self.task = self.task, None
         if task is not None:
             task.cancel()
             await asyncio.wait({task})

@@ -1,6 +1,6 @@
-"""What a source of token trees is: one implementation per mode, asked for a tree at the start of every round.
+"""The interface between rounds and sources of token trees; a mode is a source.
 
-`round` asks the source of the planned mode for the next tree, has it verified, and hands the result back.
+A round asks the source of the planned mode for the next tree, has it verified, and hands the result back.
 """
 
 from __future__ import annotations
@@ -45,15 +45,6 @@ class RoundResult:
     mode: RoundMode
     """How the round was run in the end."""
     num_accepted: int
-
-    @property
-    def scored_draft_numbers(self) -> tuple[int, ...]:
-        """The draft's numbers of the scored nodes that it knows."""
-        numbers, scored = self.speculation.draft_numbers, self.verdict.verified
-        if len(scored) < len(numbers):
-            first = self.speculation.proposal.first_node
-            numbers = [numbers[number - first] for number in scored]
-        return tuple(filter(None, numbers))
 
 
 class Source(Protocol):

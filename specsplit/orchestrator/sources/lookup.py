@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.orchestrator.sources.base import SpeculationInput
+from specsplit.orchestrator.sources.speculator import TreeSource
 from specsplit.speculation.round_plan import RoundPlan
 
 
-class LookupSource:
-    """The base of all sources with a tree. It serves lookup rounds, and plain ones of sessions that may speculate."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
-
-    async def first_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
-        """Return an input without nodes."""
-        return self._speculator.make_input((), first_node)
+class LookupSource(TreeSource):
+    """Serves lookup rounds, and the plain rounds of sessions that may speculate."""
 
     async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
         """Return lookup's tree; for a plain plan only if it predicts more tokens per second."""
@@ -27,13 +20,6 @@ class LookupSource:
         if plan.mode == "lookup" and plan.limit is not None:
             nodes = speculator.best(plan.limit, None)
         if plan.probe is not None and background is not None:
+            # The answer comes whenever it comes; it is compared with what the text has become by then.
             background.probe(plan.probe)
         return speculator.make_input(nodes, first_node, is_looked_up=is_looked_up)
-
-    def observe(self, result: RoundResult) -> None:
-        """Learn from a round, and root the tree anew."""
-        self._speculator.observe_verify(result)
-        self._speculator.advance(result)
-
-    async def leave(self) -> None:
-        """Leave the tree to the next source, with what the draft still adds to it."""

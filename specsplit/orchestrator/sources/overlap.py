@@ -9,12 +9,11 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import SpeculationInput
-from specsplit.orchestrator.sources.lookup import LookupSource
-from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.speculation.round_plan import RoundPlan
 
 
-class OverlapSource(LookupSource):
+class OverlapSource(TreeSource):
     """Waits for the draft only if the tree has none of its nodes."""
 
     def __init__(

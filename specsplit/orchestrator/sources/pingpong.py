@@ -8,12 +8,11 @@ from specsplit.core.types import Proposal
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.sources.base import SpeculationInput
-from specsplit.orchestrator.sources.lookup import LookupSource
-from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.speculation.round_plan import RoundPlan
 
 
-class PingPongSource(LookupSource):
+class PingPongSource(TreeSource):
     """Asks the draft for a new tree in every round, unless lookup's nodes alone are worth more."""
 
     def __init__(self, speculator: Speculator, draft: DraftClient, events: RequestEvents) -> None:
@@ -30,7 +29,7 @@ class PingPongSource(LookupSource):
         if not nodes:
             waits, background = speculator.waits, speculator.background
             waits.began_s = self._loop.time()
-            if background is not None and background.has_task:
+            if background is not None and background.task is not None:
                 await background.end()  # begun by an earlier source; one call is under way at a time
             answer = await self._draft.ask(budget)
             if isinstance(answer, Proposal):

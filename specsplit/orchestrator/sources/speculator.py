@@ -1,4 +1,4 @@
-"""What the sources of one session share: the token tree, lookup, the draft, and what was learned from rounds.
+"""The speculator is the state that all sources of a session share: the token tree, lookup, and the draft.
 
 When a verdict comes, the tree is rooted anew at the bonus token. If that token was in the tree, the subtree below it is
 kept and may be verified next at once; if not, the tree is dropped and begins again at the committed tokens. Since all
@@ -103,7 +103,8 @@ class Speculator:
         proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
         self.drafted = Timings()
         waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
-        self.is_concurrent = self.background is not None and self.background.is_running
+        task = self.background.task if self.background is not None else None
+        self.is_concurrent = task is not None and not task.done()
         return SpeculationInput(
             proposal,
             [depths[node] for node in nodes],
@@ -155,7 +156,11 @@ class Speculator:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
         token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
         if self.draft is not None:
-            self.draft.observe(token_ids, result.scored_draft_numbers, result.verify_s)
+            numbers, scored = result.speculation.draft_numbers, result.verdict.verified
+            if len(scored) < len(numbers):
+                first = result.speculation.proposal.first_node
+                numbers = [numbers[number - first] for number in scored]
+            self.draft.observe(token_ids, tuple(filter(None, numbers)), result.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
         stats.observe_tree(tree, token_ids)
@@ -165,14 +170,15 @@ class Speculator:
         path = tree.nodes.walk(token_ids)
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
-        if background is not None and background.has_task and not background.is_probe and tree.cells:
+        task = background.task if background is not None else None
+        if background is not None and task is not None and not background.is_probe and tree.cells:
             self._is_kept = is_hit
             stats.observe_ahead(is_hit=is_hit)
         if is_hit:
             self.tree = tree.below(path)
         else:
             self.tree = SpeculationTree(len(self._history.ids) - 1, tree.vocab_size, stats.acceptance)
-            if background is not None:
+            if background is not None and task is not None:
                 background.cut()
 
     async def close(self) -> None:
@@ -181,6 +187,25 @@ class Speculator:
             await self.background.end()
         if self.draft is not None:
             await self.draft.close()
+
+
+class TreeSource:
+    """The base of all sources that use the session's tree."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+
+    async def first_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
+        """Return an input without nodes."""
+        return self._speculator.make_input((), first_node)
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from a round, and root the tree anew."""
+        self._speculator.observe_verify(result)
+        self._speculator.advance(result)
+
+    async def leave(self) -> None:
+        """Leave the tree to the next source, with what the draft still adds to it."""
 
 
 class DraftWaits:

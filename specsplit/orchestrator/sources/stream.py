@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from specsplit.core.types import Proposal, Verdict
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.orchestrator.sources.lookup import LookupSource
-from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.telemetry import spans
 
 
-class StreamSource(LookupSource):
+class StreamSource(TreeSource):
     """Waits for commits, never for the draft; feeds the target's stream with the tree's new nodes."""
 
     def __init__(self, speculator: Speculator, target: TargetClient) -> None:
