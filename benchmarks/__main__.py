@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from benchmarks import report
+from benchmarks.environment import require_bench_extra
+from benchmarks.network_bars import network_bars
 from benchmarks.pair import chosen_pair
+from benchmarks.peers.modes import Shape
+from benchmarks.report import console as report
 from benchmarks.research.calibration.study import calibration
 from benchmarks.research.tree_shapes import sweep_tree
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
-from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,17 +62,16 @@ def smoke(
 ) -> None:
     """Compare plain, pingpong and transformers, alternately; check the bars P1, P2, P3, P4 and P9."""
     report.check_output(output)
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import smoke as smoke_run
-    from benchmarks import smoke_report
-    from benchmarks.peers.factories import Shape
+    from benchmarks.report.terminal import show_smoke
 
     console = report.new_console()
     settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, Shape(nodes, depth, branching))
     found = _whole(console, smoke_run.run(settings, report.Progress(console)))
-    smoke_report.show(console, found)
-    report.emit(found.to_dict(), output)
-    raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
+    show_smoke(console, found)
+    report.emit(found, output)
+    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
 
 
 @app.command()
@@ -100,10 +101,9 @@ def run(
     output: Resumed = None,
 ) -> None:
     """Measure any systems alternately; an interrupted run goes on when it is given the same command."""
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import run as bench
-    from benchmarks import run_report
-    from benchmarks.peers.factories import Shape
+    from benchmarks.report.terminal import show_run
 
     settings = bench.RunSettings(
         systems=_names(systems),
@@ -126,8 +126,8 @@ def run(
     console = report.new_console()
     told = partial(console.print, markup=False)
     found = _whole(console, bench.run(settings, output, report.Progress(console), told))
-    run_report.show(console, found)
-    report.emit({**found.run.header, **found.summary}, None)
+    show_run(console, found)
+    report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
 
@@ -142,10 +142,11 @@ def compare(
     from rich.console import Console
 
     from benchmarks import compare as comparing
-    from benchmarks import compare_report, results_file
+    from benchmarks import results_file
+    from benchmarks.report.terminal import show_comparison
 
     found = comparing.compare(results_file.read(before), results_file.read(after), is_forced=force)
-    compare_report.show(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
+    show_comparison(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
     if as_json:
         report.emit(found.to_dict(), None)
 
@@ -163,7 +164,7 @@ def checkouts(
 ) -> None:
     """Compare the speed of this checkout with another's, in alternating processes."""
     report.check_output(output)
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks.checkouts import compare as sides
     from benchmarks.checkouts.sides import KINDS
 
@@ -207,9 +208,9 @@ def sweep(
     output: Resumed = None,
 ) -> None:
     """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import sweep_run
-    from benchmarks.peers.factories import Shape
+    from benchmarks.report.terminal import show_sweep
     from benchmarks.sweep_grid import GridSettings
 
     settings = GridSettings(
@@ -235,7 +236,7 @@ def sweep(
     console = report.new_console()
     told = partial(console.print, markup=False)
     found = _whole(console, sweep_run.run(settings, output, report.Progress(console), told))
-    sweep_run.show(console, found)
+    show_sweep(console, found)
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
@@ -247,10 +248,10 @@ def make_report(
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG, light and dark.", file_okay=False)] = None,
 ) -> None:
     """Write one self-contained HTML page of results; with --plots its plots as files too."""
-    from benchmarks import plots as drawing
-    from benchmarks.report_html import page
+    require_bench_extra()
+    from benchmarks.report import page
+    from benchmarks.report import plots as drawing
 
-    drawing.require_matplotlib()
     console = report.new_console()
     progress = report.Progress(console)
     with progress.running("reading", len(files)) as tick:
@@ -283,16 +284,16 @@ def profile(
 ) -> None:
     """Show where a round's time goes in one generation in process."""
     report.check_output(output)
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import profile as profiling
-    from benchmarks.peers.factories import Shape
+    from benchmarks.report.terminal import show_profile
 
     chosen, shape = chosen_pair(pair, target, draft, dtype, device), Shape(nodes, depth, branching)
     settings = profiling.ProfileSettings(mode, new_tokens, threads, temperature, seed, functions, chosen, shape)
     console = report.new_console()
     with report.Progress(console).running("profile", profiling.NUM_STEPS) as tick:
         found = profiling.run(settings, tick)
-    profiling.show(console, found)
+    show_profile(console, found)
     report.emit(found, output)
 
 
@@ -307,7 +308,7 @@ def make_trace(
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
 ) -> None:
     """Record the spans of one generation over two local workers."""
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import traced
 
     pair = chosen_pair(None, target, draft, "fp32", "cpu")
@@ -325,11 +326,9 @@ def figures(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
 ) -> None:
     """Measure the whole set of figures and write their report; what is whole is not measured again."""
-    require_worker_extra()
+    require_bench_extra()
     from benchmarks import figures as figure_set
-    from benchmarks import plots
 
-    plots.require_matplotlib()
     console = report.new_console()
     sizes = figure_set.TINY if tiny else figure_set.FULL
     code = figure_set.run(
@@ -338,13 +337,14 @@ def figures(
     raise typer.Exit(code)
 
 
+app.command("network-bars")(network_bars)
 # Studies of benchmarks.research that `make bench` and the documentation name as sub-commands.
 app.command()(calibration)
 app.command("sweep-tree")(sweep_tree)
 
 
 def _whole(console: Console, found: T | None) -> T:
-    """Return what was found; where no round became whole, say so and exit."""
+    """Return a measurement; if no round became whole, say so and exit."""
     if found is None:
         console.print(NOTHING_WHOLE)
         raise typer.Exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""`compare`: what changed between two runs beyond noise, every time divided by a reference measured beside it.
+"""`compare`: changes between two runs beyond noise, every time divided by a reference measured beside it.
 
 Pure functions over results files. Rounds are resampled, all metrics together, so the intervals hold simultaneously: two
 runs of one program show no change at all in 95 of 100 comparisons.
@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
+from scipy import stats
 
-from benchmarks import latency, metrics
+from benchmarks import metrics
+from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, PLAIN
-from benchmarks.results_file import RunFile
+from benchmarks.results_file import ResultsFile, Run
 from benchmarks.samples import RunSample
-from benchmarks.statistics import BOOTSTRAP_SEED, quantile, t_quantile, trimmed_mean
-from benchmarks.summary import decode_s_per_token, wall_s_per_token
+from benchmarks.statistics import BOOTSTRAP_SEED, quantile
 from specsplit.core.errors import InvalidRequest
 
 NUM_RESAMPLES = 1000
 MIN_ROUNDS = 3
 """Fewer say nothing of their spread."""
 CONFIDENCE = 0.975
-"""Of all rows of a comparison together; 95 of 100 comparisons of one program with itself have to stay silent."""
+"""For all rows of a comparison together; 95 of 100 comparisons of one program with itself have to stay silent."""
 _POWER = 0.9
+TRIMMED = 0.2
+"""The share of rounds at each end that does not count: disturbed ones."""
 _EXACT = 1e-9
 Verdict = Literal["better", "worse", "changed", "unchanged", "unknown"]
 Row = Sequence[RunSample]
@@ -50,7 +53,7 @@ class Metric:
 
 
 def _inter_token_p95(samples: Row) -> float | None:
-    found = latency.inter_token_s(samples)
+    found = metrics.inter_token_s(samples)
     return found["p95"] if found is not None else None
 
 
@@ -98,29 +101,19 @@ class Change:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields in JSON types."""
-        return {
-            "system": self.system,
-            "metric": self.metric,
-            "before": self.before,
-            "after": self.after,
-            "ratio": self.ratio,
-            "low": self.low,
-            "high": self.high,
-            "verdict": self.verdict,
-            "detectable": self.detectable,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that changed, and what it was held against."""
+    """The changes, and the system that times are divided by."""
 
     reference: str
     changes: list[Change]
     notes: list[str]
     settings: list[str]
-    """What differs between the settings, prompts and models of the two; empty unless forced."""
-    num_rounds: tuple[int, int] = field(default=(0, 0))
+    """Differences between the settings, prompts and models of the two; empty unless forced."""
+    num_rounds: tuple[int, int]
 
     @property
     def changed(self) -> list[Change]:
@@ -139,8 +132,8 @@ class Comparison:
         }
 
 
-def compare(before: RunFile, after: RunFile, *, is_forced: bool = False) -> Comparison:
-    """Return what changed from one run to the other.
+def compare(before: ResultsFile, after: ResultsFile, *, is_forced: bool = False) -> Comparison:
+    """Return the changes from one run to the other.
 
     Raises:
         InvalidRequest: the runs are of different settings, prompts or models and it is not forced, share no system to
@@ -155,15 +148,17 @@ def compare(before: RunFile, after: RunFile, *, is_forced: bool = False) -> Comp
             f"The two runs differ in more than the program: {'; '.join(differing)}. Compare all the same with --force.",
             param="file",
         )
-    if before.tasks != after.tasks:
+    first_run, second_run = before.run(), after.run()
+    if first_run.tasks != second_run.tasks:
         raise InvalidRequest("The two runs have different prompts, which cannot be compared.", param="file")
-    reference = _reference(before, after)
-    shared = [name for name in before.samples if name in after.samples]
+    reference = _reference(first_run, second_run)
+    shared = [name for name in first_run.samples if name in second_run.samples]
     series = {
         (name, metric): (first, second)
         for name in shared
         for metric in METRICS
-        if (first := _series(before, name, reference, metric)) and (second := _series(after, name, reference, metric))
+        if (first := _series(first_run, name, reference, metric))
+        and (second := _series(second_run, name, reference, metric))
     }
     return Comparison(
         reference=reference,
@@ -178,7 +173,7 @@ _HARMLESS = ("systems", "num_rounds", "target_address", "draft_address", "target
 """Settings that do not keep two runs from being compared; models are compared by their weights."""
 
 
-def different_settings(before: RunFile, after: RunFile) -> list[str]:
+def different_settings(before: ResultsFile, after: ResultsFile) -> list[str]:
     """Return a phrase for each setting, the prompts and each model that differ."""
     first, second = before.header, after.header
     names = [name for name in (first["settings"] | second["settings"]) if name not in _HARMLESS]
@@ -195,7 +190,7 @@ def _prompts(header: Mapping[str, Any]) -> str:
     return f"{header['prompts']['sha256']} ({len(header['prompts']['tasks'])})"
 
 
-def _speculates(run: RunFile) -> bool:
+def _speculates(run: ResultsFile) -> bool:
     return "draft" in run.header["models"]
 
 
@@ -204,14 +199,14 @@ def _model(header: Mapping[str, Any], role: str) -> str:
     return "none" if model is None else f"{model['name']} {model['weights_hash']} {model['dtype']} on {model['device']}"
 
 
-def _reference(before: RunFile, after: RunFile) -> str:
+def _reference(before: Run, after: Run) -> str:
     for name in (BARE, PLAIN):
         if name in before.samples and name in after.samples:
             return name
     raise InvalidRequest(f"Neither {BARE} nor {PLAIN} was measured in both runs; one of them has to be.", param="file")
 
 
-def _notes(before: RunFile, after: RunFile, reference: str) -> list[str]:
+def _notes(before: ResultsFile, after: ResultsFile, reference: str) -> list[str]:
     notes = [run.status for run in (before, after) if not run.is_whole]
     if reference == PLAIN:
         notes.append(f"{PLAIN} itself is the reference, so a change of its own speed shows as one of all others.")
@@ -222,7 +217,7 @@ def _notes(before: RunFile, after: RunFile, reference: str) -> list[str]:
                 f"Another machine: {name} was {old}, then {new}; ratios travel better than they should be trusted."
             )
     for run, other in ((before, after), (after, before)):
-        missing = [name for name in run.samples if name not in other.samples]
+        missing = [name for name in run.header["systems"] if name not in other.header["systems"]]
         if missing:
             notes.append(f"Only in {run.path}: {', '.join(missing)}.")
     if min(before.num_rounds, after.num_rounds) < MIN_ROUNDS:
@@ -230,7 +225,7 @@ def _notes(before: RunFile, after: RunFile, reference: str) -> list[str]:
     return notes
 
 
-def _series(run: RunFile, name: str, reference: str, metric: Metric) -> list[float] | None:
+def _series(run: Run, name: str, reference: str, metric: Metric) -> list[float] | None:
     """Return the logarithm of a metric in each round, a time over the reference's; None where it is not known."""
     rounds, beside = run.samples[name], run.samples[reference]
     is_against_itself = name == reference and (metric.per_task is not None or metric.is_time)
@@ -297,7 +292,7 @@ def _resampled(series: Mapping[Key, tuple[list[float], list[float]]]) -> tuple[d
         values = numpy.array([pair[side] for pair in series.values()])
         length = values.shape[1]
         drawn = numpy.sort(values[:, generator.integers(length, size=(NUM_RESAMPLES, length))], axis=-1)
-        cut = length // 5
+        cut = int(length * TRIMMED)
         means = drawn[:, :, cut : length - cut].mean(axis=-1)
         squares.append(means.var(axis=1, ddof=1))
         lengths.append(length)
@@ -322,14 +317,14 @@ def _critical(draws: Array) -> float:
 
 def _change(key: Key, before: list[float], after: list[float], error: _Error, critical: float) -> Change:
     system, metric = key
-    first, second = trimmed_mean(before), trimmed_mean(after)
+    first, second = (float(stats.trim_mean(values, TRIMMED)) for values in (before, after))
     moved = second - first
     detectable, has_rounds = None, min(len(before), len(after)) >= MIN_ROUNDS
     if error.total <= _EXACT:
         reach = _EXACT
         is_known = has_rounds or not (metric.is_time or metric.per_task)
     else:
-        factor = t_quantile(round(critical, 4), round(error.degrees, 1))
+        factor = float(stats.t.ppf(critical, error.degrees))
         reach, is_known = factor * error.total, has_rounds
         detectable = math.exp((factor + NormalDist().inv_cdf(_POWER)) * error.total) - 1
     return Change(

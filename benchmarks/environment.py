@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, machine, time. Part of every JSON line."""
+"""The origin of a result: commit, versions, machine, time. Part of every JSON line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+
+from specsplit.core.errors import MissingExtra
 
 _ROOT = Path(__file__).parent.parent
 _UNKNOWN = "unknown"
+_NEEDED = ("torch", "scipy", "matplotlib", "jinja2")
 _PACKAGES = ("specsplit", "torch", "transformers", "numpy")
 
 
 def provenance() -> dict[str, object]:
-    """Return what a reader needs to judge or repeat a result, in JSON types."""
+    """Return the facts that a reader needs to judge or repeat a result, in JSON types."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -57,3 +61,14 @@ def _cpu_model() -> str:
         return platform.processor() or _UNKNOWN
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or _UNKNOWN)
+
+
+def require_bench_extra() -> None:
+    """Refuse to measure or to report without the packages of the extra `bench`.
+
+    Raises:
+        MissingExtra: naming the remedy.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"Benchmarks need {', '.join(missing)}, not installed here: pip install 'specsplit[bench]'.")

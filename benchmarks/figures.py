@@ -92,7 +92,7 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
     calibration = folder / "calibration.jsonl"
     judged = ("--prompts", str(sizes.calibration_prompts), "--new-tokens", str(sizes.tokens))
     traced = ("--mode", "overlap", "--rtt-ms", "10", "--new-tokens", str(sizes.inflated_tokens), "--output", str(trace))
-    inflate = ("benchmarks.inflate", "--to", str(target), *size, "--threads", "1")
+    inflate = ("benchmarks.research", "inflate", "--to", str(target), *size, "--threads", "1")
     return [
         measured("systems, embedded pair", "embedded", 3.8, "run", "--systems", f"{MODES},{PEERS}", *run,
                  *sized(sizes.prompts, sizes.tokens, sizes.rounds)),
@@ -102,7 +102,7 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
         measured("round trip, inflated target", "round-trip", 7.7, "sweep", "--modes", OVER_A_NETWORK,
                  "--rtt-ms", rtts, *on_inflated, *sized(2, sizes.link_tokens, sizes.link_rounds)),
         Part("a useless draft, inflated target",
-             ("benchmarks.draft_kinds", "--kind", "useless", *held, *pairs, "--output", str(kinds)), kinds,
+             ("benchmarks.research", "draft-kinds", "--kind", "useless", *held, *pairs, "--output", str(kinds)), kinds,
              resumes=True, minutes=0.9),
         measured("sessions at once, embedded pair", "concurrency", 2.6, "sweep", "--modes", "plain,pingpong,overlap",
                  "--concurrency", at_once, *sized(sizes.at_once[-1], sizes.inflated_tokens, sizes.sweep_rounds)),
@@ -149,7 +149,7 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
     code = _run(("benchmarks", "report", *files, *page))
     if code not in (0, INTERRUPTED):
         raise ResourceError("The report failed, see above.")
-    if code == 0 and _run(("benchmarks.network_bars", str(folder / "round-trip.jsonl"))) != 0:
+    if code == 0 and _run(("benchmarks", "network-bars", str(folder / "round-trip.jsonl"))) != 0:
         raise ResourceError("The bars could not be checked, see above.")
     tell(f"{folder / 'report.html'} after {(time.monotonic() - start_s) / 60:.1f} minutes.")
     return code

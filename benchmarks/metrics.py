@@ -1,22 +1,26 @@
-"""What samples say: rates, the time around the models, forwards per round, acceptance.
+"""Numbers that samples give: rates, waits, the time beside the models, forwards per round, acceptance.
 
-Definitions only; where the numbers go is the report's business.
+Definitions only; where the numbers go is the report's business. Tokens of one round come together: per token, the wait
+for them is spread over them evenly; per arrival it counts once, as a reader of a stream sees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from itertools import pairwise, zip_longest
+from statistics import fmean
+from typing import Any, Protocol
 
 from benchmarks.samples import RunSample, Told
-from benchmarks.systems import Sample
-from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
+from benchmarks.statistics import quantile
+from specsplit.orchestrator.request import RequestTimings, SpeculativeDecoding
+
+QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 class Timed(Protocol):
-    """A run whose time is told by its parts: a Result, or what a results file kept of one."""
+    """A run whose time is told by its parts: a Result, or the part of one that a results file keeps."""
 
     @property
     def timings(self) -> RequestTimings: ...
@@ -25,44 +29,18 @@ class Timed(Protocol):
     def num_rounds(self) -> int: ...
 
 
-def tokens_per_s(rounds: Sequence[Sequence[Sample]], num_tokens: int) -> list[float]:
-    """Return, per round, the new tokens of all tasks over the time that all took, prompts included."""
-    return [num_tokens * len(samples) / sum(sample.wall_s for sample in samples) for samples in rounds]
-
-
-def decode_tokens_per_s(rounds: Sequence[Sequence[Sample]], num_tokens: int) -> list[float] | None:
-    """Return, per round, the tokens after each task's first over the time they took; None where that was not told."""
-    rates: list[float] = []
-    for samples in rounds:
-        decode_s = [sample.decode_s for sample in samples if sample.decode_s is not None]
-        if len(decode_s) < len(samples):
-            return None
-        rates.append((num_tokens - 1) * len(samples) / sum(decode_s))
-    return rates
-
-
 def overhead_ms(result: Timed) -> float:
-    """Return what a round takes beside the models' forwards: wall time of decoding minus both, per round."""
+    """Return the time of a round beside the models' forwards: wall time of decoding minus both, per round."""
     timings = result.timings
     return (timings.decode_s - timings.draft_device_s - timings.target_device_s) * 1e3 / result.num_rounds
 
 
-def decode_forwards(result: Result, chunk_tokens: int) -> int:
-    """Return the target forwards after the prompt's; a prompt takes one per `chunk_tokens` begun."""
-    return result.target_forwards - -(-len(result.prompt_token_ids) // chunk_tokens)
-
-
-def forwards_per_round(results: Iterable[Result], chunk_tokens: int) -> list[float]:
-    """Return each generation's target forwards per round, the prompt's left out."""
-    return [decode_forwards(result, chunk_tokens) / result.num_rounds for result in results]
-
-
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How much of what was drafted was accepted, pooled over generations.
+    """How much of the drafted tokens was accepted, pooled over generations.
 
     `by_depth[d]` is the fraction of rounds that accepted depth d + 1 among those that reached it (accepted depth d) and
-    drafted there; None where there is no such round.
+    drafted there; None if there is no such round.
     """
 
     num_rounds: int
@@ -75,18 +53,9 @@ class Acceptance:
     histogram: tuple[int, ...]
     """Entry k counts rounds that accepted k nodes."""
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields in JSON types."""
-        return {
-            "num_rounds": self.num_rounds,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "path_acceptance_rate": self.path_acceptance_rate,
-            "node_acceptance_rate": self.node_acceptance_rate,
-            "by_depth": list(self.by_depth),
-            "tested_by_depth": list(self.tested_by_depth),
-            "accepted_by_depth": list(self.accepted_by_depth),
-            "histogram": list(self.histogram),
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def acceptance(statistics: Iterable[SpeculativeDecoding]) -> Acceptance:
@@ -119,7 +88,7 @@ def _summed(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def told_of(samples: Iterable[RunSample]) -> list[Told]:
-    """Return what our own systems told of these runs."""
+    """Return the counts and times that our own systems told of these runs."""
     return [sample.told for sample in samples if sample.told is not None]
 
 
@@ -129,29 +98,41 @@ def rate(samples: Sequence[RunSample]) -> float:
 
 
 def decode_rate(samples: Sequence[RunSample]) -> float | None:
-    """Return the tokens after each run's first over the time that they took; None where that was not told."""
+    """Return the tokens after each run's first over the time that they took; None if a run did not tell it."""
     decode_s = [sample.decode_s for sample in samples if sample.decode_s is not None]
     if len(decode_s) < len(samples) or not sum(decode_s):
         return None
     return sum(sample.num_tokens - 1 for sample in samples) / sum(decode_s)
 
 
+def wall_s_per_token(sample: RunSample) -> float:
+    """Return seconds per new token, the prompt included; so runs of different length can be compared."""
+    return sample.wall_s / sample.num_tokens
+
+
+def decode_s_per_token(sample: RunSample) -> float | None:
+    """Return seconds per token after the first; None if it was not told."""
+    if sample.decode_s is None or sample.num_tokens < 2:
+        return None
+    return sample.decode_s / (sample.num_tokens - 1)
+
+
 def target_busy_fraction(samples: Iterable[RunSample]) -> float | None:
-    """Return how much of the decoding the target computed; None where nothing was told."""
+    """Return how much of the decoding the target computed; None if nothing was told."""
     timings = [told.timings for told in told_of(samples)]
     decode_s = sum(timing.decode_s for timing in timings)
     return sum(timing.target_device_s for timing in timings) / decode_s if decode_s else None
 
 
 def bytes_per_token(samples: Iterable[RunSample]) -> float | None:
-    """Return the bytes that travelled per committed token, both ways; None where nothing travels."""
+    """Return the bytes that travelled per committed token, both ways; None if nothing travels."""
     pairs = [(sample.told.num_wire_bytes, sample.num_tokens) for sample in samples if sample.told is not None]
     num_bytes = [count for count, _ in pairs if count is not None]
     return sum(num_bytes) / sum(tokens for _, tokens in pairs) if num_bytes else None
 
 
 def hit_rate(samples: Iterable[RunSample]) -> float | None:
-    """Return how many of the rounds drafted ahead had the outcome in the tree; None where none was drafted ahead."""
+    """Return how many of the rounds drafted ahead had the outcome in the tree; None if none was drafted ahead."""
     counts = [told.speculative_decoding for told in told_of(samples)]
     num_ahead = sum(count.num_ahead_rounds for count in counts)
     return sum(count.num_kept_rounds for count in counts) / num_ahead if num_ahead else None
@@ -169,3 +150,48 @@ def tokens_per_round(samples: Iterable[RunSample]) -> float | None:
     told = [sample for sample in samples if sample.told is not None]
     num_rounds = sum(each.num_rounds for each in told_of(told))
     return sum(sample.num_tokens - 1 for sample in told) / num_rounds if num_rounds else None
+
+
+def waits(samples: Iterable[RunSample]) -> list[tuple[float, int]]:
+    """Return (seconds, tokens) of every arrival after the first of its sample."""
+    pairs = [pair for sample in samples for pair in pairwise(sample.arrivals)]
+    return [(after - before, count) for (before, _), (after, count) in pairs if count]
+
+
+def inter_token_s(samples: Iterable[RunSample]) -> dict[str, float] | None:
+    """Return the quantiles of the time per token; None if no arrivals were told."""
+    return _quantiles([seconds / count for seconds, count in waits(samples) for _ in range(count)])
+
+
+def inter_arrival_s(samples: Iterable[RunSample]) -> dict[str, float] | None:
+    """Return the quantiles of the time between arrivals; None if none were told."""
+    return _quantiles([seconds for seconds, _ in waits(samples)])
+
+
+def ttft_s(samples: Iterable[RunSample]) -> dict[str, float] | None:
+    """Return the quantiles of the time to the first token; None if it was not told."""
+    return _quantiles([sample.ttft_s for sample in samples if sample.ttft_s is not None])
+
+
+def _quantiles(values: list[float]) -> dict[str, float] | None:
+    return {name: quantile(values, fraction) for name, fraction in QUANTILES.items()} if values else None
+
+
+# Spec-Bench's own numbers, defined as its evaluation/speed.py does, so that they can stand beside its tables
+# (Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851).
+
+
+def mean_accepted_tokens(samples: Iterable[RunSample]) -> float | None:
+    """Return the tokens per decoding step of all questions together, bonus token included; None if it was not told.
+
+    Rounds without a tree are steps that gave one token.
+    """
+    told = told_of(samples)
+    num_rounds = sum(each.num_rounds for each in told)
+    accepted = sum(each.speculative_decoding.num_accepted_draft_tokens for each in told)
+    return 1 + accepted / num_rounds if num_rounds else None
+
+
+def mean_tokens_per_s(samples: Sequence[RunSample]) -> float:
+    """Return the mean over questions of each one's own tokens per second, prompts included."""
+    return fmean(sample.num_tokens / sample.wall_s for sample in samples)

@@ -1,8 +1,7 @@
 """The bars that need a network or a second core, from results files of `sweep`: P5, P6, P7, and `auto` at every point.
 
 Every ratio pairs what one round measured: rounds are outermost in a sweep, so a drift of the machine meets both sides.
-Times are those of decoding, from the first token to the last. Run as a module:
-`python -m benchmarks.network_bars FILE...`.
+Times are those of decoding, from the first token to the last.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import registry, report, sweep_file
+from benchmarks import registry, results_file
 from benchmarks.bars import Bar
-from benchmarks.one_command import run_command
+from benchmarks.report import console as report
+from benchmarks.results_file import SWEEP, ResultsFile
 from benchmarks.statistics import Estimate, estimate, median, paired_speedup
-from benchmarks.sweep_file import SweepFile
 from benchmarks.sweep_run import derive
 
 AUTO, STREAM, OVERLAP, PINGPONG = "auto", "stream", "overlap", "pingpong"
@@ -28,7 +27,7 @@ FAR_MS = 10
 Rows = list[list[float]]
 
 
-def decode_times(found: SweepFile, point: int) -> dict[str, Rows]:
+def decode_times(found: ResultsFile, point: int) -> dict[str, Rows]:
     """Return by mode the seconds of decoding, [rounds][tasks], of a point with one session at once."""
     samples = found.run(point).samples
     return {
@@ -42,7 +41,7 @@ def best_of(times: dict[str, Rows]) -> str:
     return min(fixed, key=lambda mode: median([sum(row) for row in times[mode]]))
 
 
-def bars_of(found: SweepFile) -> list[Bar]:
+def bars_of(found: ResultsFile) -> list[Bar]:
     """Return every bar that this sweep can check."""
     told = found.header["settings"]
     is_useless = "useless" in str(told["draft"])
@@ -73,7 +72,7 @@ def _auto_bars(times: dict[str, Rows], where: str, *, is_useless: bool) -> list[
     return bars
 
 
-def _overlap_bars(found: SweepFile, by_rtt: dict[float, tuple[int, dict[str, Rows]]]) -> list[Bar]:
+def _overlap_bars(found: ResultsFile, by_rtt: dict[float, tuple[int, dict[str, Rows]]]) -> list[Bar]:
     if 0 not in by_rtt or OVERLAP not in by_rtt[0][1]:
         return []
     limits = derive(found, by_rtt[0][0])["systems"][OVERLAP]["limits"]
@@ -100,7 +99,7 @@ def _streaming_bars(by_rtt: dict[float, tuple[int, dict[str, Rows]]]) -> list[Ba
     return bars
 
 
-def rates(found: SweepFile) -> list[dict[str, Any]]:
+def rates(found: ResultsFile) -> list[dict[str, Any]]:
     """Return tokens per second of decoding, by point and mode."""
     rows: list[dict[str, Any]] = []
     for place, point in enumerate(found.points):
@@ -123,12 +122,14 @@ def rates(found: SweepFile) -> list[dict[str, Any]]:
     return rows
 
 
-def main(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results files of sweep.")]) -> None:
+def network_bars(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results files of sweep.")],
+) -> None:
     """Check the bars that sweeps can check, and print them; one JSON line last."""
     console = report.new_console()
     told: list[dict[str, object]] = []
     for path in files:
-        found = sweep_file.read(path)
+        found = results_file.read(path, SWEEP)
         bars = bars_of(found)
         listed = report.table(str(path), "bar", "measure", "value", "bound", "met", "note")
         for bar in bars:
@@ -152,7 +153,3 @@ def _show_rates(rows: Sequence[dict[str, Any]], console: Any) -> None:
 
 def _yes(is_met: bool) -> str:
     return "yes" if is_met else "NO"
-
-
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.network_bars")

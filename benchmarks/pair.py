@@ -1,10 +1,11 @@
-"""Which models are measured and how they are loaded: the same for every system of a run. Knows no library."""
+"""The models that are measured and how they are loaded: the same for every system of a run. Knows no library."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest
@@ -18,6 +19,10 @@ class Pair:
     draft: str | None = EMBEDDED
     dtype: str = "fp32"
     device: str = "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the pair in JSON types."""
+        return asdict(self)
 
 
 def chosen_pair(pair: str | None, target: str | None, draft: str | None, dtype: str, device: str) -> Pair:
@@ -36,7 +41,7 @@ def chosen_pair(pair: str | None, target: str | None, draft: str | None, dtype: 
 
 
 def is_inflated(source: str) -> bool:
-    """Return whether the configuration in a folder says that the model was inflated (see `inflate`)."""
+    """Return whether the configuration in a folder says that the model was inflated (see research/inflate.py)."""
     try:
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

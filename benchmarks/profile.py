@@ -14,14 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
 from benchmarks import trace, workloads
 from benchmarks.environment import provenance
 from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.factories import ServedMode, Shape
-from benchmarks.report import table
+from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.systems import Task
 from benchmarks.trace import Timeline
 from specsplit.core.errors import InvalidRequest
@@ -55,14 +51,9 @@ class ProfileSettings:
             "threads": self.threads,
             "temperature": self.temperature,
             "seed": self.seed,
-            "target": self.pair.target,
-            "draft": self.pair.draft,
             "is_inflated": is_inflated(self.pair.target),
-            "dtype": self.pair.dtype,
-            "device": self.pair.device,
-            "nodes": self.shape.nodes,
-            "depth": self.shape.depth,
-            "branching": self.shape.branching,
+            **self.pair.to_dict(),
+            **self.shape.to_dict(),
         }
 
 
@@ -173,27 +164,3 @@ def by_package(functions: list[Record]) -> dict[str, float]:
     for each in functions:
         found[each["package"]] = found.get(each["package"], 0.0) + each["ms"]
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def show(console: Console, record: Record) -> None:
-    """Print the parts of a round, whose time it is, and the functions that take most of it."""
-    settings = record["settings"]
-    inflated = " (inflated)" if settings["is_inflated"] else ""
-    console.print(
-        f"target {settings['target']}{inflated}, mode {settings['mode']}: {record['num_rounds']} rounds, median "
-        f"{record['round_ms']:.2f} ms, {record['tokens_per_s']:.0f} tokens/s with spans on",
-        markup=False,
-    )
-    listed = table("A round", "part", "ms", "share")
-    for part, each in record["parts"].items():
-        listed.add_row(part, f"{each['ms']:.3f}", f"{each['share']:.0%}")
-    console.print(listed)
-    listed = table("Exclusive time of the event loop's thread, profiler's cost included", "package", "ms per round")
-    for package, time_ms in record["packages"].items():
-        if time_ms >= 0.001:
-            listed.add_row(escape(package), f"{time_ms:.3f}")
-    console.print(listed)
-    listed = table("Functions", "function", "calls per round", "ms per round")
-    for each in record["functions"]:
-        listed.add_row(escape(each["function"]), f"{each['calls']:.1f}", f"{each['ms']:.3f}")
-    console.print(listed)

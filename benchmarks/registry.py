@@ -12,16 +12,14 @@ from typing import get_args
 
 from benchmarks.pair import Pair
 from benchmarks.peers.factories import (
-    ServeBareForward,
-    ServeCompletions,
-    ServedMode,
-    ServeLoopback,
-    ServeModes,
-    ServeServices,
-    ServeTransformers,
-    Shape,
-    Way,
+    serve_bare_forward,
+    serve_completions,
+    serve_loopback,
+    serve_modes,
+    serve_services,
+    serve_transformers,
 )
+from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Factory
 from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest
@@ -30,25 +28,20 @@ MODES = get_args(Mode)
 """The orchestrator's own: a new one can be measured as soon as it can be asked for."""
 PLACES = ("loopback", "remote")
 PLAIN, GENERATE, BARE = "plain", "generate", "bare"
-_WAYS: dict[str, Way] = {
-    "generate": "generate",
-    "assisted": "assisted",
-    "assisted-constant": "assisted-constant",
-    "lookup-4": "lookup-4",
-    "lookup-10": "lookup-10",
-}
+_WAYS = ("generate", "assisted", "assisted-constant", "lookup-4", "lookup-10")
+"""Ways to use transformers; a system has the name of its way."""
 _SERVER = "openai:"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every system of a run is made from."""
+    """The models, bounds and addresses that every system of a run is made from."""
 
     pair: Pair = field(default=Pair())
     threads: int = 1
     shape: Shape = field(default=Shape())
     lookup: bool = True
-    """Of our own systems: whether trees hold lookup's nodes too."""
+    """Whether our own systems' trees hold lookup's nodes too."""
     target_address: str | None = None
     draft_address: str | None = None
 
@@ -61,12 +54,9 @@ class Entry:
     where: str
     make: Callable[[Setup], Factory]
     mode: str | None = None
-    """Of our own systems."""
+    """The orchestrator's mode, None unless the system is ours."""
     packages: tuple[str, ...] = ()
     needs_draft: bool = False
-    tells_tokens: bool = True
-    has_our_noise: bool = False
-    """Whether it must write plain decoding's text at any temperature; greedy, every system must."""
 
     @property
     def is_server(self) -> bool:
@@ -86,7 +76,7 @@ class Entry:
         return next((package for package in self.packages if find_spec(package) is None), None)
 
     def to_dict(self) -> dict[str, object]:
-        """Return what a results file says of it."""
+        """Return the facts that a results file names."""
         return {"where": self.where, "mode": self.mode, "has_costs": self.has_costs}
 
 
@@ -106,7 +96,7 @@ def find(name: str, setup: Setup) -> Entry:
     if name.startswith(_SERVER):
         entry = _server(name)
     elif name == BARE:
-        entry = Entry(name, "in process", lambda s: ServeBareForward(s.threads, name, s.pair), tells_tokens=False)
+        entry = Entry(name, "in process", lambda s: serve_bare_forward(s.threads, name, s.pair))
     elif name in _WAYS:
         entry = _transformers(name)
     elif mode in MODES and (name == mode or place in PLACES):
@@ -135,23 +125,21 @@ def _mode(name: str, mode: str, place: str) -> Entry:
     def make(setup: Setup) -> Factory:
         chosen = ServedMode(name, mode, setup.shape, setup.lookup)
         if place == "loopback":
-            return ServeLoopback(setup.threads, chosen, setup.pair)
+            return serve_loopback(setup.threads, chosen, setup.pair)
         if place == "remote":
             addresses = {"target": setup.target_address, "draft": None if mode in DRAFTLESS else setup.draft_address}
-            return ServeServices(chosen, tuple((role, at) for role, at in addresses.items() if at is not None))
-        return ServeModes(setup.threads, (chosen,), setup.pair)
+            return serve_services(chosen, {role: at for role, at in addresses.items() if at is not None})
+        return serve_modes(setup.threads, (chosen,), setup.pair)
 
     where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
-    return Entry(name, where, make, mode=mode, needs_draft=mode not in DRAFTLESS, has_our_noise=True)
+    return Entry(name, where, make, mode=mode, needs_draft=mode not in DRAFTLESS)
 
 
 def _transformers(name: str) -> Entry:
-    way = _WAYS[name]
-
     def make(setup: Setup) -> Factory:
-        return ServeTransformers(setup.threads, ((name, way),), setup.pair)
+        return serve_transformers(setup.threads, {name: name}, setup.pair)
 
-    needs_draft = way.startswith("assisted")
+    needs_draft = name.startswith("assisted")
     return Entry(name, "in process", make, packages=("torch", "transformers"), needs_draft=needs_draft)
 
 
@@ -162,4 +150,4 @@ def _server(name: str) -> Entry:
             f"{name!r} names no server; write openai:http://HOST:PORT/v1, and #MODEL behind it if need be.",
             param="systems",
         )
-    return Entry(name, "a server", lambda setup: ServeCompletions(name, url, model or None), packages=("openai",))
+    return Entry(name, "a server", lambda setup: serve_completions(name, url, model or None), packages=("openai",))

@@ -1,6 +1,7 @@
-"""The results file of a run: whole JSON lines, one per sample, written as soon as they are there.
+"""The results files of `run` and `sweep`: whole JSON lines, written as soon as they are there.
 
-Knows what makes a round whole; what the numbers mean is others' business. See results/README.md for the lines.
+Knows what makes a block (one round at one point) whole; what the numbers mean is others' business. See
+results/README.md for the lines. A `run` is a sweep of one point.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,38 +18,29 @@ from typing import IO, Any, Self
 
 from benchmarks.limits import Costs
 from benchmarks.samples import RunSample, from_record
+from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 
 SCHEMA = 1
+RUN, SWEEP = "run", "sweep"
 _SETTINGS_OF_OLDER_FILES = {"lookup": True}
-"""What settings that a file does not name were when it was written."""
+"""The values that settings had in files from before they were written down."""
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RunFile:
-    """What a file holds; rounds that are not whole are left out."""
+class Run:
+    """The whole rounds of one point."""
 
-    path: Path
     header: Record
     samples: dict[str, list[list[RunSample]]]
     """[rounds][tasks] by system."""
     costs: dict[str, list[Costs]]
     """[rounds] by system, for those that have any."""
-    summary: Record | None
-    num_dropped: int
-    """Lines that belong to no whole round, a torn last one included."""
-    num_kept_bytes: int
-    """Up to the end of the last whole round."""
 
     @property
     def num_rounds(self) -> int:
         return len(next(iter(self.samples.values()), []))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the run came to its end; a file without a summary is part of one."""
-        return self.summary is not None
 
     @property
     def tasks(self) -> list[str]:
@@ -62,38 +54,151 @@ class RunFile:
             found.setdefault(task["category"], []).append(place)
         return found
 
+
+@dataclass(slots=True)
+class ResultsFile:
+    """The content of a file, or of a measurement under way; blocks that are not whole are left out."""
+
+    path: Path
+    header: Record
+    blocks: list[list[Record]] = field(default_factory=list[list[Record]])
+    """In the order in which they were measured: rounds, and in each all points."""
+    summary: Record | None = None
+    num_dropped: int = 0
+    """Lines that belong to no whole block, a torn last one included."""
+    num_kept_bytes: int = 0
+    """Up to the end of the last whole block."""
+
+    @property
+    def points(self) -> list[Record]:
+        """Return the conditions of each point."""
+        alone = {"rtt_ms": 0.0, "concurrency": 1, "temperature": self.header["settings"].get("temperature", 0.0)}
+        return self.header.get("points") or [alone]
+
+    @property
+    def num_wanted(self) -> int:
+        """Return how many blocks the whole measurement has."""
+        return self.header["settings"]["num_rounds"] * len(self.points)
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the rounds that are whole at every point."""
+        return len(self.blocks) // len(self.points)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the measurement came to its end; a file without a summary is part of one."""
+        return self.summary is not None
+
     @property
     def status(self) -> str:
-        """Return a sentence for a file that is only part of a run, and nothing for a whole one."""
+        """Return a sentence for a file that is only part of a measurement, and nothing for a whole one."""
         if self.is_whole:
             return ""
-        wanted = self.header["settings"]["num_rounds"]
+        at = " at single points" if len(self.points) > 1 else " and no summary"
         return (
-            f"{self.path} is not whole: it has {self.num_rounds} of {wanted} rounds and no summary; "
+            f"{self.path} is not whole: it has {len(self.blocks)} of {self.num_wanted} rounds{at}; "
             "the command that began it goes on with it."
         )
 
+    @property
+    def measured_points(self) -> list[int]:
+        """Return the places of the points that have a whole round."""
+        return list(range(min(len(self.blocks), len(self.points))))
 
-def read(path: Path) -> RunFile:
-    """Return the whole rounds of a file, and its summary where it has one.
+    def _records(self, point: int, kind: str) -> list[Record]:
+        return [
+            record
+            for block in self.blocks
+            for record in block
+            if record["kind"] == kind and record.get("point", 0) == point
+        ]
+
+    def run(self, point: int = 0) -> Run:
+        """Return the whole rounds of a point."""
+        conditions, systems = self.points[point], self.header["systems"]
+        facts = {name: {**each, "has_costs": self._has_costs(each, conditions)} for name, each in systems.items()}
+        settings = {**self.header["settings"], "temperature": conditions["temperature"]}
+        header = {**self.header, "settings": settings, "systems": facts}
+        tasks = [task["id"] for task in self.header["prompts"]["tasks"]]
+        by_place: dict[tuple[str, str], list[RunSample]] = {}
+        for record in self._records(point, "sample"):
+            by_place.setdefault((record["system"], record["task"]), []).append(from_record(record))
+        rounds = range(len(next(iter(by_place.values()), [])))
+        samples = {name: [[by_place[name, task][number] for task in tasks] for number in rounds] for name in systems}
+        return Run(header, samples, self._costs(point, facts))
+
+    def _has_costs(self, system: Record, conditions: Record) -> bool:
+        return system["has_costs"] if self.header["kind"] == RUN else conditions["concurrency"] == 1
+
+    def _costs(self, point: int, systems: Record) -> dict[str, list[Costs]]:
+        found: dict[str, list[Costs]] = {name: [] for name, facts in systems.items() if facts["has_costs"]}
+        for record in self._records(point, "costs"):
+            # A line of `sweep` is for all modes that ask a draft, or for all that do not.
+            names = [record["system"]] if "system" in record else list(found)
+            for name in names:
+                if "system" in record or (name not in DRAFTLESS) == record["uses_draft"]:
+                    found[name].append(Costs.from_dict(record))
+        return found
+
+    def walls(self, point: int, system: str) -> list[list[tuple[float, int]]]:
+        """Return seconds and new tokens of the sessions that ran at once at a point, [rounds][batches]."""
+        rounds: dict[int, list[tuple[float, int]]] = {}
+        for record in self._records(point, "batch"):
+            if record["system"] == system:
+                rounds.setdefault(record["round"], []).append((record["wall_s"], record["num_tokens"]))
+        return list(rounds.values())
+
+    def block_size(self, point: int) -> int:
+        """Return how many lines a whole block of a point has."""
+        systems, num_tasks = self.header["systems"], len(self.header["prompts"]["tasks"])
+        if self.header["kind"] == RUN:
+            return len(systems) * num_tasks + sum(system["has_costs"] for system in systems.values())
+        at_once = self.points[point]["concurrency"]
+        num_costs = len({name not in DRAFTLESS for name in systems}) if at_once == 1 else 0
+        return len(systems) * (num_tasks + num_tasks // at_once) + num_costs
+
+
+def read(path: Path, kind: str = RUN) -> ResultsFile:
+    """Return the whole blocks of a file of `run` or `sweep`, and its summary if it has one.
 
     Raises:
-        InvalidRequest: there is no such file, it is no results file of `run`, or a line before its last is damaged.
+        InvalidRequest: there is no such file, it is of another kind, or a line before its last is damaged.
+    """
+    content = content_of(path)
+    *lines, torn = content.split(b"\n")  # after the last line feed comes nothing, or a line that was cut off
+    try:
+        header = json.loads(lines[0])
+        if header["kind"] != kind:
+            raise KeyError(header["kind"])
+        if header["schema"] != SCHEMA:
+            raise InvalidRequest(f"{path} has schema {header['schema']}, not {SCHEMA}.", param="file")
+        found = ResultsFile(path, completed(header), num_kept_bytes=len(lines[0]) + 1)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise InvalidRequest(f"{path} is no results file of `{kind}`.", param="file") from error
+    open_block: list[Record] = []
+    end = found.num_kept_bytes
+    for number, line in enumerate(lines[1:], 2):
+        end += len(line) + 1
+        try:
+            if line:
+                open_block = _taken(found, open_block, json.loads(line), end)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequest(f"Line {number} of {path} is damaged; measure again.", param="file") from error
+    found.num_dropped = len(open_block) + bool(torn)
+    return found
+
+
+def content_of(path: Path) -> bytes:
+    """Return the bytes of a results file.
+
+    Raises:
+        InvalidRequest: it cannot be read.
     """
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"The results file {path} cannot be read ({error.strerror}).", param="file") from error
-    collected = _Collected(path)
-    offset = 0
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        offset += len(line) + 1
-        if number == len(lines):  # what follows the last line feed: nothing, or a line that was cut off
-            collected.num_open += bool(line)
-        elif line:
-            collected.take(number, line, offset)
-    return collected.done()
 
 
 def completed(header: Record) -> Record:
@@ -101,105 +206,34 @@ def completed(header: Record) -> Record:
     return {**header, "settings": {**_SETTINGS_OF_OLDER_FILES, **header["settings"]}}
 
 
-def assembled(begun: RunFile | None, header: Record, records: Iterable[Record]) -> RunFile:
-    """Return a run as its file would be read: what was `begun`, and the records that were measured since."""
-    collected = _Collected(begun.path if begun is not None else Path())
-    collected.header = begun.header if begun is not None else header
-    if begun is not None:
-        for number in range(begun.num_rounds):
-            samples = {(name, each.task): each for name, rounds in begun.samples.items() for each in rounds[number]}
-            collected.rounds.append((samples, {name: costs[number] for name, costs in begun.costs.items()}))
-    for record in records:
-        collected.keep(record["kind"], record, 0)
-    return collected.done()
+_CHECKS: dict[str, Callable[[Record], object]] = {
+    "sample": from_record,
+    "costs": Costs.from_dict,
+    "batch": lambda record: (record["wall_s"], record["num_tokens"]),
+}
+"""How a line is seen to be whole, by its kind."""
 
 
-@dataclass(slots=True)
-class _Collected:
-    """What the lines so far amount to."""
-
-    path: Path
-    header: Record | None = None
-    summary: Record | None = None
-    rounds: list[tuple[dict[tuple[str, str], RunSample], dict[str, Costs]]] = field(default_factory=list)
-    samples: dict[tuple[str, str], RunSample] = field(default_factory=dict)
-    costs: dict[str, Costs] = field(default_factory=dict)
-    num_open: int = 0
-    num_kept_bytes: int = 0
-
-    def take(self, number: int, line: bytes, end: int) -> None:
-        try:
-            record = json.loads(line)
-            kind = record["kind"]
-            if (self.header is None) != (kind == "run"):
-                raise KeyError(kind)
-            self.keep(kind, record, end)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if self.header is None:
-                raise InvalidRequest(f"{self.path} is no results file of `run`.", param="file") from error
-            raise InvalidRequest(f"Line {number} of {self.path} is damaged; measure again.", param="file") from error
-
-    def keep(self, kind: str, record: Record, end: int) -> None:
-        """Take in a record whose last byte is before `end`."""
-        if kind == "run":
-            if record["schema"] != SCHEMA:
-                raise InvalidRequest(f"{self.path} has schema {record['schema']}, not {SCHEMA}.", param="file")
-            self.header = completed(record)
-            self.num_kept_bytes = end
-        elif kind == "summary":
-            self.summary = record
-        elif kind in ("sample", "costs"):
-            self._add(kind, record)
-            if self._is_round_whole():
-                self.rounds.append((self.samples, self.costs))
-                self.samples, self.costs = {}, {}
-                self.num_open, self.num_kept_bytes = 0, end
-        else:
-            raise KeyError(kind)
-
-    def _add(self, kind: str, record: Record) -> None:
-        if record["round"] != len(self.rounds):
-            raise KeyError("a round that does not follow")
-        if kind == "sample":
-            sample = from_record(record)
-            self.samples[sample.system, sample.task] = sample
-        else:
-            self.costs[record["system"]] = Costs.from_dict(record)
-        self.num_open += 1
-
-    def _is_round_whole(self) -> bool:
-        assert self.header is not None
-        systems: Record = self.header["systems"]
-        num_costs = sum(system["has_costs"] for system in systems.values())
-        num_tasks = len(self.header["prompts"]["tasks"])
-        return len(self.samples) == len(systems) * num_tasks and len(self.costs) == num_costs
-
-    def done(self) -> RunFile:
-        if self.header is None:
-            raise InvalidRequest(f"{self.path} holds no run.", param="file")
-        systems: Record = self.header["systems"]
-        tasks = [task["id"] for task in self.header["prompts"]["tasks"]]
-        return RunFile(
-            path=self.path,
-            header=self.header,
-            samples={
-                system: [[samples[system, task] for task in tasks] for samples, _ in self.rounds] for system in systems
-            },
-            costs={
-                system: [costs[system] for _, costs in self.rounds]
-                for system, facts in systems.items()
-                if facts["has_costs"]
-            },
-            summary=self.summary,
-            num_dropped=self.num_open,
-            num_kept_bytes=self.num_kept_bytes,
-        )
+def _taken(found: ResultsFile, block: list[Record], record: Record, end: int) -> list[Record]:
+    """Take in a line whose last byte is before `end`; return the block that it leaves open."""
+    if record["kind"] == "summary":
+        found.summary = record
+        return block
+    _CHECKS[record["kind"]](record)
+    if (record["round"], record.get("point", 0)) != divmod(len(found.blocks), len(found.points)):
+        raise KeyError("a block that does not follow")
+    block.append(record)
+    if len(block) < found.block_size(record.get("point", 0)):
+        return block
+    found.blocks.append(block)
+    found.num_kept_bytes = end
+    return []
 
 
 class Writer:
     """Appends whole lines to a file, for the length of a `with` block; without a path it writes nothing.
 
-    What is in the file behind `keep_bytes` is dropped when it is opened: rounds that are measured again.
+    Lines in the file behind `keep_bytes` are dropped when it is opened: they belong to a block measured again.
 
     Raises:
         InvalidSettings: the file cannot be written, or another run is writing to it.
@@ -215,7 +249,7 @@ class Writer:
         try:
             self._file = self._path.open("ab", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(OSError):  # what is no plain file has nothing to drop
+            with contextlib.suppress(OSError):  # a device such as /dev/full has nothing to drop
                 os.ftruncate(self._file.fileno(), self._keep_bytes)
         except BlockingIOError as error:
             self.__exit__(None, None, None)
@@ -233,6 +267,11 @@ class Writer:
             self._file.close()
             self._file = None
 
+    def add_all(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Write one line each."""
+        for record in records:
+            self.add(record)
+
     def add(self, record: Mapping[str, object]) -> None:
         """Write one line, whole or not at all.
 
@@ -248,6 +287,7 @@ class Writer:
             while written < len(line):
                 written += self._file.write(line[written:]) or 0
         except OSError as error:
+            # A half line would look like a torn one only at the end of the file: take it back.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), end)
             raise ResourceError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from benchmarks.systems import Arrivals, Sample
@@ -12,7 +12,7 @@ from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDe
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What only our own systems tell of a run."""
+    """Counts and times of a run that only our own systems tell."""
 
     mode: str
     timings: RequestTimings
@@ -43,10 +43,14 @@ class RunSample:
     told: Told | None = None
 
 
-def to_record(number: int, system: str, task: str, sample: Sample, num_tokens: int) -> dict[str, object]:
-    """Return the JSON line of a sample that made `num_tokens` where it does not say itself how many."""
+Rounds = Sequence[Sequence[RunSample]]
+"""A system's samples, [rounds][tasks]."""
+
+
+def to_record(number: int, system: str, task: str, sample: Sample, num_tokens: int) -> dict[str, Any]:
+    """Return the JSON line of a sample that made `num_tokens` unless it says itself how many."""
     made = len(sample.token_ids) if sample.token_ids is not None else num_tokens
-    record: dict[str, object] = {
+    return {
         "kind": "sample",
         "round": number,
         "system": system,
@@ -57,11 +61,11 @@ def to_record(number: int, system: str, task: str, sample: Sample, num_tokens: i
         "num_tokens": sample.num_tokens if sample.num_tokens is not None else made,
         "token_ids": list(sample.token_ids) if sample.token_ids is not None else None,
         "arrivals": [[round(time_s, 6), count] for time_s, count in sample.arrivals],
+        **(_published(sample.result) if sample.result is not None else {}),
     }
-    return record if sample.result is None else {**record, **_told(sample.result)}
 
 
-def _told(result: Result) -> dict[str, object]:
+def _published(result: Result) -> dict[str, Any]:
     published = result.to_dict()
     kept = ("mode", "timings", "num_rounds", "target_forwards", "draft_forwards", "degraded", "resyncs", "wire")
     speculative = result.speculative_decoding
@@ -72,7 +76,7 @@ def _told(result: Result) -> dict[str, object]:
 
 
 def from_record(record: Mapping[str, Any]) -> RunSample:
-    """Return what `to_record` wrote.
+    """Return the sample that `to_record` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: it did not.
@@ -88,25 +92,19 @@ def from_record(record: Mapping[str, Any]) -> RunSample:
         ttft_s=record["ttft_s"],
         token_ids=tuple(token_ids) if token_ids is not None else None,
         arrivals=tuple((float(time_s), int(count)) for time_s, count in record["arrivals"]),
-        told=_from_told(record) if "speculative_decoding" in record else None,
+        told=_told(record) if "speculative_decoding" in record else None,
     )
 
 
-def _from_told(record: Mapping[str, Any]) -> Told:
-    counts, timings, wire = record["speculative_decoding"], record["timings"], record.get("wire")
+def _told(record: Mapping[str, Any]) -> Told:
+    counts, wire = record["speculative_decoding"], record.get("wire")
+    # A line has derived rates beside the counts; the record is made of the counts.
+    known = {each.name: counts[each.name] for each in fields(SpeculativeDecoding) if each.name in counts}
     return Told(
         mode=record["mode"],
-        timings=RequestTimings(**timings),
+        timings=RequestTimings(**record["timings"]),
         speculative_decoding=SpeculativeDecoding(
-            num_spec_steps=counts["num_spec_steps"],
-            num_draft_tokens=counts["num_draft_tokens"],
-            num_path_tokens=counts["num_path_tokens"],
-            num_accepted_draft_tokens=counts["num_accepted_draft_tokens"],
-            acceptance_histogram=tuple(counts["acceptance_histogram"]),
-            tested_by_depth=tuple(counts["tested_by_depth"]),
-            accepted_by_depth=tuple(counts["accepted_by_depth"]),
-            num_ahead_rounds=counts["num_ahead_rounds"],
-            num_kept_rounds=counts["num_kept_rounds"],
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
         ),
         num_rounds=record["num_rounds"],
         target_forwards=record["target_forwards"],
@@ -115,7 +113,3 @@ def _from_told(record: Mapping[str, Any]) -> Told:
         degraded=tuple(record["degraded"]),
         num_resyncs=len(record["resyncs"]),
     )
-
-
-Rounds = Sequence[Sequence[RunSample]]
-"""A system's samples, [rounds][tasks]."""

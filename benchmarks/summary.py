@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import latency, metrics, spec_bench
+from benchmarks import metrics
 from benchmarks.agreement import first_difference
 from benchmarks.limits import Costs, Inputs, Limits
+from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, GENERATE, PLAIN
-from benchmarks.results_file import RunFile
+from benchmarks.results_file import Run
 from benchmarks.samples import Rounds, RunSample
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 
@@ -23,13 +24,13 @@ _STREAMED_MODE = "stream"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What all systems of a run are held against."""
+    """The samples of all systems of a run, and the text that theirs are compared with."""
 
     samples: Mapping[str, Rounds]
     reference: str | None
-    """Whose text of the first round the others must have written."""
+    """The system whose text of the first round the others must have written."""
     comparable: frozenset[str]
-    """The systems that must have."""
+    """The systems that must have written it."""
 
 
 def reservations(name: str, facts: Mapping[str, Any]) -> list[str]:
@@ -54,13 +55,13 @@ def comparable_texts(header: Record) -> frozenset[str]:
     return frozenset(name for name, system in header["systems"].items() if is_greedy or system["mode"] is not None)
 
 
-def summarise(run: RunFile) -> Record:
+def summarise(run: Run) -> Record:
     """Return a summary by system; `run` has at least one whole round."""
     frame = Frame(run.samples, reference_of(list(run.samples)), comparable_texts(run.header))
     return {name: _system(run, frame, name) for name in run.samples}
 
 
-def _system(run: RunFile, frame: Frame, name: str) -> Record:
+def _system(run: Run, frame: Frame, name: str) -> Record:
     rounds = run.samples[name]
     places = range(len(rounds[0]))
     limits = limits_of(rounds, run.costs[name], run.header["systems"][name]["mode"]) if name in run.costs else None
@@ -81,7 +82,7 @@ def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
     """Return the numbers of one system on some of the tasks."""
     rounds = _chosen(frame.samples[name], places)
     flat = [sample for samples in rounds for sample in samples]
-    is_decoding_only = name == BARE
+    is_decoding_only = name == BARE  # a bare forward takes in no prompt
     decode = [value for samples in rounds if (value := metrics.decode_rate(samples)) is not None]
     told = metrics.told_of(flat)
     found: Record = {
@@ -90,9 +91,9 @@ def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
         "decode_tokens_per_s": estimate(decode).to_dict() if len(decode) == len(rounds) else None,
         "speedup": {} if is_decoding_only else _speedups(frame, name, places, wall_s_per_token, (PLAIN, GENERATE)),
         "decode_speedup": _speedups(frame, name, places, decode_s_per_token, (PLAIN, GENERATE, BARE)),
-        "ttft_s": latency.ttft_s(flat),
-        "inter_token_s": latency.inter_token_s(flat),
-        "inter_arrival_s": latency.inter_arrival_s(flat),
+        "ttft_s": metrics.ttft_s(flat),
+        "inter_token_s": metrics.inter_token_s(flat),
+        "inter_arrival_s": metrics.inter_arrival_s(flat),
         "agreement": _agreement(frame, name, places),
     }
     if told:
@@ -112,18 +113,6 @@ def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
     return found
 
 
-def wall_s_per_token(sample: RunSample) -> float:
-    """Return seconds per new token, the prompt included; so runs of different length can be compared."""
-    return sample.wall_s / sample.num_tokens
-
-
-def decode_s_per_token(sample: RunSample) -> float | None:
-    """Return seconds per token after the first; None where that was not told."""
-    if sample.decode_s is None or sample.num_tokens < 2:
-        return None
-    return sample.decode_s / (sample.num_tokens - 1)
-
-
 def _speedups(
     frame: Frame,
     name: str,
@@ -133,7 +122,7 @@ def _speedups(
 ) -> Record:
     """Return how many times faster the system is than each baseline that was measured beside it.
 
-    Of plain decoding the one at the system's own place counts, where there is one.
+    Plain decoding at the system's own place comes before plain decoding elsewhere.
     """
     place = name.partition("@")[2]
     own_plain = f"{PLAIN}@{place}" if place else PLAIN
@@ -159,12 +148,14 @@ def _rows(
 def _spec_bench(frame: Frame, name: str, places: Sequence[int]) -> Record:
     rounds = _chosen(frame.samples[name], places)
     found: Record = {
-        "mean_accepted_tokens": spec_bench.mean_accepted_tokens([each for row in rounds for each in row]),
-        "mean_tokens_per_s": estimate([spec_bench.mean_tokens_per_s(row) for row in rounds]).to_dict(),
+        "mean_accepted_tokens": metrics.mean_accepted_tokens([each for row in rounds for each in row]),
+        "mean_tokens_per_s": estimate([metrics.mean_tokens_per_s(row) for row in rounds]).to_dict(),
     }
     if PLAIN in frame.samples and name != PLAIN:
         baselines = _chosen(frame.samples[PLAIN], places)
-        ratios = [spec_bench.speedup(row, baseline) for row, baseline in zip(rounds, baselines, strict=True)]
+        # A ratio of means: a question that is fast weighs more than in a ratio of summed times.
+        means = [[metrics.mean_tokens_per_s(row) for row in rows] for rows in (rounds, baselines)]
+        ratios = [after / before for after, before in zip(*means, strict=True)]
         found["speedup"] = estimate(ratios).to_dict()
     return found
 

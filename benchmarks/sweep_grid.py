@@ -1,4 +1,4 @@
-"""The grid of `sweep`: its points, the settings they share, and what is refused before anything is loaded.
+"""The grid of `sweep`: its points, the settings they share, and the checks before anything is loaded.
 
 Knows no process and no file.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from benchmarks import registry, workloads
 from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.factories import Shape
+from benchmarks.peers.modes import Shape
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
 from benchmarks.systems import Task
 from specsplit.core.defaults import DRAFTLESS
@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class GridSettings:
-    """What is measured; two sweeps of the same settings are the same measurement."""
+    """The settings of a sweep; two sweeps of the same settings are the same measurement."""
 
     modes: tuple[str, ...]
     rtts_ms: tuple[float, ...] = (0.0,)
@@ -57,7 +57,7 @@ class GridSettings:
     num_new_tokens: int = 64
     num_rounds: int = 5
     threads: int = 1
-    """Of each worker."""
+    """Threads of each worker."""
     seed: int = 0
     is_inflated: bool = False
     pair: Pair = field(default=Pair())
@@ -141,14 +141,9 @@ class GridSettings:
             "num_rounds": self.num_rounds,
             "threads": self.threads,
             "seed": self.seed,
-            "target": self.pair.target,
-            "draft": self.pair.draft,
             "is_inflated": self.is_inflated or is_inflated(self.pair.target),
-            "dtype": self.pair.dtype,
-            "device": self.pair.device,
-            "nodes": self.shape.nodes,
-            "depth": self.shape.depth,
-            "branching": self.shape.branching,
+            **self.pair.to_dict(),
+            **self.shape.to_dict(),
             "lookup": self.lookup,
             "target_address": self.target_address,
             "draft_address": self.draft_address,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import workloads
 from benchmarks.pair import Pair
 from benchmarks.peers.at_once import Network
-from benchmarks.peers.factories import Shape
-from benchmarks.peers.ours_remote import worker
-from specsplit.assembly.links import remote_workers
+from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.peers.ours_remote import connect, worker
 from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
-from specsplit.core.settings import Settings, override
+from specsplit.core.sections import OrchestratorSettings
 from specsplit.orchestrator.request import Request, Result
 from specsplit.telemetry.setup import trace_to_file
 
@@ -28,7 +26,7 @@ _NUM_WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """What is traced."""
+    """The generation that is traced."""
 
     mode: str
     rtt_ms: float = 0.0
@@ -48,10 +46,7 @@ class TraceSettings:
         Raises:
             InvalidSettings: there is no such mode.
         """
-        shape = self.shape
-        return override(
-            OrchestratorSettings(), mode=self.mode, nodes=shape.nodes, depth=shape.depth, branching=shape.branching
-        )
+        return ServedMode(self.mode, self.mode, self.shape).settings()
 
 
 def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> Result:
@@ -88,13 +83,9 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
 
 
 async def _generate(settings: TraceSettings, addresses: dict[str, str], path: Path) -> Result:
-    links = Settings(
-        target=TargetSettings(address=addresses["target"]),
-        draft=DraftSettings(address=addresses.get("draft")),
-        orchestrator=OrchestratorSettings(),
-    )
     text = workloads.load(workloads.CODE, 1)[0].text
-    async with remote_workers(links) as workers:
+    async with AsyncExitStack() as links:
+        workers = await connect(links, addresses)
         orchestrator = workers.orchestrator(settings.orchestrator())
         prompt_ids = tuple(workers.tokenizer.encode(text))
         warm_up = Request(prompt_ids=prompt_ids, max_new_tokens=_NUM_WARM_UP_TOKENS, ignore_eos=True)

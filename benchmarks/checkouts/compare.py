@@ -15,9 +15,9 @@ from statistics import median
 
 from rich.console import Console
 
-from benchmarks import report
 from benchmarks.checkouts.sides import Answer, Side, check
 from benchmarks.environment import provenance
+from benchmarks.report import console as report
 from benchmarks.workloads import CODE_PROMPTS, Prompt, read_prompts
 
 HERE = Path(__file__).parents[2]

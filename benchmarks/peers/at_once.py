@@ -16,20 +16,16 @@ from dataclasses import dataclass, field, replace
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.factories import ServedMode, Shape
-from benchmarks.peers.ours import Ours, orchestrator, request_of
-from benchmarks.peers.ours_remote import worker
+from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.peers.ours import Ours, request_of
+from benchmarks.peers.ours_remote import connect, worker
 from benchmarks.proxy import Conditions, Proxy
 from benchmarks.statistics import median
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
 from specsplit.core import defaults, event_loop
-from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
-from specsplit.core.settings import Settings, override
 
-_RETRY_S = 3.0
 _NUM_PINGS = 7
 _SPARE_SESSIONS = 2
 """Beside those that generate: the one that measures costs, and one whose close is still on its way."""
@@ -57,7 +53,7 @@ class AtOnce(Ours):
 
 @dataclass(frozen=True, slots=True)
 class ServePoints:
-    """Makes the child: workers that it starts, or `addresses` by role where there are some."""
+    """Makes the child: workers that it starts, or those at `addresses`, by role."""
 
     modes: tuple[str, ...]
     threads: int
@@ -125,15 +121,10 @@ class Points:
         self._loop.run(self._connect(point, addresses))
 
     async def _connect(self, point: int, addresses: Mapping[str, str]) -> None:
-        settings = Settings(
-            target=TargetSettings(address=addresses["target"]),
-            draft=DraftSettings(address=addresses.get("draft")),
-            orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
-        )
-        workers = await self._links.enter_async_context(remote_workers(settings))
+        workers = await connect(self._links, addresses)
         for mode in self._setup.modes:
             served = ServedMode(mode, mode, self._setup.shape, self._setup.lookup)
-            self._systems[point, mode] = AtOnce(mode, self._loop, orchestrator(served, workers))
+            self._systems[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(served.settings()))
         self._workers[point] = workers
 
     def batch(self, point: int, mode: str, tasks: Sequence[Task]) -> Batch:
@@ -141,9 +132,9 @@ class Points:
         return self._loop.run(self._systems[point, mode].batch(tasks))
 
     def costs(self, point: int, context_tokens: int) -> dict[bool, Costs]:
-        """Return what a verify, a draft level and the round trips cost at the point, by whether the draft is asked.
+        """Return the costs of a verify, a draft level and the round trips at the point, by whether the draft is asked.
 
-        Where there is none, a mode that would ask it costs what the others do.
+        Without a draft, a mode that would ask it costs the same as the others.
         """
         return self._loop.run(self._costs(self._workers[point], context_tokens))
 
@@ -171,7 +162,7 @@ class ServeNetwork:
 
 
 class Network:
-    """Proxies in a process of their own: what they compute is no work of the orchestrator's."""
+    """Proxies in a process of their own: their work is not the orchestrator's."""
 
     systems: Sequence[Ours] = ()
 

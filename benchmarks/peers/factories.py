@@ -1,46 +1,30 @@
-"""What is served by a process of its own; torch and transformers are imported there, never in the parent."""
+"""Makers of what a process of its own serves; torch and transformers are imported there, never in the parent.
+
+Each maker returns a picklable factory, a function of this module with its arguments bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass
+from functools import partial
 
-from benchmarks import bars
 from benchmarks.pair import Pair
+from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.processes import Factory, Served
 from benchmarks.systems import System
-from specsplit.core import defaults
 
-if TYPE_CHECKING:
-    from benchmarks.peers.ours import InProcess
-    from benchmarks.peers.ours_remote import Loopback, Services
-
-Way = Literal["generate", "assisted", "assisted-constant", "lookup-4", "lookup-10"]
-"""How transformers is used."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """The bounds of a tree."""
-
-    nodes: int = defaults.DEFAULT_NODES
-    depth: int = defaults.DEFAULT_DEPTH
-    branching: int = defaults.DEFAULT_BRANCHING
-
-    @property
-    def name(self) -> str:
-        return f"{self.nodes}/{self.depth}/{self.branching}"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedMode:
-    """A mode of the orchestrator under the name of its system."""
-
-    name: str
-    mode: str
-    shape: Shape = field(default=Shape())
-    lookup: bool = True
+__all__ = [
+    "ServedMode",
+    "Shape",
+    "serve_bare_forward",
+    "serve_completions",
+    "serve_loopback",
+    "serve_modes",
+    "serve_services",
+    "serve_transformers",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,132 +32,78 @@ class Group:
     """Systems that share a process and whatever model they hold."""
 
     systems: Sequence[System]
-
-
-@dataclass(frozen=True, slots=True)
-class Server(Group):
-    """A server somewhere as a system."""
-
-    told: dict[str, object]
+    facts: Mapping[str, object] | None = None
 
     def dialect(self) -> dict[str, object]:
-        """Return how it is asked."""
-        return self.told
+        """Return how a server is asked."""
+        return dict(self.facts or {})
 
 
-@dataclass(frozen=True, slots=True)
-class ServeModes:
-    """Modes in one process, over one pair."""
-
-    threads: int
-    modes: tuple[ServedMode, ...]
-    pair: Pair = field(default=Pair())
-
-    def __call__(self) -> InProcess:
-        """Load the pair."""
-        from benchmarks.peers.ours import InProcess
-
-        return InProcess(self.threads, self.modes, self.pair)
+def serve_modes(threads: int, modes: Sequence[ServedMode], pair: Pair | None = None) -> Factory:
+    """Serve modes in one process, over one pair."""
+    return partial(_modes, threads, tuple(modes), pair or Pair())
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOurs:
-    """Plain decoding, and pingpong with each shape; `shapes` are by the names of their systems."""
+def _modes(threads: int, modes: Sequence[ServedMode], pair: Pair) -> AbstractContextManager[Served]:
+    from benchmarks.peers.ours import InProcess
 
-    threads: int
-    shapes: tuple[tuple[str, Shape], ...]
-
-    def __call__(self) -> InProcess:
-        """Load the pair."""
-        trees = tuple(ServedMode(name, "pingpong", shape) for name, shape in self.shapes)
-        return ServeModes(self.threads, (ServedMode(bars.PLAIN, "plain"), *trees))()
+    return InProcess(threads, modes, pair)
 
 
-@dataclass(frozen=True, slots=True)
-class ServeLoopback:
-    """A mode with workers in processes of their own."""
-
-    threads: int
-    mode: ServedMode
-    pair: Pair = field(default=Pair())
-
-    def __call__(self) -> Loopback:
-        """Start the workers."""
-        from benchmarks.peers.ours_remote import Loopback
-
-        return Loopback(self.mode, self.threads, self.pair)
+def serve_loopback(threads: int, mode: ServedMode, pair: Pair | None = None) -> Factory:
+    """Serve a mode with workers in processes of their own."""
+    return partial(_loopback, threads, mode, pair or Pair())
 
 
-@dataclass(frozen=True, slots=True)
-class ServeServices:
-    """A mode with workers that somebody else started; `addresses` are by role."""
+def _loopback(threads: int, mode: ServedMode, pair: Pair) -> AbstractContextManager[Served]:
+    from benchmarks.peers.ours_remote import Loopback
 
-    mode: ServedMode
-    addresses: tuple[tuple[str, str], ...]
-
-    def __call__(self) -> Services:
-        """Connect to the workers."""
-        from benchmarks.peers.ours_remote import Services
-
-        return Services(self.mode, dict(self.addresses))
+    return Loopback(mode, threads, pair)
 
 
-@dataclass(frozen=True, slots=True)
-class ServeBareForward:
-    """The target alone, driven by the thread that loads it."""
-
-    threads: int
-    name: str = bars.BARE
-    pair: Pair = field(default=Pair())
-
-    def __call__(self) -> AbstractContextManager[Group]:
-        """Load the target."""
-        from benchmarks.peers.bare_forward import BareForward
-
-        return nullcontext(Group([BareForward(self.threads, self.name, self.pair)]))
+def serve_services(mode: ServedMode, addresses: Mapping[str, str]) -> Factory:
+    """Serve a mode with workers that somebody else started; `addresses` are by role."""
+    return partial(_services, mode, dict(addresses))
 
 
-@dataclass(frozen=True, slots=True)
-class ServeTransformers:
-    """All the ways to run transformers, over one instance of the target; `ways` are by the names of their systems."""
+def _services(mode: ServedMode, addresses: Mapping[str, str]) -> AbstractContextManager[Served]:
+    from benchmarks.peers.ours_remote import Services
 
-    threads: int
-    ways: tuple[tuple[str, Way], ...] = (
-        (bars.GENERATE, "generate"),
-        (f"{bars.ASSISTED_PREFIX}, default", "assisted"),
-        (f"{bars.ASSISTED_PREFIX}, constant 4", "assisted-constant"),
-        (f"{bars.LOOKUP_PREFIX}, 4", "lookup-4"),
-        (f"{bars.LOOKUP_PREFIX}, 10", "lookup-10"),
+    return Services(mode, addresses)
+
+
+def serve_bare_forward(threads: int, name: str, pair: Pair | None = None) -> Factory:
+    """Serve the target alone, driven by the thread that loads it."""
+    return partial(_bare_forward, threads, name, pair or Pair())
+
+
+def _bare_forward(threads: int, name: str, pair: Pair) -> AbstractContextManager[Served]:
+    from benchmarks.peers.bare_forward import BareForward
+
+    return nullcontext(Group([BareForward(threads, name, pair)]))
+
+
+def serve_transformers(threads: int, ways: Mapping[str, str], pair: Pair | None = None) -> Factory:
+    """Serve ways to run transformers over one instance of the target; `ways` are by the names of their systems."""
+    return partial(_transformers, threads, dict(ways), pair or Pair())
+
+
+def _transformers(threads: int, ways: Mapping[str, str], pair: Pair) -> AbstractContextManager[Served]:
+    from benchmarks.peers.transformers_ways import WAYS, TransformersSystem, load
+
+    target = load("target", pair)
+    return nullcontext(
+        Group([TransformersSystem(name, target, threads, WAYS[way](pair)) for name, way in ways.items()])
     )
-    pair: Pair = field(default=Pair())
-
-    def __call__(self) -> AbstractContextManager[Group]:
-        """Load the pair as transformers does."""
-        from benchmarks.peers import transformers_assisted, transformers_generate, transformers_prompt_lookup
-        from benchmarks.peers.transformers_model import TransformersSystem, load
-
-        options = {
-            **transformers_generate.WAYS,
-            **transformers_assisted.WAYS,
-            **transformers_prompt_lookup.WAYS,
-        }
-        target = load("target", self.pair)
-        systems = [TransformersSystem(name, target, self.threads, **options[way](self.pair)) for name, way in self.ways]
-        return nullcontext(Group(systems))
 
 
-@dataclass(frozen=True, slots=True)
-class ServeCompletions:
-    """A server of the OpenAI completions protocol."""
+def serve_completions(name: str, url: str, model: str | None = None) -> Factory:
+    """Serve a server of the OpenAI completions protocol; without `model` the first one that it names."""
+    return partial(_completions, name, url, model)
 
-    name: str
-    url: str
-    model: str | None = None
-    """None for the first one that it names."""
 
-    def __call__(self) -> AbstractContextManager[Server]:
-        """Ask the server which model it has and what it takes."""
-        from benchmarks.peers.openai_completions import connect
+def _completions(name: str, url: str, model: str | None) -> AbstractContextManager[Served]:
+    from benchmarks.peers.openai_completions import connect
 
-        system = connect(self.name, self.url, self.model)
-        return nullcontext(Server([system], system.dialect.to_dict()))
+    system = connect(name, url, model)
+    return nullcontext(Group([system], asdict(system.dialect)))

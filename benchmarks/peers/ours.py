@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.factories import ServedMode
+from benchmarks.peers.modes import ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.assembly.models import load_models
 from specsplit.assembly.opening import open_workers
@@ -59,7 +59,7 @@ class InProcess:
         return self._models.target.context
 
     def models(self) -> dict[str, dict[str, object]]:
-        """Return who the models are, in JSON types."""
+        """Return the identity of each model, in JSON types."""
         loaded = {"target": self._models.target, "draft": self._models.draft}
         return {
             role: {
@@ -148,22 +148,4 @@ def ours(mode: ServedMode, loop: asyncio.Runner, workers: Workers) -> Ours:
     Raises:
         InvalidSettings: there is no such mode.
     """
-    return Ours(mode.name, loop, orchestrator(mode, workers))
-
-
-def orchestrator(mode: ServedMode, workers: Workers) -> Orchestrator:
-    """Return the orchestrator of a mode over `workers`.
-
-    Raises:
-        InvalidSettings: there is no such mode.
-    """
-    shape = mode.shape
-    settings = override(
-        OrchestratorSettings(),
-        mode=mode.mode,
-        nodes=shape.nodes,
-        depth=shape.depth,
-        branching=shape.branching,
-        lookup=mode.lookup,
-    )
-    return workers.orchestrator(settings)
+    return Ours(mode.name, loop, workers.orchestrator(mode.settings()))

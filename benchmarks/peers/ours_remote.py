@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.factories import ServedMode, Shape
+from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
 from benchmarks.worker_process import ANY_PORT, WorkerProcess
@@ -19,11 +19,9 @@ from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
-from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
-from specsplit.speculation.options import Speculation
 
-_WIRE_SHAPE = Shape(nodes=32, depth=8, branching=4)
+_WIRE_MODE = ServedMode("wire", "pingpong", Shape(nodes=32, depth=8, branching=4))
 """The tree whose bytes P8 bounds."""
 _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
@@ -46,6 +44,20 @@ def worker(
     return WorkerProcess(role, *options, listen=listen, is_held=is_held)
 
 
+async def connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Workers:
+    """Connect to workers, by role, until the stack is closed.
+
+    Raises:
+        LinkError: a worker cannot be reached.
+    """
+    settings = Settings(
+        target=TargetSettings(address=addresses["target"]),
+        draft=DraftSettings(address=addresses.get("draft")),
+        orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
+    )
+    return await stack.enter_async_context(remote_workers(settings))
+
+
 class Services:
     """One mode over workers elsewhere, by their addresses, for the length of a `with` block."""
 
@@ -56,7 +68,7 @@ class Services:
 
     def __enter__(self) -> Services:
         try:
-            self._workers = self._loop.run(_connect(self._links, self._addresses))
+            self._workers = self._loop.run(connect(self._links, self._addresses))
         except BaseException:
             self.__exit__()
             raise
@@ -72,7 +84,7 @@ class Services:
         return []
 
     def costs(self, context_tokens: int) -> Costs:
-        """Return what a verify, a draft level and a round trip cost behind `context_tokens` tokens."""
+        """Return the costs of a verify, a draft level and a round trip behind `context_tokens` tokens."""
         return self._loop.run(costs.measure(self._workers, context_tokens, travels=True))
 
 
@@ -120,8 +132,8 @@ class Loopback(Services):
             proxies = {
                 role: await stack.enter_async_context(Proxy(address)) for role, address in self._addresses.items()
             }
-            workers = await _connect(stack, {role: proxy.address for role, proxy in proxies.items()})
-            orchestrator = _speculating(workers, _WIRE_SHAPE)
+            workers = await connect(stack, {role: proxy.address for role, proxy in proxies.items()})
+            orchestrator = workers.orchestrator(_WIRE_MODE.settings())
             await orchestrator.generate(request)  # connections are made and header tables filled
             counts = [_counts(proxies) async for _ in orchestrator.stream(request)]
         # The first chunk is the prompt's, the second brought the prompt to the draft, the last one closes the sessions.
@@ -131,20 +143,6 @@ class Loopback(Services):
             for role in last
             for index, direction in enumerate(("sent", "received"))
         }
-
-
-async def _connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Workers:
-    settings = Settings(
-        target=TargetSettings(address=addresses["target"]),
-        draft=DraftSettings(address=addresses.get("draft")),
-        orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
-    )
-    return await stack.enter_async_context(remote_workers(settings))
-
-
-def _speculating(workers: Workers, shape: Shape) -> Orchestrator:
-    trees = Speculation(mode="pingpong", nodes=shape.nodes, depth=shape.depth, branching=shape.branching)
-    return Orchestrator(workers.verifier, workers.drafter, workers.tokenizer, trees)
 
 
 def _counts(proxies: dict[str, Proxy]) -> dict[str, tuple[int, int]]:

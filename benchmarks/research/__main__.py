@@ -6,27 +6,23 @@ import sys
 
 import typer
 
-from benchmarks.one_command import INTERRUPTED
-from benchmarks.research import context_growth, tree_shapes
-from benchmarks.research.calibration.study import calibration
-from benchmarks.research.coupling.study import coupling_study
+from benchmarks.research import context_growth, critical_path, inflate, tree_shapes
+from benchmarks.research.app import app
+from benchmarks.research.calibration import study as calibration
+from benchmarks.research.coupling import study as coupling
+from benchmarks.research.drafts import kinds as draft_kinds
+from benchmarks.research.stages import cost as stage_cost
+from benchmarks.research.stages import sessions as stage_sessions
 from benchmarks.research.train_pair.commands import app as train_pair
 from benchmarks.research.train_pair.workspace import Interrupted
 from specsplit.core.errors import SpecSplitError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def describe() -> None:
-    """Train the embedded pair, or repeat a study that the documentation quotes."""
-
+INTERRUPTED = 130
+STUDIES = (calibration, context_growth, coupling, critical_path, draft_kinds, inflate)
+STUDIES_OF_SHAPES = (stage_cost, stage_sessions, tree_shapes)
+"""Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")
-app.command("coupling")(coupling_study)
-app.command()(calibration)
-app.command("context-growth")(context_growth.main)
-app.command("sweep-tree")(tree_shapes.sweep_tree)
 
 
 def main() -> None:

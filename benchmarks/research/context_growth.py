@@ -14,10 +14,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import report
 from benchmarks.environment import provenance
 from benchmarks.pair import Pair
-from benchmarks.peers.factories import ServedMode
+from benchmarks.peers.modes import ServedMode
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.statistics import Estimate, estimate, median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load
@@ -67,6 +68,7 @@ def growth(times: dict[int, list[float]]) -> Estimate:
     return estimate([last / first for first, last in zip(times[min(times)], times[max(times)], strict=True)])
 
 
+@app.command("context-growth")
 def main(
     context: Annotated[str, typer.Option(help="Tokens before a round, prompt included.")] = "256,512,1024,2048,4000",
     new_tokens: Annotated[int, typer.Option(min=24, help="Per generation.")] = 48,

@@ -15,15 +15,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import bars, workloads
+from benchmarks import smoke, workloads
 from benchmarks.agreement import Difference, Margin, differences
 from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.factories import ServeOurs, Shape
+from benchmarks.peers.factories import serve_modes
+from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Child
-from benchmarks.report import Progress, check_output, emit, new_console, show_neighbours, spread, table
+from benchmarks.report.console import Progress, check_output, emit, new_console, show_neighbours, spread, table
+from benchmarks.research.app import app
 from benchmarks.statistics import Estimate, paired_speedup
 from benchmarks.systems import Task
 from specsplit.core.types import SamplingParams
@@ -135,7 +137,8 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
     found: list[Difference] = []
     was_interrupted = False
     shapes = settings.shapes()
-    serve = ServeOurs(settings.threads, tuple((shape.name, shape) for shape in shapes))
+    trees = (ServedMode(shape.name, "pingpong", shape) for shape in shapes)
+    serve = serve_modes(settings.threads, (ServedMode(smoke.PLAIN, "plain"), *trees))
     with Child("SpecSplit", serve) as ours, interrupts_between_runs() as should_stop:
         systems = ours.wait_systems()
         prompt_ids = {prompt.id: ours.ask("encode", prompt.text) for prompt in prompts}
@@ -150,7 +153,7 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
                 )
             if measured.rounds:
                 rows.extend(derive(shapes, temperature, measured))
-                found.extend(differences(tasks, bars.PLAIN, measured.rounds, margin))
+                found.extend(differences(tasks, smoke.PLAIN, measured.rounds, margin))
             if measured.was_interrupted:
                 was_interrupted = True
                 break
@@ -161,13 +164,13 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
 def derive(shapes: Sequence[Shape], temperature: float, measured: Measurement) -> list[Row]:
     """Return a row per shape."""
     samples = {name: measured.samples(name) for name in measured.rounds[0]}
-    plain_s = bars.wall_times(samples[bars.PLAIN])
+    plain_s = smoke.wall_times(samples[smoke.PLAIN])
     return [
         Row(
             shape=shape,
             temperature=temperature,
-            speedup=paired_speedup(plain_s, bars.wall_times(samples[shape.name])),
-            acceptance=acceptance(result.speculative_decoding for result in bars.results(samples[shape.name][:1])),
+            speedup=paired_speedup(plain_s, smoke.wall_times(samples[shape.name])),
+            acceptance=acceptance(result.speculative_decoding for result in smoke.results(samples[shape.name][:1])),
         )
         for shape in shapes
     ]
@@ -197,6 +200,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+@app.command("sweep-tree")
 def sweep_tree(
     nodes: Grid = "4,6,8,12",
     depths: Grid = "3,4,6",

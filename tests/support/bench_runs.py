@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import Costs
-from benchmarks.results_file import Writer
+from benchmarks.results_file import ResultsFile, Writer
 from benchmarks.samples import RunSample, from_record, to_record
 from benchmarks.systems import Sample
 from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
@@ -75,6 +75,14 @@ def round_records(number: int, header: dict[str, Any]) -> list[dict[str, Any]]:
         found += [to_record(number, name, task["id"], sample, 11) for task in header["prompts"]["tasks"]]
         if system["has_costs"]:
             found.append({"kind": "costs", "round": number, "system": name, **COSTS.to_dict()})
+    return found
+
+
+def made_file(header: dict[str, Any], records: list[dict[str, Any]]) -> ResultsFile:
+    """Return whole rounds as a file would hold them."""
+    found = ResultsFile(Path(), header)
+    size = found.block_size(0)
+    found.blocks = [records[first : first + size] for first in range(0, len(records), size)]
     return found
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import run as bench
 from benchmarks.registry import Entry
-from benchmarks.report import Progress
+from benchmarks.report.console import Progress
 from benchmarks.results_file import Writer, read
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidSettings, ResourceError, WorkerUnreachable

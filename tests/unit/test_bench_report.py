@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import plots, profile, summary, trace
+from benchmarks import profile, summary, trace
 from benchmarks.__main__ import app
-from benchmarks.plots import Plot
-from benchmarks.report_html import page
-from benchmarks.report_html.html import Section
-from benchmarks.results_file import assembled
+from benchmarks.report import page, plots
+from benchmarks.report.plots import Plot
+from benchmarks.report.tables import Section
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from tests.support.bench_runs import made_header, round_records, write_lines
+from tests.support.bench_runs import made_file, made_header, round_records, write_lines
 
 ORIGIN = {
     "time": "now",
@@ -54,7 +53,7 @@ def _run_file(path: Path, *, is_whole: bool = True, **settings: Any) -> Path:
         "is_complete": True,
         "num_rounds": 2,
         "neighbours_share": 0.2,
-        "systems": summary.summarise(assembled(None, header, records)),
+        "systems": summary.summarise(made_file(header, records).run()),
         "skipped": {},
         "num_differences": 1,
         "num_ties": 1,
@@ -111,7 +110,7 @@ def test_an_inflated_target_is_called_so_in_the_heading_and_in_every_plot(tmp_pa
 def test_a_run_that_is_not_whole_shows_its_whole_rounds_and_says_so(tmp_path: Path):
     html = _page(_run_file(tmp_path / "a.jsonl", is_whole=False))
     assert "it has 1 of 2 rounds and no summary" in html
-    assert "Differences are listed once the run is whole" in html
+    assert "Differences are listed once the file is whole" in html
     assert "Speed-up" in html
     empty = write_lines(tmp_path / "empty.jsonl", [_header()])
     assert "No round is whole" in _page(empty)

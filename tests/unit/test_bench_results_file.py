@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sweep_file
-from benchmarks.results_file import Writer, read
+from benchmarks import results_file
+from benchmarks.results_file import SWEEP, Writer, read
 from benchmarks.samples import from_record, to_record
 from benchmarks.systems import Sample
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
@@ -25,7 +25,7 @@ from tests.support.bench_runs import (
     write_lines,
 )
 
-RESULTS = Path(sweep_file.__file__).parent / "results"
+RESULTS = Path(results_file.__file__).parent / "results"
 
 
 def test_a_sample_survives_its_line():
@@ -48,14 +48,14 @@ def test_only_whole_rounds_count_and_a_torn_last_line_is_ignored(tmp_path: Path)
     found = read(path)
     assert (found.num_rounds, found.is_whole, found.num_dropped) == (1, False, 4)
     assert "1 of 2 rounds" in found.status
-    assert [len(rounds) for rounds in found.samples.values()] == [1, 1]
-    assert found.categories == {"code": [0], "prose": [1]}
+    assert [len(rounds) for rounds in found.run().samples.values()] == [1, 1]
+    assert found.run().categories == {"code": [0], "prose": [1]}
     with Writer(path, found.num_kept_bytes) as writer:
         for record in [*round_records(1, header), {"kind": "summary", "id": "made up"}]:
             writer.add(record)
     again = read(path)
     assert (again.num_rounds, again.is_whole, again.num_dropped, again.status) == (2, True, 0, "")
-    assert again.costs == {"plain": [COSTS, COSTS]}
+    assert again.run().costs == {"plain": [COSTS, COSTS]}
 
 
 def test_a_file_cut_at_any_byte_never_counts_as_whole(tmp_path: Path):
@@ -79,14 +79,14 @@ def test_files_from_before_a_setting_are_read_with_what_it_was(tmp_path: Path):
     assert read(write_lines(tmp_path / "a.jsonl", [header])).header["settings"]["lookup"] is True
     header["settings"]["lookup"] = False
     assert read(write_lines(tmp_path / "b.jsonl", [header])).header["settings"]["lookup"] is False
-    sweep = sweep_file.read(RESULTS / "useless-draft.jsonl")
+    sweep = read(RESULTS / "useless-draft.jsonl", SWEEP)
     assert sweep.header["settings"]["lookup"] is True
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no run"),
+        (b"", "no results file"),
         (b'{"benchmark":"smoke"}\n', "no results file"),
         (b"not json\n", "no results file"),
         (b'{"kind":"run","schema":99}\n', "schema 99"),

@@ -7,15 +7,16 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import bars, environment, report, smoke, workloads
+from benchmarks import environment, smoke, workloads
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
 from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs, running_order
-from benchmarks.metrics import acceptance, decode_forwards, decode_tokens_per_s, overhead_ms, tokens_per_s
-from benchmarks.peers.factories import Shape
-from benchmarks.research import tree_shapes as sweep
+from benchmarks.metrics import acceptance, overhead_ms
+from benchmarks.peers.modes import Shape
+from benchmarks.report import console as report
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings
@@ -214,16 +215,19 @@ def test_the_time_beside_the_forwards_is_per_round():
 
 
 def test_the_prompts_forwards_are_not_counted_as_rounds():
-    assert decode_forwards(_result(target_forwards=3), chunk_tokens=512) == 2
-    assert decode_forwards(_result(target_forwards=5, prompt_token_ids=(1,) * 1025), chunk_tokens=512) == 2
-    assert decode_forwards(_result(target_forwards=4, prompt_token_ids=(1,) * 1024), chunk_tokens=512) == 2
+    generations = [
+        _result(target_forwards=3),
+        _result(target_forwards=5, prompt_token_ids=(1,) * 1025),
+        _result(target_forwards=4, prompt_token_ids=(1,) * 1024),
+    ]
+    assert smoke.forwards_per_round(generations, chunk_tokens=512) == [1.0, 1.0, 1.0]
 
 
 def test_rates_are_tokens_over_summed_time():
     rounds = [[Sample(1.0, (1,) * 6, 0.5), Sample(3.0, (1,) * 6, 1.5)]]
-    assert tokens_per_s(rounds, 6) == [3.0]
-    assert decode_tokens_per_s(rounds, 6) == [5.0]
-    assert decode_tokens_per_s([[Sample(1.0, (1,))]], 1) is None
+    assert smoke.rates({"plain": rounds}, 6) == {"plain": [3.0]}
+    assert smoke.decode_rates(rounds, 6) == [5.0]
+    assert smoke.decode_rates([[Sample(1.0, (1,))]], 1) == []
 
 
 # --- agreement
@@ -265,16 +269,16 @@ def test_a_reference_that_contradicts_itself_is_a_difference():
 # --- bars and the report
 
 
-def _smoke(num_rounds: int = 3, *, interrupted: bool = False) -> smoke.Smoke:
+def _smoke(num_rounds: int = 3, *, interrupted: bool = False) -> dict[str, Any]:
     measured, _ = _alternate(_systems(), num_rounds)
     settings = smoke.SmokeSettings(num_prompts=3, num_new_tokens=5, num_rounds=3, threads=1, shape=Shape(4, 3, 2))
     measured = Measurement(measured.rounds, interrupted)
-    return smoke.derive(settings, 512, environment.provenance(), {"ids": []}, measured, [], neighbours_share=0.25)
+    return smoke.derive(settings, 512, measured)
 
 
 def test_bars_compare_the_systems_they_name():
-    found = {(bar.id, bar.measure): bar for bar in _smoke().bars}
-    values = {key: bar.value.median for key, bar in found.items()}
+    found = {(bar["id"], bar["measure"]): bar for bar in _smoke()["bars"]}
+    values = {key: bar["value"]["median"] for key, bar in found.items()}
     assert values == pytest.approx(
         {
             ("P1", "plain / transformers generate"): 1.25,
@@ -286,7 +290,7 @@ def test_bars_compare_the_systems_they_name():
             ("P9", "target forwards a round"): 1.0,
         }
     )
-    met = {key: bar.is_met for key, bar in found.items()}
+    met = {key: bar["is_met"] for key, bar in found.items()}
     assert not met.pop(("P1", "plain / bare forward"))
     assert not met.pop(("P4", "ms a round beside the forwards"))
     assert all(met.values())
@@ -297,13 +301,13 @@ def test_one_generation_with_a_forward_too_many_breaks_p9():
     systems[1].result = _result(target_forwards=4)
     measured, _ = _alternate(systems, 1)
     samples = {system.name: measured.samples(system.name) for system in systems}
-    (bar,) = [bar for bar in bars.check_bars(samples, 5, 512) if bar.id == "P9"]
+    (bar,) = [bar for bar in smoke.check_bars(samples, 5, 512) if bar.id == "P9"]
     assert not bar.is_met
 
 
 def test_a_bare_forwards_rate_counts_its_own_steps():
-    assert _smoke().rates["bare forward"].median == pytest.approx(4 / 0.35)
-    assert _smoke().decode_rates.keys() == {"plain", "pingpong"}
+    assert _smoke()["tokens_per_s"]["bare forward"]["median"] == pytest.approx(4 / 0.35)
+    assert _smoke()["decode_tokens_per_s"].keys() == {"plain", "pingpong"}
 
 
 def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
@@ -311,12 +315,11 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
 ):
     path = tmp_path / "results.jsonl"
     for _ in range(2):
-        report.emit(_smoke().to_dict(), path)
+        report.emit({**_smoke(), "provenance": environment.provenance()}, path)
     printed = capsys.readouterr().out.splitlines()
     assert printed == path.read_text(encoding="utf-8").splitlines()
     record = json.loads(printed[-1])
     assert record["is_complete"] is True
-    assert record["neighbours_share"] == 0.25
     assert {"commit", "versions", "machine", "time"} <= record["provenance"].keys()
     assert {"python", "torch", "transformers"} <= record["provenance"]["versions"].keys()
     assert {"bootstrap_seed", "num_rounds", "threads", "nodes"} <= record["settings"].keys()
@@ -328,7 +331,7 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
 
 
 def test_an_interrupted_run_says_that_it_is_not_whole():
-    record = _smoke(2, interrupted=True).to_dict()
+    record = _smoke(2, interrupted=True)
     assert (record["is_complete"], record["num_rounds"]) == (False, 2)
 
 
@@ -343,7 +346,7 @@ def test_outside_a_checkout_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatc
     assert environment.commit() == "unknown"
 
 
-# --- workloads and the sweep
+# --- workloads
 
 
 def test_the_first_prompts_of_the_file_are_taken():
@@ -353,27 +356,3 @@ def test_the_first_prompts_of_the_file_are_taken():
     assert all(prompt.text == prompt.text.rstrip("\n") for prompt in prompts)
     with pytest.raises(InvalidRequest, match="--prompts"):
         workloads.read_prompts(workloads.CODE_PROMPTS, 51)
-
-
-def _sweep_settings(**changes: object) -> sweep.SweepSettings:
-    settings = sweep.SweepSettings((4, 8), (3, 4), (1, 2), (0.0,), 3, 5, 1, 1)
-    return replace(settings, **changes)
-
-
-def test_the_grid_holds_each_shape_once():
-    names = [shape.name for shape in _sweep_settings().shapes()]
-    assert sorted(names) == sorted(["3/3/1", "4/4/1", "4/3/2", "8/3/2", "8/4/2"])
-
-
-def test_the_sweep_ranks_shapes_by_their_mean_over_temperatures():
-    fast, slow = Shape(4, 3, 2), Shape(3, 3, 1)
-    rows: list[sweep.Row] = []
-    for temperature, seconds in ((0.0, (0.5, 1.0)), (1.0, (1.0, 0.8))):
-        systems = [
-            Echo("plain", 2.0),
-            *(Echo(s.name, t, result=_result()) for s, t in zip((fast, slow), seconds, strict=True)),
-        ]
-        rows += sweep.derive([fast, slow], temperature, _alternate(systems, 2)[0])
-    found = sweep.Sweep(_sweep_settings(), {}, rows, [], was_interrupted=False)
-    assert found.overall() == [(fast, pytest.approx((4 * 2) ** 0.5)), (slow, pytest.approx((2 * 2.5) ** 0.5))]
-    assert json.loads(json.dumps(found.to_dict()))["rows"][0]["speedup"]["median"] == pytest.approx(4.0)

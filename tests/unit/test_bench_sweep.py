@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from benchmarks import draft_kinds, figures, sweep_run
+from benchmarks import figures, sweep_run
 from benchmarks.__main__ import app
-from benchmarks.report_html import page, sections
+from benchmarks.report import page, sections
+from benchmarks.report.tables import Text
+from benchmarks.research.__main__ import app as research
+from benchmarks.results_file import SWEEP, ResultsFile, read
 from benchmarks.samples import to_record
-from benchmarks.sweep_file import SweepFile, read
 from benchmarks.sweep_grid import GridSettings, Point
 from benchmarks.systems import Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
@@ -111,7 +112,7 @@ def test_of_the_modes_that_ask_a_draft_only_auto_is_measured_without_one(mode: s
 
 def test_a_file_reads_back_as_runs_by_point(tmp_path: Path):
     path = write_lines(tmp_path / "s.jsonl", [_header(), *(line for block in _blocks(8) for line in block)])
-    found = read(path)
+    found = read(path, SWEEP)
     assert (len(found.blocks), found.num_rounds, found.num_dropped, found.is_whole) == (8, 2, 0, False)
     alone, together = found.run(0), found.run(1)
     assert alone.num_rounds == together.num_rounds == 2
@@ -126,9 +127,9 @@ def test_only_whole_blocks_count_and_the_rest_is_dropped(tmp_path: Path):
     path = write_lines(tmp_path / "s.jsonl", lines[:-1])
     with path.open("ab") as file:
         file.write(b'{"kind":"sam')
-    found = read(path)
+    found = read(path, SWEEP)
     assert len(found.blocks) == 2
-    assert found.num_dropped == len(_block(0, 2)) - 1
+    assert found.num_dropped == len(_block(0, 2)) - 1 + 1, "the torn line counts"
     assert found.num_kept_bytes == sum(
         len(json.dumps(line, separators=(",", ":"))) + 1 for line in lines[: -len(_block(0, 2))]
     )
@@ -138,21 +139,21 @@ def test_only_whole_blocks_count_and_the_rest_is_dropped(tmp_path: Path):
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path):
     foreign = write_lines(tmp_path / "f.jsonl", [{"kind": "run", "schema": 1}])
     with pytest.raises(InvalidRequest, match="no results file of `sweep`"):
-        read(foreign)
+        read(foreign, SWEEP)
     skipping = write_lines(tmp_path / "d.jsonl", [_header(), *_block(0, 1)])
-    with pytest.raises(InvalidRequest, match="damaged in the middle"):
-        read(skipping)
+    with pytest.raises(InvalidRequest, match="is damaged"):
+        read(skipping, SWEEP)
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read(tmp_path / "none.jsonl")
+        read(tmp_path / "none.jsonl", SWEEP)
 
 
 def test_throughput_counts_all_sessions_of_a_batch_by_its_wall_time():
-    found = sweep_run.derive(SweepFile(Path(), _header(), _blocks(8)), 1)
+    found = sweep_run.derive(ResultsFile(Path(), _header(), _blocks(8)), 1)
     assert found["throughput"]["plain"]["median"] == pytest.approx(22)
     assert found["throughput"]["pingpong"]["median"] == pytest.approx(44)
     assert found["speedup"]["pingpong"]["median"] == pytest.approx(2)
     assert found["systems"]["pingpong"]["limits"] is None
-    assert sweep_run.derive(SweepFile(Path(), _header(), _blocks(8)), 0)["systems"]["pingpong"]["limits"] is not None
+    assert sweep_run.derive(ResultsFile(Path(), _header(), _blocks(8)), 0)["systems"]["pingpong"]["limits"] is not None
 
 
 def test_the_report_has_a_plot_for_each_axis_with_several_values(tmp_path: Path):
@@ -169,11 +170,11 @@ def test_the_report_has_a_plot_for_each_axis_with_several_values(tmp_path: Path)
 
 def test_points_without_a_whole_round_are_left_out_of_the_report(tmp_path: Path):
     path = write_lines(tmp_path / "s.jsonl", [_header(), *_block(0, 0)])
-    section = sections.of_sweep(read(path), "s")
+    section = sections.of_sweep(read(path, SWEEP), "s")
     assert section.plots == []
-    assert "+10 ms" not in "".join(part for part in section.parts if isinstance(part, str))
-    nothing = sections.of_sweep(read(write_lines(tmp_path / "n.jsonl", [_header()])), "n")
-    assert any("there is nothing to show" in part for part in nothing.parts if isinstance(part, str))
+    assert "+10 ms" not in "".join(part.content for part in section.parts if isinstance(part, Text))
+    nothing = sections.of_sweep(read(write_lines(tmp_path / "n.jsonl", [_header()]), SWEEP), "n")
+    assert any("there is nothing to show" in part.content for part in nothing.parts if isinstance(part, Text))
 
 
 # --- running
@@ -194,7 +195,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was_and_writes_plain_decodings_te
     output = tmp_path / "s.jsonl"
     first = CliRunner().invoke(app, _arguments(output))
     assert first.exit_code == 0, first.output
-    whole = read(output)
+    whole = read(output, SWEEP)
     told = json.loads(first.stdout.splitlines()[-1])
     assert told["num_differences"] == 0
     assert [point["num_rounds"] for point in told["points"]] == [1] * 4
@@ -206,7 +207,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was_and_writes_plain_decodings_te
     again = CliRunner().invoke(app, _arguments(output))
     assert again.exit_code == 0, again.output
     assert "1 of 4 rounds at single points are whole" in _told(again.stderr)
-    resumed = read(output)
+    resumed = read(output, SWEEP)
     assert resumed.is_whole
     assert resumed.blocks[0] == whole.blocks[0]
     assert len(resumed.blocks) == 4
@@ -234,19 +235,15 @@ def test_every_part_of_the_figures_is_a_command_that_exists_and_writes_where_the
     listed = figures.parts(tmp_path / "r", tmp_path / "m", figures.FULL)
     for part in listed:
         assert str(part.output) in part.arguments
-        if part.arguments[0] == "benchmarks.draft_kinds":
-            alone = typer.Typer()
-            alone.command()(draft_kinds.main)
-            known = {option for each in typer.main.get_command(alone).params for option in each.opts}
-            assert set(part.arguments[1::2]) <= known
-        if part.arguments[0] == "benchmarks":
+        line = app if part.arguments[0] == "benchmarks" else research
+        if line is app:
             assert part.arguments[1] in commands
-            shown = CliRunner().invoke(app, [part.arguments[1], "--help"], env={"COLUMNS": "200"}).output
-            assert [option for option in part.arguments if option.startswith("--") and option not in shown] == []
+        shown = CliRunner().invoke(line, [part.arguments[1], "--help"], env={"COLUMNS": "200"}).output
+        assert [option for option in part.arguments if option.startswith("--") and option not in shown] == []
     assert figures.minutes(listed) < 23
     inflated = [part for part in listed if str(tmp_path / "m") in " ".join(part.arguments)]
     assert listed.index(inflated[0]) == min(listed.index(part) for part in inflated)
-    assert inflated[0].arguments[0] == "benchmarks.inflate"
+    assert inflated[0].arguments[:2] == ("benchmarks.research", "inflate")
 
 
 def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -267,7 +264,7 @@ def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Pat
     assert {Path(file).stem for file in files} >= {"calibration", "draft-kinds", "coupling_study"}
     assert str(kept) in files, "the folder's own goes before the shipped one"
     assert all(Path(file).is_file() for file in files if Path(file).name in figures.KEPT)
-    assert bars == ("benchmarks.network_bars", str(tmp_path / "round-trip.jsonl"))
+    assert bars == ("benchmarks", "network-bars", str(tmp_path / "round-trip.jsonl"))
 
 
 def test_figures_keep_what_is_whole_of_this_commit_and_replace_another_ones(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks import report
+from benchmarks.report import console as report
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, NUM_RESAMPLES
 
 if TYPE_CHECKING:

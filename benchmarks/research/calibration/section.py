@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
-from benchmarks.plots import Plot
-from benchmarks.report_html.html import NONE, Section, number
+from benchmarks.report import plots
+from benchmarks.report.plots import Plot
+from benchmarks.report.tables import NONE, Section, number
 from benchmarks.research.calibration.merits import title_of
 from benchmarks.results_file import SCHEMA
 from specsplit.core.errors import InvalidRequest
@@ -67,15 +67,13 @@ def of_calibration(path: Path, name: str) -> Section:
             "Greedily, what the draft sends is its own probability."
         )
         if any(record["provenance"].get("has_uncommitted_changes") for record in records):
-            section.text("The tree had uncommitted changes.", "warning")
+            section.warn("The tree had uncommitted changes.")
         _metrics(section, records)
         for place, record in enumerate(records, 1):
             _run(section, record, f"{name}-reliability-{place}")
     except (KeyError, TypeError) as error:
         raise InvalidRequest(f"A line of {path} is damaged; measure again.", param="file") from error
-    section.facts("Settings", settings)
-    section.facts("Models", records[0]["models"])
-    section.facts("Provenance", records[0]["provenance"])
+    section.origin(records[0])
     return section
 
 
@@ -110,7 +108,7 @@ def _run(section: Section, record: Record, name: str) -> None:
     found = record["drafted"]
     title = f"Reliability, {title_of(record)}: {found['num_nodes']} nodes"
     series = {_NAMES[estimate]: values["bins"] for estimate, values in found["estimates"].items()}
-    section.parts.append(Plot(name, title, plots.reliability(title, series)))
+    section.add([Plot(name, title, plots.reliability(title, series))])
     section.table(
         f"Bins, {title_of(record)}",
         ("estimate", "nodes", "mean estimate", "right", "from", "to"),

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks import report, workloads
+from benchmarks import workloads
 from benchmarks.environment import provenance
-from benchmarks.peers.factories import Shape
+from benchmarks.peers.modes import Shape
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.research.calibration.section import KIND
 from benchmarks.research.calibration.settings import DEFAULT_PROMPTS, MODES, StudySettings
 from benchmarks.results_file import SCHEMA
@@ -110,6 +112,7 @@ def write_nodes(path: Path, found: Sequence[Found]) -> None:
         raise InvalidSettings(f"The nodes cannot be written to {path} ({error.strerror}); check --nodes-to.") from error
 
 
+@app.command("calibration")
 def calibration(
     prompts: Annotated[int, typer.Option(min=2, help="How many of data/code_prompts.jsonl.")] = DEFAULT_PROMPTS,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt, unless the text ends before.")] = 96,

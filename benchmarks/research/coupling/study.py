@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import report, workloads
+from benchmarks import workloads
 from benchmarks.environment import provenance
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from specsplit.core.defaults import EMBEDDED
 from specsplit.model.extra import require_worker_extra
 
@@ -274,6 +276,7 @@ def _shown(mean: Mean, sign: str = "") -> str:
     return f"{mean.value:{sign}.4f} ± {mean.prompts_error:.4f}"
 
 
+@app.command("coupling")
 def coupling_study(
     target: Annotated[str, typer.Option(help="embedded, a folder or a hub id.")] = EMBEDDED,
     draft: Annotated[str, typer.Option(help="embedded, a folder or a hub id.")] = EMBEDDED,

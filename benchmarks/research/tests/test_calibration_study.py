@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sklearn.metrics import brier_score_loss, roc_auc_score
 from typer.testing import CliRunner
 
-from benchmarks import plots, workloads
+from benchmarks import workloads
 from benchmarks.__main__ import app
-from benchmarks.report_html import page
+from benchmarks.report import page, plots
 from benchmarks.research.calibration import measure as measuring
 from benchmarks.research.calibration import merits as judging
 from benchmarks.research.calibration.measure import Found, WatchedExperience, Word, overheard
@@ -359,7 +359,7 @@ def test_the_report_has_a_diagram_and_the_metrics_of_every_run(results: Path):
     assert [plot.name for plot in section.plots] == [f"c-reliability-{number}" for number in (1, 2, 3)]
     html = page.render([section], _silent)
     assert html.count("<svg ") == 3
-    for words in ("AUC of calibrated minus this", "draft&#x27;s own probability", "pingpong, all temperatures"):
+    for words in ("AUC of calibrated minus this", "draft&#39;s own probability", "pingpong, all temperatures"):
         assert words in html
     assert "estimate = share" in plots.inline_svg(section.plots[0])
 

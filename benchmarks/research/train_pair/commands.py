@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks import report
+from benchmarks.report import console as report
 from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:

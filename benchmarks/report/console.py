@@ -1,4 +1,4 @@
-"""What a run shows: progress and tables on stderr, one JSON line last on stdout and, where asked for, in a file.
+"""Progress and tables on stderr, one JSON line last on stdout and, with --output, in a file.
 
 Knows no measurement; gets finished records.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
+from rich.table import Table as RichTable
 
+from benchmarks.report.tables import Table
 from benchmarks.statistics import Estimate
 from specsplit.core.errors import InvalidSettings
 
@@ -31,7 +33,7 @@ class Progress:
 
     @contextmanager
     def running(self, what: str, total: int) -> Generator[Callable[[str], None]]:
-        """Show a bar of `total` steps; the caller gets what counts one, told what is being done."""
+        """Show a bar of `total` steps; the caller gets a function that counts one, given its name."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         bar = RichProgress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         with bar:
@@ -40,7 +42,7 @@ class Progress:
 
 
 def new_console() -> Console:
-    """Return where people read: stderr, wide enough for the tables where it is no terminal."""
+    """Return a console on stderr, wide enough for the tables if it is no terminal."""
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
 
 
@@ -49,12 +51,22 @@ def spread(value: Estimate, digits: int = 2) -> str:
     return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
-def table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str) -> RichTable:
     """Return an empty table, its first column text and the others numbers."""
-    empty = Table(title=title, title_justify="left", title_style="bold")
+    empty = RichTable(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         empty.add_column(column, justify="right" if index else "left", no_wrap=index > 0)
     return empty
+
+
+def show_tables(console: Console, tables: Iterable[Table]) -> None:
+    """Print the tables that are not folded and have rows."""
+    for each in tables:
+        if each.rows and not each.is_folded:
+            listed = table(each.title, *map(escape, each.columns))
+            for row in each.rows:
+                listed.add_row(*map(escape, row))
+            console.print(listed)
 
 
 def show_neighbours(console: Console, share: float | None) -> None:

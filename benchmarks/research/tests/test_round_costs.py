@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import critical_path
-from benchmarks.research import context_growth
+from benchmarks.research import context_growth, critical_path
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.orchestrator.request import RequestTimings, Result

@@ -13,25 +13,27 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer import BadParameter
 
-from benchmarks import draft_kinds, draft_kinds_report, environment
+from benchmarks import environment, results_file
 from benchmarks.alternation import Measurement
-from benchmarks.draft_kinds import KindSettings, held_kinds
-from benchmarks.inflate import inflated
-from benchmarks.made_drafts import MadeDraft, Making, write_useless
 from benchmarks.network_bars import bars_of
 from benchmarks.pair import Pair
-from benchmarks.peers.draft_fates import DraftProcess, Fateful, ServeFate
-from benchmarks.peers.factories import Shape
+from benchmarks.peers.modes import Shape
 from benchmarks.peers.ours import request_of
-from benchmarks.report import Progress
-from benchmarks.report_html import page
-from benchmarks.sweep_file import read as read_sweep
+from benchmarks.report import page
+from benchmarks.report.console import Progress
+from benchmarks.research.drafts import kinds as draft_kinds
+from benchmarks.research.drafts import table as draft_kinds_report
+from benchmarks.research.drafts.fates import DraftProcess, Fateful, ServeFate
+from benchmarks.research.drafts.kinds import KindSettings, held_kinds
+from benchmarks.research.drafts.made import MadeDraft, Making, write_useless
+from benchmarks.research.inflate import inflated
+from benchmarks.results_file import SWEEP, read
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.files import resolve
 from tests.support.bench_runs import made_sample
 
-RESULTS = Path(draft_kinds.__file__).parent / "results"
+RESULTS = Path(results_file.__file__).parent / "results"
 TASKS = [Task(name, (1, 2, 3), 11) for name in "ab"]
 QUIET = Progress(Console(quiet=True))
 
@@ -215,7 +217,7 @@ def test_other_files_are_refused_and_so_are_other_kinds(tmp_path: Path):
 
 
 def test_the_sweep_with_a_useless_draft_from_before_is_still_read():
-    (bar,) = bars_of(read_sweep(RESULTS / "useless-draft.jsonl"))
+    (bar,) = bars_of(read(RESULTS / "useless-draft.jsonl", SWEEP))
     assert bar.id == "P7"
     assert len(bar.value.samples) == 9
 

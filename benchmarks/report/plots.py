@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specsplit.core.errors import InvalidSettings, MissingExtra
+from specsplit.core.errors import InvalidSettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,16 +68,6 @@ class Plot:
     """Of its files; letters, digits and dashes."""
     title: str
     draw: Callable[[Palette], Figure]
-
-
-def require_matplotlib() -> None:
-    """Refuse to draw without the library.
-
-    Raises:
-        MissingExtra: naming the remedy.
-    """
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("Plots need matplotlib, which is not installed: pip install 'specsplit[bench]'.")
 
 
 @contextmanager

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks import report
 from benchmarks.environment import provenance
-from benchmarks.one_command import run_command
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
-    from benchmarks.inflated_model import Source
+    from benchmarks.research.inflated_model import Source
 
 RECORD = "inflated.json"
 """The facts, left in the folder; that the model is inflated, its config says too (`inflated_from`)."""
@@ -90,7 +90,7 @@ def inflated(source: str | Path, folder: Path, *, extra_layers: int, mlp_factor:
         ModelUnsupported: `source` is not of the Llama family.
         ModelNotFound, ModelDamaged: `source` cannot be read, or the copy's logits are not the same.
     """
-    from benchmarks import inflated_model
+    from benchmarks.research import inflated_model
 
     _check_request(folder, Size(extra_layers, mlp_factor))
     opened = inflated_model.open_source(str(source))
@@ -179,7 +179,7 @@ def calibrated(
         InvalidRequest: the time is less than the source itself takes, or out of range; or `folder` will not do.
         ModelUnsupported, ModelNotFound, ModelDamaged: as `inflated`.
     """
-    from benchmarks import inflated_model
+    from benchmarks.research import inflated_model
 
     if not 0.1 <= target_ms <= 10_000:
         raise InvalidRequest(f"target_ms must be between 0.1 and 10000, not {target_ms:g}.", param="target_ms")
@@ -257,6 +257,7 @@ def size_with(num_parameters: float, target_ms: float, source: Source) -> Size:
     return Size(num_layers - source.num_layers, width / source.intermediate_size)
 
 
+@app.command("inflate")
 def inflate(
     to: Annotated[Path, typer.Option(help="Folder to write; new or empty.", file_okay=False)],
     source: Annotated[
@@ -285,12 +286,3 @@ def inflate(
         else:
             facts = calibrated(source, to, target_ms, threads, seed=seed, tell=tell)
     report.emit({**facts.to_dict(), "provenance": provenance()}, None)
-
-
-def main() -> None:
-    """Run `python -m benchmarks.inflate`."""
-    run_command(inflate, "python -m benchmarks.inflate")
-
-
-if __name__ == "__main__":
-    main()

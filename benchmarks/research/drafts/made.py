@@ -63,8 +63,8 @@ class Making:
         Raises:
             ModelUnsupported: it cannot be inflated.
         """
-        from benchmarks.inflate import calibrated
-        from benchmarks.inflated_model import verify_ms
+        from benchmarks.research.inflate import calibrated
+        from benchmarks.research.inflated_model import verify_ms
 
         path = _path(source)
         before_ms = verify_ms(path, threads)

@@ -1,7 +1,7 @@
 """Several sessions on a target cut into stages: their steps one after the other, or one under way per stage.
 
 The stages are real processes, one thread each, the coordinators in this one; the two ways have stages of their own and
-are measured in turns. Run as a module: `python -m benchmarks.stage_sessions [--rtt-ms 0,10] [--output FILE]`.
+are measured in turns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import report
 from benchmarks.environment import provenance
-from benchmarks.one_command import run_command
 from benchmarks.proxy import Proxy
-from benchmarks.stage_bench import cuts, write_model
+from benchmarks.report import console as report
+from benchmarks.research.app import app
+from benchmarks.research.stages.cost import cuts, write_model
 from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.core.sections import TargetSettings
@@ -108,6 +108,7 @@ async def run(
     return found
 
 
+@app.command("stage-sessions")
 def main(
     rtt_ms: Annotated[str, typer.Option(help="Round trips added to every link, in ms.")] = "0,10",
     stages: Annotated[int, typer.Option(min=2, help="Number of stages.")] = 2,
@@ -148,7 +149,3 @@ def main(
         "ratio": {name: ratio.to_dict() for name, ratio in ratios.items()},
     }
     report.emit(record, output)
-
-
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.stage_sessions")

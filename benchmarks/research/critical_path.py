@@ -5,8 +5,6 @@ ping-pong, and in one process with a target as fast as the embedded one. Where t
 a verify, not all that it does is on the critical path. There only so much of its work is taken off as must have been
 done while the text waited for it: what a call's device did, less the time from the call to the beginning of the wait.
 So the critical path has at most that much beside the models.
-
-Run as a module: `python -m benchmarks.critical_path [--modes auto,stream] [--output FILE]`.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import report
 from benchmarks.environment import provenance
-from benchmarks.one_command import run_command
 from benchmarks.pair import Pair
-from benchmarks.peers.factories import ServedMode
+from benchmarks.peers.modes import ServedMode
 from benchmarks.peers.ours import InProcess, ours
 from benchmarks.peers.ours_remote import worker
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
@@ -137,6 +135,7 @@ def chosen_modes(text: str, of: Sequence[str]) -> list[str]:
     return [mode for mode in of if mode in named]
 
 
+@app.command("critical-path")
 def main(
     modes: Annotated[str, typer.Option(help="Separated by commas.")] = "plain,lookup,pingpong,overlap,stream,auto",
     prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 3,
@@ -172,7 +171,3 @@ def main(
         "places": {place: {mode: each.to_dict() for mode, each in found.items()} for place, found in places.items()},
     }
     report.emit(record, output)
-
-
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.critical_path")

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.draft_kinds import read
-from benchmarks.draft_kinds_report import row_of
-from benchmarks.report import BUSY_SHARE
-from benchmarks.report_html.html import Section, inflated
+from benchmarks.report.console import BUSY_SHARE
+from benchmarks.report.tables import Section, inflated
+from benchmarks.research.drafts.kinds import read
+from benchmarks.research.drafts.table import row_of
 from specsplit.core.errors import InvalidRequest
 
 Record = Mapping[str, Any]
 
 
-def of_draft_kinds(path: Path) -> Section:
+def of_draft_kinds(path: Path, name: str) -> Section:
     """Return the section; of a kind that was measured again, the last record counts.
 
     Raises:
@@ -42,9 +42,9 @@ def _section(path: Path, records: list[Record]) -> Section:
     )
     shares = [record["neighbours_share"] for record in records if record["neighbours_share"] is not None]
     if max(shares, default=0.0) > BUSY_SHARE:
-        section.text(f"Others used up to {max(shares):.0%} of the processors meanwhile.", "warning")
+        section.warn(f"Others used up to {max(shares):.0%} of the processors meanwhile.")
     if any(record["provenance"].get("has_uncommitted_changes") for record in records):
-        section.text("The tree had uncommitted changes.", "warning")
+        section.warn("The tree had uncommitted changes.")
     columns = ("draft", "decoding", "with the prompt", "bar", "pairs", "runs in which the draft computed", "")
     section.table("Auto / plain decoding", columns, map(row_of, records))
     differing = [
@@ -53,7 +53,5 @@ def _section(path: Path, records: list[Record]) -> Section:
         for each in record["differences"]
     ]
     section.table("Texts that differ from plain decoding's", ("draft", "mode", "task", "at", "margin"), differing)
-    section.facts("Settings", settings)
-    section.facts("Models", records[0]["models"])
-    section.facts("Provenance", records[0]["provenance"])
+    section.origin(records[0])
     return section

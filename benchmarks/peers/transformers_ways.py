@@ -1,8 +1,9 @@
-"""What the transformers peers share: loading a checkpoint as its users do, and timing one `generate`."""
+"""transformers on the same models: plain `generate`, assisted generation, prompt lookup."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +17,8 @@ from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
 from specsplit.model.loader import DTYPES
 
+NUM_CONSTANT_TOKENS = 4
+
 
 def load(role: str, pair: Pair) -> PreTrainedModel:
     """Return an own instance that runs past end-of-sequence tokens, as all systems do here.
@@ -25,13 +28,35 @@ def load(role: str, pair: Pair) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # assisted generation warns about its own inner call
     source = pair.target if role == "target" else pair.draft
-    assert source is not None, "the registry asks for a draft where a system needs one"
+    assert source is not None, "the registry asks for a draft if a system needs one"
     path = str(files("specsplit.model") / "embedded" / role) if source == EMBEDDED else source
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[pair.dtype], use_safetensors=True)
     model.to(pair.device).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def _assisted(pair: Pair) -> dict[str, Any]:
+    return {"assistant_model": load("draft", pair)}
+
+
+def _assisted_constant(pair: Pair) -> dict[str, Any]:
+    draft = load("draft", pair)  # its own: the options live in the draft's generation config
+    draft.generation_config.num_assistant_tokens = NUM_CONSTANT_TOKENS
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0
+    return {"assistant_model": draft}
+
+
+WAYS: dict[str, Callable[[Pair], dict[str, Any]]] = {
+    "generate": lambda pair: {},
+    "assisted": _assisted,
+    "assisted-constant": _assisted_constant,
+    "lookup-4": lambda pair: {"prompt_lookup_num_tokens": 4},
+    "lookup-10": lambda pair: {"prompt_lookup_num_tokens": 10},
+}
+"""Options of `generate`, by the name of the way."""
 
 
 class _Arrivals(BaseStreamer):
@@ -51,7 +76,7 @@ class _Arrivals(BaseStreamer):
 class TransformersSystem:
     """`generate` with some options; with a temperature it draws other random numbers than we do."""
 
-    def __init__(self, name: str, model: PreTrainedModel, threads: int, **options: Any) -> None:
+    def __init__(self, name: str, model: PreTrainedModel, threads: int, options: Mapping[str, Any]) -> None:
         self.name = name
         self._model: Any = model
         self._threads, self._options = threads, options

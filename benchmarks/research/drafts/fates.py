@@ -13,21 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.pair import Pair
-from benchmarks.peers.factories import ServedMode, Shape
-from benchmarks.peers.ours import Ours, orchestrator, request_of
-from benchmarks.peers.ours_remote import worker
+from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.peers.ours import Ours, ours, request_of
+from benchmarks.peers.ours_remote import connect, worker
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
-from specsplit.assembly.links import remote_workers
 from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
-from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
-from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.orchestrator import Orchestrator
 
 Fate = Literal["steady", "dying", "returning"]
 PLAIN, AUTO = "plain", "auto"
-_RETRY_S = 3.0
 _SETTLING_TOKENS = 16
 _SETTLING_S = 30.0
 
@@ -158,17 +154,11 @@ class FatefulPair:
         return self
 
     async def _connect(self, target: str) -> list[Ours]:
-        settings = Settings(
-            target=TargetSettings(address=target),
-            draft=DraftSettings(address=self._draft.address),
-            orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
-        )
-        workers = await self._links.enter_async_context(remote_workers(settings))
+        workers = await connect(self._links, {"target": target, "draft": self._draft.address})
         setup = self._setup
-        plain, auto = (
-            orchestrator(ServedMode(mode, mode, setup.shape, setup.lookup), workers) for mode in (PLAIN, AUTO)
-        )
-        return [Ours(PLAIN, self._loop, plain), Fateful(self._loop, auto, setup.fate, self._draft)]
+        plain, auto = (ServedMode(mode, mode, setup.shape, setup.lookup) for mode in (PLAIN, AUTO))
+        fateful = Fateful(self._loop, workers.orchestrator(auto.settings()), setup.fate, self._draft)
+        return [ours(plain, self._loop, workers), fateful]
 
     def __exit__(self, *raised: object) -> None:
         try:

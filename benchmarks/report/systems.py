@@ -2,64 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plots
-from benchmarks.plots import Plot
 from benchmarks.registry import GENERATE, PLAIN
-from benchmarks.report_html.html import NONE, Section, number, spread
+from benchmarks.report import plots
+from benchmarks.report.plots import Plot
+from benchmarks.report.tables import NONE, Record, Table, number, spread
 
-Record = Mapping[str, Any]
 _LIMITS = ("AR", "L0", "L1", "L1_streamed", "L2")
 _PHIS = ("phi0", "phi1", "phi2")
+_SPEED = ("tokens/s", "decoding", "over plain", "over generate", "decoding over plain", "same texts", "same tokens")
+_ACCEPTANCE = ("mean length", "tokens/round", "of path", "of nodes", "by depth", "histogram", "hit rate")
+_WAITS = ("TTFT p50", "p95", "token p50", "p95", "p99", "arrival p50", "p95", "p99")
+_COSTS = ("target busy", "bytes/token", "rest of a round, ms")
 
 
-def rows(section: Section, title: str, blocks: Mapping[str, Record], *, is_folded: bool = False) -> None:
-    """Add the tables of one task or of all tasks together; `blocks` are by system."""
-    section.table(
-        f"{title}: speed",
-        (
-            "system",
-            "tokens/s",
-            "decoding",
-            "over plain",
-            "over generate",
-            "decoding over plain",
-            "same texts",
-            "same tokens",
+def tables(title: str, blocks: Mapping[str, Record], *, is_folded: bool = False) -> list[Table]:
+    """Return the tables of one task or of all tasks together; `blocks` are by system."""
+
+    def listed(what: str, columns: Sequence[str], cells: Callable[[str, Record], Sequence[str]], key: str) -> Table:
+        rows = [(name, *cells(name, block)) for name, block in blocks.items() if key in block]
+        return Table(f"{title}: {what}", ("system", *columns), rows, is_folded or key == "spec_bench")
+
+    return [
+        listed("speed", _SPEED, _speed, "tokens_per_s"),
+        listed("acceptance", _ACCEPTANCE, _acceptance, "acceptance"),
+        listed("waiting in ms, and the costs of a round", (*_WAITS, *_COSTS), _waits, "ttft_s"),
+        listed(
+            "as Spec-Bench defines it",
+            ("mean accepted tokens", "mean tokens/s", "speed-up over plain"),
+            _spec_bench,
+            "spec_bench",
         ),
-        [_speed(name, block) for name, block in blocks.items()],
-        is_folded=is_folded,
-    )
-    section.table(
-        f"{title}: acceptance",
-        ("system", "mean length", "tokens/round", "of path", "of nodes", "by depth", "histogram", "hit rate"),
-        [_acceptance(name, block) for name, block in blocks.items() if "acceptance" in block],
-        is_folded=is_folded,
-    )
-    waits = ("TTFT p50", "p95", "token p50", "p95", "p99", "arrival p50", "p95", "p99")
-    section.table(
-        f"{title}: waiting in ms, and what a round costs",
-        ("system", *waits, "target busy", "bytes/token", "rest of a round, ms"),
-        [_waits(name, block) for name, block in blocks.items()],
-        is_folded=is_folded,
-    )
-    section.table(
-        f"{title}: as Spec-Bench defines it",
-        ("system", "mean accepted tokens", "mean tokens/s", "speed-up over plain"),
-        [
-            (
-                name,
-                number(block["spec_bench"]["mean_accepted_tokens"]),
-                spread(block["spec_bench"]["mean_tokens_per_s"], 0),
-                spread(block["spec_bench"].get("speedup")),
-            )
-            for name, block in blocks.items()
-            if "spec_bench" in block
-        ],
-        is_folded=True,
-    )
+    ]
 
 
 def own_plain(name: str, speedups: Record) -> Record | None:
@@ -71,7 +47,6 @@ def own_plain(name: str, speedups: Record) -> Record | None:
 def _speed(name: str, block: Record) -> Sequence[str]:
     agreement = block["agreement"] or {}
     return (
-        name,
         spread(block["tokens_per_s"], 0),
         spread(block["decode_tokens_per_s"], 0),
         spread(own_plain(name, block["speedup"])),
@@ -86,7 +61,6 @@ def _acceptance(name: str, block: Record) -> Sequence[str]:
     found = block["acceptance"]
     known = bool(found["num_rounds"])
     return (
-        name,
         number(found["mean_acceptance_length"] if known else None),
         number(block["tokens_per_round"]),
         number(found["path_acceptance_rate"] if known else None),
@@ -104,7 +78,6 @@ def _waits(name: str, block: Record) -> Sequence[str]:
         cells += [number((block[key] or {}).get(part), 2, 1e3) for part in ("p50", "p95", "p99")]
     overhead = block.get("overhead_ms")
     return (
-        name,
         *cells,
         number(block.get("target_busy_fraction")),
         number(block.get("bytes_per_token"), 0),
@@ -112,12 +85,21 @@ def _waits(name: str, block: Record) -> Sequence[str]:
     )
 
 
-def limits(section: Section, systems: Mapping[str, Record]) -> None:
-    """Add the limits of each system and how much of them it reached."""
-    known = {name: system["limits"] for name, system in systems.items() if system["limits"] is not None}
-    section.table(
+def _spec_bench(name: str, block: Record) -> Sequence[str]:
+    found = block["spec_bench"]
+    return (
+        number(found["mean_accepted_tokens"]),
+        spread(found["mean_tokens_per_s"], 0),
+        spread(found.get("speedup")),
+    )
+
+
+def limits(systems: Mapping[str, Record]) -> Table:
+    """Return the limits of each system and how much of them it reached."""
+    inputs = ("A", "D", "h", "t_d ms", "t_v(n) ms", "t_v(1) ms", "r ms")
+    return Table(
         "The limit: decoded tokens/s that nothing can beat, and the fractions that were reached",
-        ("system", "AR", "L0", "L1", "L1'", "L2", *_PHIS, "A", "D", "h", "t_d ms", "t_v(n) ms", "t_v(1) ms", "r ms"),
+        ("system", "AR", "L0", "L1", "L1'", "L2", *_PHIS, *inputs),
         [
             (
                 name,
@@ -126,18 +108,25 @@ def limits(section: Section, systems: Mapping[str, Record]) -> None:
                 *(number(found["inputs"][letter]) for letter in ("A", "D", "h")),
                 *(number(found["inputs"][letter], 2, 1e3) for letter in ("t_d", "t_v_n", "t_v_1", "r")),
             )
-            for name, found in known.items()
+            for name, found in _known_limits(systems).items()
         ],
     )
 
 
-def differences(section: Section, listed: Sequence[Record], num_ties: int, points: Sequence[str] = ()) -> None:
-    """Add where a text differs from the reference's, with the margin of the target's best two scores there."""
-    if not listed:
-        section.text("Every system that can be compared wrote the same tokens in every round.")
-        return
-    section.text(f"{len(listed)} differences from the reference's text, {num_ties} of them ties.")
-    section.table(
+def _known_limits(systems: Mapping[str, Record]) -> dict[str, Record]:
+    return {name: system["limits"] for name, system in systems.items() if system["limits"] is not None}
+
+
+def agreement(summary: Record) -> str:
+    """Return in a sentence whether all systems wrote the same."""
+    if not summary["differences"]:
+        return "Every system that can be compared wrote the same tokens in every round."
+    return f"{len(summary['differences'])} differences from the reference's text, {summary['num_ties']} of them ties."
+
+
+def differences(summary: Record, points: Sequence[str] = (), *, is_folded: bool = True) -> Table:
+    """Return the places where texts part, with the margin of the target's best two scores there."""
+    return Table(
         "Differences",
         ("system", "prompt", "point", "after", "expected", "got", "margin"),
         [
@@ -148,9 +137,9 @@ def differences(section: Section, listed: Sequence[Record], num_ties: int, point
                 *(str(item[key]) for key in ("position", "expected", "got")),
                 f"{item['margin']:.2e}",
             )
-            for item in listed
+            for item in summary["differences"]
         ],
-        is_folded=True,
+        is_folded,
     )
 
 
@@ -170,7 +159,6 @@ def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]
         for system, block in pooled.items()
         if "acceptance" in block and block["acceptance"]["num_rounds"]
     }
-    known = {system: found["limits"] for system, found in systems.items() if found["limits"] is not None}
     made: list[Plot] = []
 
     def add(kind: str, title: str, draw: Any) -> None:
@@ -187,7 +175,7 @@ def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]
             system: [count / each["num_rounds"] for count in each["histogram"]] for system, each in accepting.items()
         }
         add("lengths", title, plots.columns(title, shares, "drafted tokens accepted in a round", "share of rounds"))
-    if known:
+    if known := _known_limits(systems):
         title = f"Fraction of the limit that was reached{suffix}"
         reached = {phi: {system: found[phi] for system, found in known.items()} for phi in _PHIS}
         add("limit", title, plots.bars(title, reached, "of the limit", line=1.0))

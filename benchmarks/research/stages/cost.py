@@ -1,8 +1,7 @@
 """What cutting a target costs: plain decoding and a long prefill over 1, 2 and 4 stages on loopback (P11, P12, P13).
 
 The model is 8 layers x 256 with random weights: only its time matters, and nothing is said of acceptance. Every
-placement is a set of real processes, one thread each, measured in turns. Run as a module:
-`python -m benchmarks.stage_bench [--rtt-ms 0,2,10] [--output FILE]`.
+placement is a set of real processes, one thread each, measured in turns.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from benchmarks import report
 from benchmarks.bars import Bar
 from benchmarks.environment import provenance
-from benchmarks.one_command import run_command
 from benchmarks.proxy import Proxy
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
@@ -184,6 +183,7 @@ def _rows(values: Sequence[float]) -> list[list[float]]:
     return [[value] for value in values]
 
 
+@app.command("stages")
 def main(
     rtt_ms: Annotated[str, typer.Option(help="Round trips on every link of two stages, in ms.")] = "0,2,10",
     stages: Annotated[str, typer.Option(help="Numbers of stages, without added round trips.")] = "1,2,4",
@@ -220,7 +220,3 @@ def main(
         "bars": [bar.to_dict() for bar in bars],
     }
     report.emit(record, output)
-
-
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.stage_bench")

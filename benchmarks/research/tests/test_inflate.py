@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks import inflated_model
-from benchmarks.inflate import (
+from benchmarks.research import inflated_model
+from benchmarks.research.__main__ import main
+from benchmarks.research.inflate import (
     CLOSE_ENOUGH,
     MAX_SIZES,
     RECORD,
@@ -22,10 +23,9 @@ from benchmarks.inflate import (
     Tried,
     calibrated,
     inflated,
-    main,
     next_size,
 )
-from benchmarks.inflated_model import Source, original_places
+from benchmarks.research.inflated_model import Source, original_places
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, ModelUnsupported
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
@@ -246,7 +246,16 @@ def test_the_check_reads_code_where_there_is_a_tokenizer_and_other_tokens_always
 def test_the_command_writes_the_folder_and_one_json_line(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    arguments = ["inflate", "--to", str(tmp_path / "large"), "--source", str(tiny), "--extra-layers", "1"]
+    arguments = [
+        "benchmarks.research",
+        "inflate",
+        "--to",
+        str(tmp_path / "large"),
+        "--source",
+        str(tiny),
+        "--extra-layers",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main()

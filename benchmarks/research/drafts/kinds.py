@@ -5,7 +5,7 @@ long. dying: killed in the middle of each generation of `auto`, started again be
 the generation begins, started again in its middle. Workers are processes, and deaths are SIGKILL.
 
 Both decode the same prompts alternately over the same target; times are those of decoding, from the first token to the
-last, as in the other bars. Run as a module: `python -m benchmarks.draft_kinds --kind good,useless --output FILE`.
+last, as in the other bars.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from benchmarks import report, workloads
+from benchmarks import workloads
 from benchmarks.agreement import differences
 from benchmarks.alternation import Measurement, ShouldStop, Tick, alternate, interrupts_between_runs, num_runs
-from benchmarks.bars import wall_times
-from benchmarks.draft_kinds_report import show
 from benchmarks.environment import provenance
-from benchmarks.made_drafts import MadeDraft, ServeMaking
 from benchmarks.neighbours import Neighbours
-from benchmarks.one_command import run_command
 from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.draft_fates import AUTO, PLAIN, Fate, ServeFate
-from benchmarks.peers.factories import ServedMode, ServeModes, Shape
+from benchmarks.peers.factories import serve_modes
+from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Child
+from benchmarks.report import console as report
+from benchmarks.research.app import app
+from benchmarks.research.drafts.fates import AUTO, PLAIN, Fate, ServeFate
+from benchmarks.research.drafts.made import MadeDraft, ServeMaking
+from benchmarks.research.drafts.table import show
 from benchmarks.results_file import SCHEMA
 from benchmarks.samples import to_record
+from benchmarks.smoke import wall_times
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, paired_speedup
 from benchmarks.systems import Sample, Task
 from specsplit.core import defaults
@@ -127,7 +129,7 @@ def run(
     steps = num_runs((PLAIN, AUTO), prompts, settings.num_pairs, NUM_WARM_UPS)
     with ExitStack() as scope:
         should_stop = scope.enter_context(interrupts_between_runs())
-        plain = ServeModes(settings.threads, (ServedMode(PLAIN, PLAIN),), Pair(settings.target, None))
+        plain = serve_modes(settings.threads, (ServedMode(PLAIN, PLAIN),), Pair(settings.target, None))
         referee = scope.enter_context(Child("the referee", plain))
         referee.wait_systems()
         tasks = _tasks(settings, referee, prompts)
@@ -287,6 +289,7 @@ def _kinds(text: str) -> list[Kind]:
     return chosen
 
 
+@app.command("draft-kinds")
 def main(
     kind: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}, separated by commas.")] = ",".join(KINDS),
     prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 2,
@@ -321,7 +324,3 @@ def main(
     if was_interrupted:
         console.print("Interrupted; the pairs that are whole are kept, and the same command measures what is missing.")
         raise typer.Exit(INTERRUPTED)
-
-
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.draft_kinds")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.report import show_neighbours, table
+from benchmarks.report.console import show_neighbours, table
 
 Record = Mapping[str, Any]
 

@@ -1,0 +1,135 @@
+"""The page: files to sections, sections to HTML that asks nothing of the network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results_file, trace
+from benchmarks.report import plots, sections
+from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
+from benchmarks.report.tables import Section
+from benchmarks.research import sections as studies
+from benchmarks.research.calibration.section import of_calibration
+from benchmarks.research.drafts.section import of_draft_kinds
+from benchmarks.results_file import RUN, SWEEP
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+Record = Mapping[str, Any]
+_KINDS = (
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study`, "
+    "`draft_kinds` or `stage_sessions`, nor a trace file"
+)
+_OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
+    "smoke": sections.of_smoke,
+    "profile": sections.of_profile,
+    "sweep-tree": studies.of_tree,
+    "coupling_study": studies.of_coupling,
+    "stage_sessions": studies.of_stage_sessions,
+}
+_OF_FILE: dict[str, Callable[[Path, str], Section]] = {
+    "run": lambda path, name: sections.of_run(results_file.read(path, RUN), name),
+    "sweep": lambda path, name: sections.of_sweep(results_file.read(path, SWEEP), name),
+    "calibration": of_calibration,
+    "draft_kinds": of_draft_kinds,
+}
+_LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions")
+"""Kinds whose files have a section per line; in files of the others the last line counts."""
+
+
+def build(files: Sequence[Path], tick: Callable[[str], None]) -> list[Section]:
+    """Return a section per file, of trace files one per request, to which all trace files add their spans.
+
+    Raises:
+        InvalidRequest: a file is missing, damaged or no results file.
+    """
+    found: list[Section] = []
+    traces: list[Path] = []
+    used: set[str] = set()
+    for path in files:
+        first = _first_line(path)
+        if trace.is_trace(first):
+            traces.append(path)
+        else:
+            name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
+            found += _sections(path, first, _unique(name, used))
+        tick(path.name)
+    return found + [sections.of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
+
+
+def _unique(name: str, used: set[str]) -> str:
+    while name in used:
+        name += "-2"
+    used.add(name)
+    return name
+
+
+def _sections(path: Path, first: Record, name: str) -> list[Section]:
+    kind = str(first.get("kind") if first.get("kind") in _OF_FILE else first.get("benchmark"))
+    if kind in _OF_FILE:
+        return [_OF_FILE[kind](path, name)]
+    if kind not in _OF_LINE:
+        raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        chosen = lines if kind in _LINES_OF_THEIR_OWN else lines[-1:]
+        return [_OF_LINE[kind](json.loads(line), path, name) for line in chosen]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"The last line of {path} is damaged; measure again.", param="file") from error
+
+
+def _first_line(path: Path) -> Record:
+    line = results_file.content_of(path).partition(b"\n")[0]
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not {_KINDS}.", param="file") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
+    return found
+
+
+def all_plots(found: Sequence[Section]) -> list[Plot]:
+    """Return the plots of all sections in order."""
+    return [plot for section in found for plot in section.plots]
+
+
+def render(found: Sequence[Section], tick: Callable[[str], None]) -> str:
+    """Return the page."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    def svg(plot: Plot) -> Markup:
+        drawn = plots.inline_svg(plot)
+        tick(plot.name)
+        return Markup(drawn)  # our own drawing; its title is escaped there
+
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    return template.render(sections=found, svg=svg, light=_variables(LIGHT), dark=_variables(DARK)) + "\n"
+
+
+def _variables(palette: Palette) -> str:
+    facts = {"--paper": palette.paper, "--ink": palette.ink, "--faint": palette.faint}
+    facts |= {f"--series-{index}": colour for index, colour in enumerate(palette.series)}
+    return " ".join(f"{name}: {colour};" for name, colour in facts.items())
+
+
+def write(page: str, output: Path) -> None:
+    """Write the page whole or not at all.
+
+    Raises:
+        InvalidSettings: it cannot be written.
+    """
+    scratch = output.with_name(f".{output.name}.part")
+    try:
+        scratch.write_text(page, encoding="utf-8")
+        scratch.replace(output)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise InvalidSettings(f"The report {output} cannot be written ({error.strerror}); check --output.") from error

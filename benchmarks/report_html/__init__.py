@@ -1,1 +1,0 @@
-"""One self-contained page of results files: plots, tables, where each number comes from. Measures nothing."""

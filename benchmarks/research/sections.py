@@ -1,0 +1,82 @@
+"""Sections of the page for the files of tree shapes, the coupling study and sessions on stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.report import plots
+from benchmarks.report.plots import Plot
+from benchmarks.report.sections import warn
+from benchmarks.report.tables import Record, Section, models_of, number, spread
+from benchmarks.statistics import estimate
+
+
+def of_tree(record: Record, path: Path, name: str) -> Section:
+    """Return the section of a line of `sweep-tree`."""
+    section = Section(f"{path.name}: tree shapes")
+    if not record["is_complete"]:
+        section.warn("Not whole: it was interrupted.")
+    warn(section, record, record)
+    groups: dict[str, dict[str, Record]] = {}
+    for row in record["rows"]:
+        shape = f"{row['nodes']}/{row['depth']}/{row['branching']}"
+        groups.setdefault(f"T {row['temperature']:g}", {})[shape] = row["speedup"]
+    title = "Speed-up over plain by tree shape: nodes/depth/branching"
+    section.add([Plot(f"{name}-shapes", title, plots.bars(title, groups, "times as fast", line=1.0))])
+    section.table(
+        "Shapes, best first, geometric mean over temperatures",
+        ("shape", "speed-up"),
+        [(each["shape"], number(each["speedup"])) for each in record["overall"]],
+    )
+    section.origin(record)
+    return section
+
+
+def of_coupling(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one temperature of the coupling study."""
+    temperature = record["temperature"]
+    section = Section(f"{path.name}: coupled picks and their rivals at T {temperature:g}")
+    settings = record["settings"]
+    section.text(f"{models_of(settings)}, {settings['num_prompts']} prompts, {record['num_positions']} positions.")
+    listed = [
+        (f"{each['scheme']}, {each['candidates']}", each["acceptance"], each.get("chi_square"))
+        for each in record["schemes"]
+    ]
+    section.table(
+        "Acceptance",
+        ("scheme, candidates", "accepted", "standard error over prompts", "chi-square p"),
+        [
+            (
+                scheme,
+                number(rate["mean"], 3),
+                number(rate["standard_error_over_prompts"], 3),
+                number(test["p_value"] if test else None, 3),
+            )
+            for scheme, rate, test in listed
+        ],
+    )
+    section.origin(record)
+    return section
+
+
+def of_stage_sessions(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one line of `stage_sessions`."""
+    settings = record["settings"]
+    decoding = f"Lookup of {settings['nodes']} nodes" if settings["nodes"] else "Plain decoding"
+    ways = list(next(iter(record["tokens_per_s"].values())))
+    section = Section(f"{path.name}: {settings['sessions']} sessions on {settings['stages']} stages")
+    section.text(
+        f"{decoding}, {settings['tokens']} tokens a session, {settings['rounds']} alternating rounds; steps one after "
+        "the other, or one under way per stage; tokens per second of all sessions together."
+    )
+    warn(section, record, record)
+    section.table(
+        "Steps of different sessions, by round trip added to every link",
+        ("round trip", *ways, "ratio"),
+        [
+            (rtt, *(spread(estimate(rates[way]).to_dict(), 0) for way in ways), spread(record["ratio"][rtt]))
+            for rtt, rates in record["tokens_per_s"].items()
+        ],
+    )
+    section.origin(record)
+    return section

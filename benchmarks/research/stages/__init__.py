@@ -1,0 +1,1 @@
+"""Measures a target cut into stages: the cost of the cuts, and sessions whose steps overlap."""
