@@ -1,4 +1,4 @@
-"""A known packet sent down a chain of stages, boundary by boundary, beside the same rows in one process.
+"""Compares a chain with one process: a known packet goes down the chain, boundary by boundary.
 
 For every boundary the stages up to it are configured as a chain of their own, whose last one answers with the hidden
 states that it would send on. So all that is compared has come out of the service, over its links.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specsplit.stages.wire.peer import StagePeer
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
-"""Of hidden states, relative to the largest of them where that exceeds 1; by the dtype that stages compute in."""
+"""Largest deviation of hidden states by dtype, relative to the largest of them if that exceeds 1."""
 _NUM_CHAIN = 16
 _TREE = (15, 15, 15, 16, 16, 17, 19, 21)
 """Parents of the rows behind the chain: a tree, since masks and positions differ there."""
@@ -39,13 +39,13 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StageCheck:
-    """What came out behind one stage."""
+    """The result at the boundary behind one stage."""
 
     stage: int
     address: str
     layers: str
     max_deviation: float
-    """Of hidden states; behind a head, of the log-probabilities of the picks."""
+    """Deviation of hidden states; behind a head, of the log-probabilities of the picks."""
     num_other_picks: int | None
     """Rows whose pick differs; None where there are no picks."""
     time_ms: float
@@ -54,7 +54,7 @@ class StageCheck:
 
 
 def check_stages(settings: TargetSettings) -> list[StageCheck]:
-    """Compare what every stage sends on with the model in this process, which is loaded for it.
+    """Compare the output of every stage with the model in this process, which is loaded for it.
 
     Raises:
         InvalidSettings: no stages are named.
@@ -98,7 +98,7 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
     model = load_model(
         settings.model,
         role="target",
-        dtype=coordinator.wanted.dtype,
+        dtype=coordinator.expected.dtype,
         device=settings.device,
         threads=settings.threads,
         context=coordinator.model.context,
@@ -108,6 +108,7 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
     layers: Any = model.runner.model.get_submodule(find_outline(path, name, load_config(path, name)).layers)
     hidden: list[Tensor] = []
 
+    # Some layers return tuples; the hidden states come first.
     def note(layer: Any, args: Any, output: Any) -> None:
         rows: Any = cast("tuple[Any, ...]", output)[0] if isinstance(output, tuple) else output
         hidden.append(rows.detach()[0].float().cpu())
@@ -131,7 +132,8 @@ async def _check(
         for peer in peers:
             peer.admit(await peer.ping())
         found = [(peer.address, peer.identity) for peer in peers if peer.identity is not None]
-        await asyncio.to_thread(coordinator.wanted.check_chain, found)
+        await asyncio.to_thread(coordinator.expected.check_chain, found)
+        # Numbers rise from chain to chain, as a stage obeys only a newer configuration of its coordinator.
         for index in range(len(peers)):
             chain = Connection(ChainId(name, index + 1), peers[: index + 1], lambda peer: None)
             try:
@@ -146,7 +148,7 @@ async def _check(
 
 
 class _Boundary:
-    """What leaves one stage, asked for and compared."""
+    """Asks one stage for its output, and compares it."""
 
     def __init__(self, coordinator: Coordinator, entry: SequenceInput, truth: _Truth, peer: StagePeer) -> None:
         from specsplit.stages.chain.remote_kv import RemoteKV
@@ -172,7 +174,7 @@ class _Boundary:
         if self._stage.has_head:
             answer = await self._answer(chain, HeadRequest(SessionParams(), tuple(self._truth.picks)))
         deviation = self._deviation(answer)
-        is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.wanted.dtype]
+        is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.expected.dtype]
         return StageCheck(index, self._address, self._stage.layers, deviation, num_other, time_ms, is_equal)
 
     async def _answer(self, chain: Connection, head_request: HeadRequest | None) -> Packet:

@@ -44,6 +44,7 @@ class _Has(IntFlag):
 
 def encode(packet: Packet) -> list[Buffer]:
     """Return the packet's bytes as buffers; the last one is its payload, not copied."""
+    # [header | crc | sessions | zeros to a multiple of 64 | payload]; the crc covers all but itself.
     body = b"".join(_session(session) for session in packet.sessions)
     first = packet.sessions[0]
     payload = memoryview(packet.payload).cast("B")
@@ -82,6 +83,7 @@ def decode(data: Buffer, link: str = "a link") -> Packet:
     if view.nbytes < head or bytes(view[:4]) != _MAGIC:
         raise CorruptPacket(link)
     (crc,) = _CRC.unpack_from(view, _HEADER.size)
+    # Damage is told from nonsense before anything is parsed: behind a wrong crc not even the request id can be trusted.
     if crc != zlib.crc32(view[head:], zlib.crc32(view[: _HEADER.size])):
         raise CorruptPacket(link)
     try:
@@ -131,6 +133,7 @@ def _packet(view: memoryview, head: int) -> Packet:
         payload=view[start:],
         layout=Layout(layout),
     )
+    # The header repeats the first session for tools that look at packets without parsing them.
     first = packet.sessions[0]
     if (slot, epoch, token_index, batch, seq) != (first.slot, first.epoch, first.start, packet.batch, packet.seq):
         raise InvalidPacket("The header of a stage packet contradicts what follows it.")
@@ -144,6 +147,7 @@ def _padding(num_bytes: int) -> int:
 def _session(session: PacketSession) -> bytes:
     parts: list[tuple[_Has, Callable[[], bytes]]] = []
     if (parents := session.parents) is not None:
+        # Parents travel as parent + 1, so that -1 (the row before `start`) fits an unsigned 16-bit number.
         parts.append((_Has.PARENTS, lambda: _array("H", [parent + 1 for parent in parents])))
     if (keep := session.keep) is not None:
         parts.append((_Has.KEEP, lambda: _KEEP.pack(keep.request_id, len(keep.rows)) + _array("H", keep.rows)))
@@ -176,7 +180,7 @@ def _counted(code: str, values: Sequence[float]) -> bytes:
 
 
 def _params(params: SessionParams) -> bytes:
-    """Return what picks depend on; a session's eos ids and limit of tokens stay with the coordinator."""
+    """Return the parameters that picks depend on; eos ids and the limit of tokens stay with the coordinator."""
     sampling = params.sampling
     biases = sampling.logit_bias
     fixed = _PARAMS.pack(
@@ -196,7 +200,7 @@ def _params(params: SessionParams) -> bytes:
 
 
 class _Reader:
-    """Takes values from the front of the sessions' bytes; struct.error where they end too early."""
+    """Takes values from the front of the sessions' bytes; raises struct.error if they end too early."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._at = view, 0
@@ -247,6 +251,7 @@ class _Reader:
         return self._array(code, count)
 
     def _array(self, code: str, count: int) -> tuple[Any, ...]:
+        # The announced count is held against the bytes at hand before anything is allocated for it.
         size = struct.calcsize("<" + code) * count
         if size > self._view.nbytes - self._at:
             raise InvalidPacket(f"A stage packet ends within {count} values that it announces.")

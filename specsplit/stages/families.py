@@ -153,7 +153,7 @@ def _deepseek_experts(values: ConfigValues, index: int) -> Weights:
     return _experts(values, inner) + shared
 
 
-# Layers.
+# Layers. Matrices are counted by their inputs and outputs, so fused projections need no case of their own.
 
 
 def _attention(values: ConfigValues, qkv_bias: bool, out_bias: bool) -> Weights:
@@ -239,7 +239,7 @@ def _opt_ends(values: ConfigValues) -> EndWeights:
     return _sum(table, positions, into), norm + out, table
 
 
-# KV.
+# Numbers that one token leaves in the KV cache of one layer, keys and values together.
 
 
 def _kv(values: ConfigValues) -> int:

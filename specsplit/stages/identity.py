@@ -1,4 +1,4 @@
-"""Who a stage is, and what a coordinator wants of a chain of them; refuses what does not fit, in one sentence each.
+"""The identity of a stage, and what a coordinator expects of its chain; every misfit is refused in one sentence.
 
 Knows no model, no tensor and no connection.
 """
@@ -16,7 +16,7 @@ from specsplit.core.types import PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True)
 class StageIdentity:
-    """What one stage holds: layers `start` to `end` - 1 of a model of `num_layers`, perhaps its ends, and slots."""
+    """The contents of one stage: layers `start` to `end` - 1 of `num_layers`, perhaps ends of the model, and slots."""
 
     model: str
     num_layers: int
@@ -33,11 +33,11 @@ class StageIdentity:
     """Rows of a tree behind them."""
     num_slots: int
     slot_bytes: int
-    """Of the largest exported slot."""
+    """Bytes of the largest slot that it can export."""
     config_hash: str
-    """Of the model's config.json."""
+    """Hash of the model's config.json."""
     weights_hash: str
-    """Of the tensors that the stage has read, in however many files they are."""
+    """Hash of the tensors that the stage has read, in however many files they are."""
     tokenizer_hash: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
@@ -49,7 +49,7 @@ class StageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChain:
-    """What the coordinator of a model needs of its stages."""
+    """The demands of a model's coordinator on its stages."""
 
     model: str
     num_layers: int
@@ -63,7 +63,7 @@ class ExpectedChain:
     config_hash: str
     tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
-    """Of the same tensors in the coordinator's own files; None where it has none, and stages are believed."""
+    """Hashes the same tensors in the coordinator's own files; None if it has no weights, and stages are believed."""
 
     def check_chain(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
         """Check that stages, each with its address, make up the model in this order.
@@ -100,6 +100,7 @@ class ExpectedChain:
             )
         if identity.dtype != self.dtype:
             raise PeerMismatch(f"{peer} computes in {identity.dtype}, not in {self.dtype}; give both the same --dtype.")
+        # A stage may hold more room than is needed, but never another number format: hidden states travel as they are.
         self._check_room(peer, identity)
         self._check_ends(peer, identity)
         self._check_hashes(peer, identity)
@@ -149,6 +150,8 @@ class ExpectedChain:
             raise PeerMismatch(
                 f"The first stage, at {address}, has layers {first.layers} and does not begin with layer 0; {order}."
             )
+        # Neighbours are enough: a chain covers [0, num_layers) iff it starts at 0, ends at num_layers and every range
+        # begins where the one before it ends.
         for (before, one), (behind, other) in pairwise(stages):
             if other.start < one.start:
                 raise PeerMismatch(

@@ -1,7 +1,7 @@
-"""The stages of a target as processes of this machine: started, watched, started again, and ended with their target.
+"""The stages of a target as processes of this machine: started, watched, restarted, and ended with their target.
 
-One that ends is started again, and one that hangs is ended first: it answers no pings, or never ends its step.
-Whatever ends the target ends them too: a stage asks the system to be killed with its parent. Knows no chain.
+A stage that ends is started again; one that hangs (it answers no pings, or never ends its step) is killed first.
+Whatever ends the target ends its stages too: a stage asks the system to be killed with its parent. Knows no chain.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
 _PAUSES_S = (0.2, 10.0)
-"""Before a stage that ended is started again: the first time, and at the most."""
+"""Pause before a stage that ended is started again: the first one, and the longest."""
 _LASTING_S = 60.0
-"""One that ran for so long is started again as after its first end."""
+"""A stage that ran for so long is restarted with the first pause again."""
 _LOOK_S = 1.0
-"""How often one that serves is pinged, and how long it has for its answer."""
+"""Period of pings, and the time that a stage has for its answer."""
 _MAX_SILENT = 5
-"""Pings without an answer, one after the other, after which it is taken for hung."""
+"""Unanswered pings in a row after which a stage counts as hung."""
 _SILENT = "it does not answer."
 _STOP_S = 5.0
 _LINE_BYTES = 1 << 20
@@ -46,8 +46,8 @@ async def local_stages(
 ) -> AsyncGenerator[list[str]]:
     """Run a stage process for each of `layers` (A:B) for the length of the block, and give their addresses.
 
-    `arguments` are those of `specsplit stage` that all of them get; `note` is told of every one that serves. One that
-    is on one step for longer than `step_timeout_s` hangs.
+    `arguments` are those of `specsplit stage` that all of them get; `note` shows every stage that serves. A stage that
+    computes one step for longer than `step_timeout_s` hangs.
 
     Raises:
         WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
@@ -79,10 +79,10 @@ class _LocalStage:
         self._forwarding: asyncio.Task[None] | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._said = ""
-        """The last line that it wrote to stderr."""
+        """Last line that the process wrote to stderr."""
 
     async def start(self) -> None:
-        """Start it, and wait until it serves; raises as `local_stages` does."""
+        """Start the process, and wait until it serves; raises as `local_stages` does."""
         command = (sys.executable, "-m", "specsplit", "stage", "--listen", self.address, *self._arguments)
         try:
             self._process = process = await asyncio.create_subprocess_exec(
@@ -114,9 +114,10 @@ class _LocalStage:
         if address is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            # Its pipe is read to the end: a process that waits on a full pipe would never close it.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
-                    while await process.stdout.read(_LINE_BYTES):  # a full pipe would never be closed
+                    while await process.stdout.read(_LINE_BYTES):
                         pass
             await process.wait()
             raise WorkerFailed(f"{self._name} did not say where it serves, and was ended; it said {line[:80]!r}.")
@@ -125,11 +126,11 @@ class _LocalStage:
             self._note(f"{self._name} serves at {self.address}, process {process.pid}.")
 
     def supervise(self) -> None:
-        """Start it again whenever it ends or hangs, from now on."""
+        """Restart the process whenever it ends or hangs, from now on."""
         self._supervising = asyncio.create_task(self._supervise())
 
     async def aclose(self) -> None:
-        """End it, in good order if it lets itself; what it says of that nobody needs to hear."""
+        """End the process, in good order if it reacts in time; its last output is not passed on."""
         self._note = None
         if self._supervising is not None:
             self._supervising.cancel()
@@ -164,7 +165,7 @@ class _LocalStage:
                 _log.warning("%s", error)
 
     async def _ended(self) -> int:
-        """Wait until it has ended, see to it where it hangs, and return its exit code."""
+        """Wait until the process has ended, killing it if it hangs, and return its exit code."""
         process = self._process
         assert process is not None
         watching = asyncio.create_task(self._kill_when_hung(process))
@@ -188,10 +189,11 @@ class _LocalStage:
             await peer.aclose()
         _log.warning("%s is ended, since it hangs: %s", self._name, why)
         with contextlib.suppress(ProcessLookupError):
-            process.kill()  # a signal that it could handle would find it stopped
+            # Not `terminate`: a process that is stopped or stuck would never handle that signal.
+            process.kill()
 
     async def _look(self, peer: StagePeer) -> str | None:
-        """Return what is wrong with it, None where nothing is."""
+        """Return what is wrong with the process, None if nothing is."""
         try:
             ping = await peer.ping(_LOOK_S)
         except (WorkerUnreachable, DeadlineExceeded):
@@ -206,7 +208,7 @@ class _LocalStage:
         return None
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
-        """Pass on what it says, under its name."""
+        """Pass on what the process writes, under its name."""
         while True:
             try:
                 line = await stream.readline()
@@ -220,7 +222,7 @@ class _LocalStage:
 
 
 def _address_in(line: bytes) -> str | None:
-    """Return the address that a ready line names, None where the line is none."""
+    """Return the address that a ready line names, None if it is no ready line."""
     try:
         ready = cast(object, json.loads(line))
     except ValueError:

@@ -1,6 +1,6 @@
-"""What travels between the stages of a chain: hidden states of several sessions, with all that a stage must know.
+"""Stage packets: hidden states of several sessions on their way down a chain, with all that a stage must know.
 
-A record that exists is well-formed; `packet_codec` writes and reads it. Knows no tensors, no models and no links.
+A record that exists is well-formed; `codec` writes and reads it. Knows no tensors, no models and no links.
 Legend: T rows of the packet, all sessions together; H hidden size; R rows whose logits are wanted.
 """
 
@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class StepKind(IntEnum):
-    """What a step is for; a hint for scheduling, never needed to compute it."""
+    """The purpose of a step: a hint for scheduling, never needed to compute it."""
 
     PREFILL = 0
     DECODE = 1
@@ -59,7 +59,7 @@ class Layout(IntEnum):
 
 @record
 class KeepList:
-    """Which rows of the last step became committed tokens.
+    """The rows of the last step that became committed tokens.
 
     Holds only for the rows that the packet numbered `request_id` wrote: the one whose answer the coordinator used.
     `rows` count from the first row of that packet, ascending; they move together behind the rows before it.
@@ -77,7 +77,7 @@ class KeepList:
 
 @record
 class HeadRequest:
-    """What the stage with the head shall make of its logits: picks, or log-probabilities of `scored`.
+    """The work of the stage with the head on its logits: picks, or log-probabilities of `scored`.
 
     The i-th token of `scored` belongs to the i-th of the last len(scored) wanted rows; biases are those of `params`.
     """
@@ -88,7 +88,7 @@ class HeadRequest:
 
 @record
 class PacketSession:
-    """One session's share of a packet: where its rows go, what they hang on, what is wanted of them.
+    """One session's share of a packet: where its rows go, what they attend to, what is wanted of them.
 
     The rows are written at `start`, behind a row whose prefix hash is `base_hash` (0 where `start` is). `hashes` holds
     one prefix hash per row, opaque to stages. `parents` are rows of this share, -1 for the row before `start`; None is
@@ -104,12 +104,12 @@ class PacketSession:
     keep: KeepList | None = None
     token_ids: tuple[int, ...] = ()
     num_logits: int = 0
-    """Of the last rows."""
+    """The last so many rows are wanted: their logits, picks or scores."""
     head_request: HeadRequest | None = None
     picks: tuple[int, ...] = ()
-    """Of an answer; -1 where the logits are not numbers."""
+    """Picks in an answer; -1 where the logits are not numbers."""
     log_probs: tuple[float, ...] = ()
-    """Of an answer."""
+    """Log-probabilities in an answer."""
 
     def __post_init__(self) -> None:
         count = len(self.hashes)
@@ -118,6 +118,7 @@ class PacketSession:
         _require(len(self.token_ids) in (0, count), "another number of token ids than rows")
         if self.parents is not None:
             _require(len(self.parents) == count, "another number of parents than rows")
+            # The invariant of every tree here: a parent precedes its child, so one pass sees parents first.
             for row, parent in enumerate(self.parents):
                 _require(-1 <= parent < row, "a row whose parent does not precede it")
         if self.head_request is not None:
@@ -152,7 +153,7 @@ class Packet:
     """
 
     request_id: int
-    """Of this attempt; never used twice by one coordinator."""
+    """Number of this attempt; never used twice by one coordinator."""
     step_kind: StepKind
     hidden_size: int
     dtype: PayloadType
@@ -163,6 +164,7 @@ class Packet:
     layout: Layout = Layout.CONTIGUOUS
 
     def __post_init__(self) -> None:
+        # These checks run once where a packet is made or decoded; every reader behind them trusts the record.
         _require(self.request_id >= 0 and self.hidden_size > 0, "a negative number")
         _require(min(self.stage_from, self.stage_to) >= COORDINATOR, "a stage that cannot be")
         slots = {session.slot for session in self.sessions}
@@ -173,6 +175,7 @@ class Packet:
             else:
                 _require(0 < session.num_tokens >= session.num_logits, "fewer rows than are wanted")
                 _require(not (session.picks or session.log_probs), "picks on their way down the chain")
+        # A payload is whole or absent: token ids or picks travel in its place.
         num_bytes = len(self.payload) if isinstance(self.payload, bytes | bytearray) else self.payload.nbytes
         expected = self.num_rows * self.hidden_size * self.dtype.itemsize
         _require(num_bytes in (0, expected), f"{num_bytes} bytes of hidden states instead of {expected}")
@@ -209,12 +212,13 @@ class Packet:
 
 
 def check_answer(answer: Packet, packet: Packet) -> None:
-    """Check that `answer` is one to `packet`, and that what was wanted is in it.
+    """Check that `answer` answers `packet`, and that everything wanted is in it.
 
     Raises:
         InvalidPacket: it answers another request, other sessions or other rows, or lacks something.
     """
 
+    # Slots, epochs and starts are compared, too: a stage is not trusted to answer what it was asked.
     def shares(of: Packet) -> Sequence[tuple[int, int, int, int]]:
         return [(session.slot, session.epoch, session.start, session.num_logits) for session in of.sessions]
 

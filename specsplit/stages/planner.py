@@ -11,15 +11,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
-from specsplit.core.defaults import DEFAULT_NODES
+from specsplit.core.defaults import DEFAULT_NODES, EndsAt
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
 from specsplit.stages.families import BYTES, PlanDtype, Weights
 from specsplit.stages.shape import ModelShape
 
-EndsAt = Literal["stages", "coordinator"]
-"""Where embedding, final norm and head live: on the first and last stage, or on the coordinator (docs/stages.md)."""
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context, as for a worker that serves."""
 NODE_LIMIT = 128
@@ -32,7 +29,7 @@ _RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the chain should serve: sessions of so many tokens, and rounds of so many tree nodes.
+    """The load that a chain is planned for: sessions of so many tokens, and rounds of so many tree nodes.
 
     Raises:
         InvalidRequest: a number is out of range.
@@ -44,6 +41,7 @@ class Workload:
     """Tree nodes verified in a round; the root is one token more."""
     dtype: PlanDtype = "bf16"
     ends: EndsAt = "stages"
+    """Whether the first and last stage hold embedding, final norm and head, or the coordinator (docs/stages.md)."""
     node_limit: int = NODE_LIMIT
 
     def __post_init__(self) -> None:
@@ -222,6 +220,7 @@ def plan_memory(shape: ModelShape, budgets: Sequence[int], workload: Workload | 
     costs = _Costs(shape, workload)
     if not costs.fit(budgets, shape.num_layers):
         raise _does_not_fit(shape, budgets, workload)
+    # A larger cap only allows more, so the smallest cap that fits is found by bisection.
     caps = range(1, shape.num_layers + 1)
     limit = caps[bisect_left(caps, True, key=lambda cap: costs.fit(budgets, cap))]
     plan = costs.plan(_most_even(costs, budgets, limit))
@@ -249,6 +248,7 @@ class _Costs:
 
         As many layers as possible in every stage, save one for each stage behind it: nothing reaches further.
         """
+        # Greedy is exact: if the stages so far reach a layer at all, the longest ranges reach the furthest one.
         start, end = 0, self._shape.num_layers
         for later, budget in zip(reversed(range(len(budgets))), budgets, strict=True):
             reached = self.furthest(start, budget, min(start + cap, end - later))
@@ -303,6 +303,7 @@ def _most_even(costs: _Costs, budgets: Sequence[int], limit: int) -> tuple[range
     best[end] = (that sum, start of the last range) over the stages so far; where sums are equal the earlier stage gets
     the layer.
     """
+    # Dynamic programming over stages: `best` maps every layer that the stages so far can end at to its cheapest way.
     best: dict[int, tuple[int, int]] = {0: (0, 0)}
     steps: list[dict[int, tuple[int, int]]] = []
     for budget in budgets:
@@ -311,6 +312,7 @@ def _most_even(costs: _Costs, budgets: Sequence[int], limit: int) -> tuple[range
             for end in range(start + 1, min(start + limit, costs.num_layers) + 1):
                 if costs.total(start, end) > budget:
                     break
+                # -start breaks ties: of two ways with the same sum the later start leaves more to earlier stages.
                 candidate = (so_far + (end - start) ** 2, -start)
                 reached[end] = min(reached.get(end, candidate), candidate)
         steps.append(reached)
@@ -352,6 +354,7 @@ def _largest(least: int, asked: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest value from `least` to `asked` - 1 that fits, if any; what fits must fit for less, too."""
     if least >= asked or not fits(least):
         return None
+    # Invariant of the bisection: `known` fits, `refused` does not.
     known, refused = least, asked
     while refused - known > 1:
         middle = (known + refused) // 2

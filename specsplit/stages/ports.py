@@ -1,4 +1,4 @@
-"""The seams of a cut target: a stage, and the way down a chain of them; in process, over gRPC and as fakes in tests."""
+"""The ports of a cut target: a stage, and the link down a chain of them; in process, over gRPC and as test fakes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specsplit.stages.slot_state import SlotState
 
 
 class Stage(Protocol):
-    """Runs a packet through its layers; its coordinator owns the slots and says what they hold."""
+    """Runs packets through some layers; its coordinator owns the slots and says what they hold."""
 
     @property
     def identity(self) -> StageIdentity: ...
 
     async def place(self, index: int, num_stages: int) -> None:
-        """Stand at `index` in a chain of `num_stages` from the next packet on."""
+        """Take position `index` in a chain of `num_stages`, from the next packet on."""
         ...
 
     async def reset(self) -> None:
@@ -24,7 +24,7 @@ class Stage(Protocol):
         ...
 
     async def forward(self, packet: Packet) -> Packet:
-        """Keep what the packet says of the last step, write its rows and return the packet for the next stage.
+        """Apply the packet's keep-list to the last step, write its rows and return the packet for the next stage.
 
         Packets are taken in the order of the calls.
 
@@ -58,7 +58,7 @@ class Stage(Protocol):
 
 
 class StageLink(Protocol):
-    """The way down a chain, as its coordinator sees it: where a packet goes and which stages it passes is hidden."""
+    """The way down a chain as its coordinator sees it, without addresses and connections."""
 
     @property
     def num_stages(self) -> int: ...
@@ -74,7 +74,8 @@ class StageLink(Protocol):
         Packets reach every stage in the order of the calls. Several may be under way.
 
         Raises:
-            What a stage raises; CorruptPacket: the packet or its answer was damaged; LinkError: a stage is lost.
+            SpecSplitError: the error of a stage; CorruptPacket: the packet or its answer was damaged.
+            LinkError: a stage is lost.
         """
         ...
 

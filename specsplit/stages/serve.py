@@ -1,4 +1,4 @@
-"""Settings to a stage's part of a model, or to what a coordinator holds; and the first connection of its chain.
+"""The door to serving: a stage over some layers, or a target over a chain of stages, from their settings.
 
 Importing it is cheap: torch comes with the models, grpc with the links.
 """
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from specsplit.stages.wire.remote_chain import RemoteChain
 
 RECONNECT_S = 2.5
-"""A packet waits so long for a lost stage; with the keepalive that finds a hung one out, an error takes 5 s."""
+"""Time that a packet waits for a lost stage; with the keepalive that detects a hung one, an error takes 5 s."""
 _LOOK_S = 1.0
 """Period at which a coordinator looks whether its chain is whole."""
 _log = logging.getLogger(__name__)
 _PAUSES_S = (0.1, 2.0)
-"""Between two tries to connect a chain: the first, and the longest."""
+"""Pauses between two tries to connect a chain: the first, and the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What the process of a target holds whose layers are on stages."""
+    """The part of a cut target that its own process holds."""
 
     model: ChainModel
     ends: CoordinatorEnds | None
-    """With ends = coordinator."""
-    wanted: ExpectedChain
+    """Embedding and head with ends = coordinator, else None."""
+    expected: ExpectedChain
     local_ranges: tuple[range, ...]
-    """The layers of the stages to be started here; none where they run elsewhere."""
+    """Layers of the stages to be started here; none if they run elsewhere."""
 
 
 def load_stage(settings: StageSettings) -> LoadedShard:
@@ -115,7 +115,7 @@ def num_layers_of(source: str) -> int:
 
 
 def load_coordinator(settings: TargetSettings) -> Coordinator:
-    """Read what the coordinator of a target needs: config and tokenizer, and with ends = coordinator the two ends.
+    """Load the coordinator's part of a target: config and tokenizer, and with ends = coordinator the two ends.
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
@@ -148,7 +148,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
 
 
 def _default_dtype(settings: TargetSettings) -> str:
-    """Return what stages compute in that are told nothing: fp32 on the CPU, else what the checkpoint says."""
+    """Return the number format of stages without --dtype: fp32 on the CPU, else the checkpoint's."""
     if settings.device == "cpu":
         return "fp32"
     from specsplit.model.files import load_config, resolve
@@ -168,7 +168,7 @@ def _has_weights(source: str) -> bool:
 
 
 async def connect_chain(link: RemoteChain, retry_s: float, note: Note | None = None) -> None:
-    """Connect a chain, trying stages that cannot be reached again for `retry_s`; `note` is told so once.
+    """Connect a chain, trying again for `retry_s` if stages cannot be reached; `note` shows that once.
 
     Raises:
         PeerMismatch: a stage does not fit, or serves another coordinator.
@@ -196,7 +196,7 @@ def layers_of(ranges: Sequence[range]) -> list[str]:
 
 @asynccontextmanager
 async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGenerator[Server]:
-    """Serve some layers for the length of the block; which sessions they belong to is the coordinator's to say.
+    """Serve some layers for the length of the block; the coordinator decides which sessions use them.
 
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
@@ -223,7 +223,7 @@ async def serving_chain(
 ) -> AsyncGenerator[Server]:
     """Serve a target over stages elsewhere, or over those that it starts here, for the length of the block.
 
-    `note` is told what the user should know meanwhile.
+    `note` shows the user what happens meanwhile.
 
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
@@ -250,7 +250,7 @@ async def serving_chain(
         link = RemoteChain(
             stages,
             settings.spares,
-            coordinator.wanted,
+            coordinator.expected,
             LinkOptions(
                 call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
                 reconnect_s=RECONNECT_S,
@@ -271,8 +271,8 @@ async def serving_chain(
                 ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size)),
             )
         )
-        incidents = _Incidents(link, runner)
-        stack.callback(incidents.tell)
+        incidents = _ChainLog(link, runner)
+        stack.callback(incidents.write_new)
         tasks = sweep_sessions(engine, ttl_s / 4), _mend(engine, link), _watch_chain(engine, link, incidents, running)
         for task in tasks:
             stack.callback(asyncio.create_task(task).cancel)
@@ -280,23 +280,23 @@ async def serving_chain(
 
 
 def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:
-    """Return what stages started here are told, so that nothing of it comes from their own settings."""
-    wanted = coordinator.wanted
+    """Return the options of stages started here, complete, so that none comes from their own settings."""
+    expected = coordinator.expected
     given: dict[str, object] = {
         "model": settings.model,
-        "ends": wanted.ends,
-        "dtype": wanted.dtype,
+        "ends": expected.ends,
+        "dtype": expected.dtype,
         "device": settings.device,
         "threads": settings.threads,
-        "context": wanted.context,
-        "sessions": wanted.num_slots,
+        "context": expected.context,
+        "sessions": expected.num_slots,
         "drain": settings.drain,
     }
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
-class _Incidents:
-    """What happened to a chain, told to the log once: that it is not whole, and every row that was sent again."""
+class _ChainLog:
+    """Logs the incidents of a chain, each once: that it is not whole, spares, moves, and every row sent again."""
 
     def __init__(self, link: RemoteChain, runner: ChainRunner) -> None:
         self._link, self._statistics = link, runner.chain_statistics
@@ -304,8 +304,8 @@ class _Incidents:
         self._was_whole = True
         self._num_spares = self._num_moved = 0
 
-    def tell(self) -> None:
-        """Log what is new."""
+    def write_new(self) -> None:
+        """Log what happened since the last call."""
         trouble = self._link.trouble
         if (trouble is None) != self._was_whole:
             self._was_whole = trouble is None
@@ -331,7 +331,7 @@ class _Incidents:
 
 
 async def _mend(engine: Engine, link: RemoteChain) -> None:
-    """Restore a chain that is not whole, though nobody sends work to a target that is not ready; then try it."""
+    """Restore a chain that is not whole, since nobody sends work to a target that is not ready; then try it."""
     while True:
         await asyncio.sleep(_LOOK_S)
         with contextlib.suppress(SpecSplitError):  # health tells, and the next look tries again
@@ -340,11 +340,11 @@ async def _mend(engine: Engine, link: RemoteChain) -> None:
             await engine.check_device()
 
 
-async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _Incidents, server: Server) -> None:
-    """Tell health checks whether the chain is whole; a restart would not bring its stages back, so it lives on."""
+async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _ChainLog, server: Server) -> None:
+    """Answer health checks by whether the chain is whole; it stays live, since a restart would bring no stage back."""
     while True:
         await link.look()
-        incidents.tell()
+        incidents.write_new()
         is_ready = link.trouble is None and engine.is_well
         await server.tell_health(is_ready=is_ready, is_live=engine.is_alive)
         await asyncio.sleep(_LOOK_S)

@@ -1,6 +1,6 @@
-"""What a model weighs, counted from the dict of its config.json alone: weights per layer and at the ends, KV per token.
+"""The size of a model, counted from the dict of its config.json alone: weights per layer and end, KV per token.
 
-Reads no file and no weights; the families are `model_families`' business.
+Reads no file and no weights; the families are counted in `families`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What counts when a model is cut by layers."""
+    """The sizes that matter when a model is cut by layers."""
 
     model_type: str
     hidden_size: int
@@ -27,7 +27,7 @@ class ModelShape:
     kv_width: int
     """Numbers that one token leaves in the KV cache of one layer, keys and values together."""
     embedding: Weights
-    """Of tokens and, where they are learned, positions; with the projection behind it, where there is one."""
+    """Token embedding and learned positions, with the projection behind them if there is one."""
     final_norm: Weights
     """With the projection before the head, where there is one."""
     head: Weights
@@ -36,7 +36,7 @@ class ModelShape:
     max_context: int | None
     checkpoint_dtype: PlanDtype | None
     notes: tuple[str, ...] = ()
-    """What a reader of the figures should know of this model, in sentences."""
+    """Sentences that a reader of the figures should know about this model."""
 
     @property
     def num_layers(self) -> int:
@@ -60,6 +60,7 @@ def read_shape(config: Mapping[str, Any], name: str = "this model") -> ModelShap
         ModelUnsupported: a family that is not known here.
         ModelDamaged: a value is missing or of the wrong kind.
     """
+    # A multimodal config nests the language model's values; those win over the outer ones of the same name.
     nested: Any = config.get("text_config")
     text = {**config, **cast("Mapping[str, Any]", nested)} if isinstance(nested, Mapping) else dict(config)
     model_type = _known_type(text.get("model_type"), name)

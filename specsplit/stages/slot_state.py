@@ -1,4 +1,4 @@
-"""What one stage holds of one slot, on its way to another process that takes the stage's place.
+"""The contents of one slot of one stage, on their way to another process that takes the stage's place.
 
 Knows no tensors; the bytes are those of the layers' keys and values, trimmed to the rows in use.
 """
@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 
 
 @record
-class Pending:
-    """Rows of the last packet, which the next one's keep-list chooses from."""
+class PendingRows:
+    """Rows of the last packet, from which the next packet's keep-list chooses."""
 
     request_id: int
     start: int
@@ -44,10 +44,11 @@ class SlotState:
     dtype: PayloadType
     hashes: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
-    pending: Pending | None = None
+    pending: PendingRows | None = None
     payload: Buffer = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
+        # [0, length) is committed; a pending packet's rows reach to the end: [committed | pending].
         fits = self.length <= len(self.hashes) and len(self.token_ids) in (0, len(self.hashes))
         if self.pending is not None:
             fits = fits and self.pending.start + self.pending.count == len(self.hashes) >= self.length
@@ -62,7 +63,7 @@ class SlotState:
 
 def encode_state(state: SlotState) -> list[Buffer]:
     """Return the state's bytes as buffers; the last one is its payload, not copied."""
-    pending = state.pending or Pending(0, 0, 0)
+    pending = state.pending or PendingRows(0, 0, 0)
     payload = memoryview(state.payload).cast("B")
     body = _HEADER.pack(
         state.slot,
@@ -97,6 +98,7 @@ def decode_state(data: Buffer, link: str = "a link") -> SlotState:
         view, _CRC.size
     )
     at = _CRC.size + _HEADER.size
+    # Sizes are compared with the bytes at hand before anything is unpacked, so a lie costs no memory.
     behind = at + 8 * rows + 4 * ids
     behind += -behind % _ALIGNMENT
     if behind + size != view.nbytes or rows < start or dtype not in set(PayloadType):
@@ -110,6 +112,6 @@ def decode_state(data: Buffer, link: str = "a link") -> SlotState:
         dtype=PayloadType(dtype),
         hashes=struct.unpack_from(f"<{rows}Q", view, at),
         token_ids=struct.unpack_from(f"<{ids}I", view, at + 8 * rows),
-        pending=Pending(request_id, start, rows - start) if is_pending else None,
+        pending=PendingRows(request_id, start, rows - start) if is_pending else None,
         payload=view[behind:],
     )

@@ -25,7 +25,7 @@ from specsplit.stages.packet import (
     StepKind,
     check_answer,
 )
-from specsplit.stages.slot_state import Pending, SlotState, decode_state, encode_state
+from specsplit.stages.slot_state import PendingRows, SlotState, decode_state, encode_state
 
 HASHES = st.integers(0, (1 << 64) - 1)
 IDS = st.integers(0, (1 << 32) - 1)
@@ -259,7 +259,7 @@ STATE = SlotState(
     dtype=PayloadType.BF16,
     hashes=(7, 8, 9, 10),
     token_ids=(1, 2, 3, 4),
-    pending=Pending(99, 2, 2),
+    pending=PendingRows(99, 2, 2),
     payload=bytes(range(32)),
 )
 

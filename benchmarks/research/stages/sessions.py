@@ -57,7 +57,7 @@ async def served(
             proxy.set(latency_s=rtt_ms / 2e3)
             addresses.append(proxy.address)
         coordinator = load_coordinator(TargetSettings(model=str(model), stages=tuple(addresses), sessions=sessions))
-        link = RemoteChain(addresses, (), coordinator.wanted)
+        link = RemoteChain(addresses, (), coordinator.expected)
         await link.connect()
         scope.push_async_callback(link.aclose)
         options = ChainOptions(max_pending=WAYS[way])

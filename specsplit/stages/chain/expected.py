@@ -1,4 +1,4 @@
-"""What the coordinator of a model wants of its stages, told from its own files. Knows no connection."""
+"""The chain that a model's coordinator expects, from its own files. Knows no connection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from specsplit.stages.shard.loader import ShardSpec, shard_hash
 
 
 def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -> ExpectedChain:
-    """Return what stages of `model` must be; with its `source` their weights are compared with the files there.
+    """Return what stages of `model` must be; with a `source` their weights are compared with the files there.
 
     Without it (a coordinator that has no weights) stages are only held against each other's model and layers.
     """
 
+    # Hashing reads samples of every tensor of a range, so a stage that comes back is compared with the first result.
     @cache
     def weights_hash(identity: StageIdentity) -> str:
         assert source is not None

@@ -32,6 +32,7 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     num_rows, num_wanted = session.num_tokens, session.num_logits
     if num_wanted == 0:
         return ()
+    # [replayed or committed tail | root | tree nodes]: the wanted rows are the root and the nodes behind it.
     root = num_rows - num_wanted
     parents = session.parents or range(-1, num_rows - 1)
     tree = [parent - root - 1 for parent in parents[root + 1 :]]

@@ -1,4 +1,4 @@
-"""What a coordinator knows of the rows that the stages of a chain hold: token ids and prefix hashes, slot by slot.
+"""The coordinator's record of the rows that all stages hold: token ids and prefix hashes, slot by slot.
 
 It stands where a KV cache stands in one process: rows are written by a forward and moved together afterwards. Moving is
 only noted here; it reaches the stages as the keep-list of the next packet.
@@ -30,7 +30,7 @@ class RowHash:
 
 @record
 class LastRows:
-    """Rows that the stages still hold as the last packet wrote them.
+    """Rows that the stages hold as the last packet wrote them, before its keep-list has moved any.
 
     Row `start + i` of the coordinator is row `sources[i]` of the packet `request_id`, whose first row is `start`.
     """
@@ -45,7 +45,7 @@ class LastRows:
 
 
 class RemoteSlot:
-    """One slot's rows as the stages hold them once their next packet's keep-list has been applied."""
+    """One slot's rows, as the stages will hold them once the next packet's keep-list has been applied."""
 
     def __init__(self, row_hash: RowHash) -> None:
         self._row_hash = row_hash
@@ -69,6 +69,8 @@ class RemoteSlot:
         What is still under way of the old epoch is then refused wherever it arrives.
         """
         assert base_length <= len(self.ids), "a step builds on rows that were never computed"
+        # A keep-list can only choose among the last packet's rows. A rollback below them has to be announced by a new
+        # epoch, so that no late packet of the old one writes behind it.
         if self.last is None or base_length < self.last.start or base_length == 0:
             self.epoch, self.last = self.epoch + 1, None
 
@@ -84,16 +86,17 @@ class RemoteSlot:
         return hashes
 
     def write(self, base_length: int, token_ids: Sequence[int], hashes: Sequence[int], last: LastRows) -> None:
-        """Note rows that every stage has computed."""
+        """Record rows that every stage has computed."""
         self.ids[base_length:], self.hashes[base_length:], self.last = token_ids, hashes, last
 
     def move_rows(self, sources: Sequence[int], start: int) -> None:
-        """Note that rows `sources` (ascending) become rows start, start + 1, ...; they are of the last packet."""
+        """Record that rows `sources` (ascending) of the last packet become rows start, start + 1, and so on."""
         if not sources:
             return
         last = self.last
         assert last is not None, "rows are moved after the forward that wrote them"
         assert start >= last.start, "only rows of the last packet are moved"
+        # Ascending sources never lie before their targets, so moving in place overwrites nothing that is still needed.
         moved = list(last.sources)
         for target, source in enumerate(sources, start):
             self.ids[target], self.hashes[target] = self.ids[source], self.hashes[source]
@@ -109,5 +112,5 @@ class RemoteKV:
         self.slots = [RemoteSlot(row_hash) for _ in range(num_slots)]
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
-        """Note what a KVCache would do at once."""
+        """Record what a KVCache would do at once."""
         self.slots[slot].move_rows(sources, start)

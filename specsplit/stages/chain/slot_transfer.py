@@ -1,4 +1,4 @@
-"""What a stage's slot holds as a SlotState and back, for another process that takes the stage's place.
+"""The contents of a stage's slot as a SlotState and back, for another process that takes the stage's place.
 
 Runs on the stage's device thread. Legend: the KV cache has one block [slots, heads, rows, head size] per layer for keys
 and one for values; the payload is the slot's rows of each block, keys before values, layer after layer.

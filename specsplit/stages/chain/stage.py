@@ -1,7 +1,7 @@
 """One stage of a chain: hidden states in, its layers, hidden states (or picks) out. Implements the Stage port.
 
-It owns its KV slots' contents and nothing else: which session a slot serves, what follows and what to do about a lost
-row is the coordinator's to know. With ends = coordinator it never sees a token id.
+It owns the contents of its KV slots and nothing else: the coordinator knows which session a slot serves, which stage
+follows and how a lost row is computed again. With ends = coordinator it never sees a token id.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from specsplit.stages.slot_state import SlotState
 
 @dataclass(slots=True)
 class StageStatistics:
-    """Counted since the start."""
+    """Counts since the start."""
 
     num_packets: int = 0
-    """Computed ones."""
+    """Packets computed."""
     num_tokens: int = 0
     num_behind: int = 0
     """Packets sent back since slots held too few rows."""
@@ -96,15 +96,16 @@ class StageEngine:
             assert slot.num_rows or slot.is_empty, f"slot {slot.index} has no rows and still keeps something"
 
     async def place(self, index: int, num_stages: int) -> None:
-        """Stand at `index` in a chain of `num_stages` from the next packet on."""
+        """Take position `index` in a chain of `num_stages`, from the next packet on."""
 
-        def stand() -> None:
+        # Positions change on the device thread, between two packets, so no packet sees half a change.
+        def take_position() -> None:
             self.index, self.num_stages = index, num_stages
 
-        await to_its_end(self._run(stand))
+        await to_its_end(self._run(take_position))
 
     async def forward(self, packet: Packet) -> Packet:
-        """Keep what the packet says of the last step, write its rows and return the packet for the next stage."""
+        """Apply the packet's keep-list, write its rows and return the packet for the next stage."""
         return await self._run(lambda: self._forward(packet))
 
     async def end(self, slot: int, epoch: int | None = None) -> None:
@@ -112,6 +113,7 @@ class StageEngine:
         check_slot(slot, len(self._slots))
 
         def forget() -> None:
+            # With the next epoch's number, late packets of the session that has ended are refused as stale.
             if epoch is None:
                 self._slots[slot] = StageSlot(slot)
             elif self._slots[slot].epoch <= epoch:
@@ -145,7 +147,7 @@ class StageEngine:
         result, _ = await self._worker.run(None, at_once(action))
         return result
 
-    # What follows runs on the device.
+    # The methods below run on the device thread.
 
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
@@ -159,6 +161,7 @@ class StageEngine:
             held = self._slots[session.slot].admit(session, self.shard.runner.cache)
             if held is not None:
                 have[session.slot] = held
+        # Slots that are behind are reported together: one packet back tells the coordinator all it has to send again.
         if have:
             self.statistics.num_behind += 1
             raise StageBehind(have)

@@ -1,6 +1,6 @@
-"""What a stage remembers of one slot: how many rows count, and which packet wrote the last ones.
+"""A stage's record of one slot: how many rows are committed, and which packet wrote the last ones.
 
-Legend: rows [0, length) are committed; the rows of the last packet follow until a keep-list says which of them stay.
+Legend: [committed: 0 to length | pending: rows of the last packet | free]; a keep-list says which pending rows stay.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from specsplit.core.types import SessionParams
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import KeepList, PacketSession
-from specsplit.stages.slot_state import Pending, SlotState
+from specsplit.stages.slot_state import PendingRows, SlotState
 
 
 class StageSlot:
-    """One slot's rows; the coordinator says what they mean, the prefix hashes that they are the ones it means."""
+    """One slot's rows; prefix hashes prove that they are the rows that the coordinator means."""
 
     def __init__(self, index: int, epoch: int = -1) -> None:
         self.index, self.epoch = index, epoch
@@ -25,7 +25,7 @@ class StageSlot:
         """One per row, those of the last packet included."""
         self.ids: list[int] = []
         """Alike, where token ids travel with packets."""
-        self.pending: Pending | None = None
+        self.pending: PendingRows | None = None
         self._sampler: Sampler | None = None
 
     def sampler(self, params: SessionParams, vocab_size: int, device: torch.device) -> Sampler:
@@ -51,7 +51,7 @@ class StageSlot:
             raise InvalidPacket(f"A keep-list names row {keep.rows[-1]} of a packet of {pending.count} rows.")
 
     def admit(self, session: PacketSession, cache: KVCache) -> int | None:
-        """Keep what the session says of the last step, then roll back to where it starts.
+        """Apply the session's keep-list to the last step, then roll back to where the session starts.
 
         Returns how many rows the slot has of those that the session builds on; None if all, so that it can be run.
         """
@@ -59,6 +59,7 @@ class StageSlot:
             self.epoch, self.pending = session.epoch, None
         if session.keep is not None:
             self._keep(session.keep, cache)
+        # The coordinator is the one owner of length: longer is truncated, shorter or different is reported.
         if session.start > self.length:
             return self.length
         if session.start and self.hashes[session.start - 1] != session.base_hash:
@@ -68,15 +69,16 @@ class StageSlot:
         return None
 
     def write(self, session: PacketSession, request_id: int) -> None:
-        """Note the rows that were computed for the session."""
+        """Record the rows that were computed for the session."""
         self.hashes[session.start :] = session.hashes
         self.ids[session.start :] = session.token_ids
-        self.pending = Pending(request_id, session.start, session.num_tokens)
+        self.pending = PendingRows(request_id, session.start, session.num_tokens)
 
     def _keep(self, keep: KeepList, cache: KVCache) -> None:
         pending = self.pending
         if pending is None or pending.request_id != keep.request_id:
             return
+        # The accepted rows move together behind the committed ones: [committed | kept | free].
         rows = [pending.start + row for row in keep.rows]
         cache.move_rows(self.index, rows, pending.start)
         self.hashes[pending.start :] = [self.hashes[row] for row in rows]
@@ -95,6 +97,6 @@ class StageSlot:
         return not (self.hashes or self.ids or self.pending or self._sampler)
 
     def take_over(self, state: SlotState) -> None:
-        """Become what another process held."""
+        """Take over what another process held in this slot."""
         self.epoch, self.length, self.pending = state.epoch, state.length, state.pending
         self.hashes, self.ids = list(state.hashes), list(state.token_ids)

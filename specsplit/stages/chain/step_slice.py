@@ -1,4 +1,4 @@
-"""One session's share of a step on its way through a chain: what is still to be sent, and what came back.
+"""One session's slice of a step on its way through a chain: which rows are still to be sent, which are held.
 
 Rows count as held only when an answer to them, or to later ones, came through the whole chain; everything else is sent
 again, behind what the stages say that they have.
@@ -16,7 +16,7 @@ from specsplit.stages.packet import HeadRequest, PacketSession
 
 @record
 class ChainInput(SequenceInput):
-    """An entry whose logits stay with the last stage, which does with them what `head_request` says."""
+    """An entry whose logits stay with the last stage, which works on them as `head_request` says."""
 
     head_request: HeadRequest | None = None
 
@@ -50,7 +50,9 @@ class StepSlice:
         return self._end - self._held
 
     def chunks(self, max_tokens: int) -> list[Chunk]:
-        """Return what is left to be sent, in chunks of `max_tokens` rows; neither a tree nor wanted rows are cut."""
+        """Return the rows left to be sent, in chunks of `max_tokens` rows; neither a tree nor wanted rows are cut."""
+        # [plain rows, cut anywhere | tree or wanted rows, never cut]: parents are indices within one packet, so a cut
+        # may come no later than the first row that branches off its predecessor.
         parents = enumerate(self.entry.parents or ())
         branches = [self._base + parent + 1 for row, parent in parents if parent != row - 1]
         last_start = min([self._end - max(1, self.entry.num_logits), *branches])
@@ -95,17 +97,17 @@ class StepSlice:
         return SequenceInput(0, self._base + root, [0] * num_wanted, parents, num_wanted)
 
     def succeed(self, chunk: Chunk, request_id: int) -> None:
-        """Note that an answer to the chunk came through the whole chain: every row in front of its end is held."""
+        """Record an answer to the chunk; it came through the whole chain, so every stage holds the chunk's rows."""
         if chunk.end > self._held:
             self._held, self._last = chunk.end, LastRows(request_id, chunk.start, tuple(range(chunk.end - chunk.start)))
         self.is_done = self.is_done or chunk.is_last
 
     def fall_back(self, have: int | None) -> None:
-        """Note that a stage has only `have` rows (None if it did not say): what lies behind them is sent again."""
+        """Record that a stage has only `have` rows (None if it did not say): the rows behind them are sent again."""
         self._held = self._held if have is None else min(self._held, have)
 
     def commit(self) -> None:
-        """Note the step's rows as held by every stage."""
+        """Record the step's rows as held by every stage."""
         assert self.is_done, "only an answered step is committed"
         assert self._last is not None, "an answered step has a last packet"
         self._slot.write(self._base, self.entry.token_ids, self._hashes, self._last)
@@ -123,6 +125,7 @@ class StepSlice:
         parents = self.entry.parents
         if parents is None or not chunk.is_last:
             return None
+        # Replayed rows in front of the entry's own are a chain; the entry's parents move behind them.
         shift = chunk.start - self._base
         replayed = range(-1, -shift - 1)
         return (*replayed, *(parent - shift for parent in parents[max(0, shift) :]))

@@ -1,4 +1,4 @@
-"""What a coordinator knows of a model whose layers are elsewhere: config, tokenizer and hashes, no weights."""
+"""A coordinator's view of a model whose layers are elsewhere: config, tokenizer and hashes, no weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ChainModel:
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
-    """Of the hidden states on every link, so of every stage."""
+    """Number format of the hidden states on every link, and so of every stage."""
     context: int
     max_sessions: int
     node_limit: int
@@ -37,7 +37,7 @@ class ChainModel:
     tokenizer_files: TokenizerFiles | None
     weights_hash: str
     config_hash: str
-    """Of config.json, as a LoadedShard has it."""
+    """Hash of config.json, as a LoadedShard has it."""
 
     def loaded(self, runner: Runner) -> LoadedModel:
         """Return the model as an engine takes it."""

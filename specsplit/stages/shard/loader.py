@@ -1,6 +1,6 @@
 """One stage's part of a model, loaded and ready: some layers, perhaps an end, KV slots for these layers only.
 
-The part is transformers' whole model with the rest taken out (`shard_outline`), so a stage computes what the whole
+The part is transformers' whole model with the rest taken out (`outline`), so a stage computes what the whole
 model would. Knows nothing of links, chains and other stages.
 
 Legend: T tokens of the step, H hidden size, V vocabulary, R rows whose logits are wanted.
@@ -81,6 +81,7 @@ class PartialModel:
 
         `source` is token ids [1, T], or without the embedding hidden states [1, T, H].
         """
+        # Hooks for one call only: the model object is shared by the two ends of a coordinator.
         left: list[Tensor] = []
         with ExitStack() as stack:
             if self.spec.has_embedding:
@@ -222,18 +223,18 @@ class LoadedShard:
     spec: ShardSpec
     runner: ShardRunner
     num_layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     max_sessions: int
     context: int
     """Tokens that one session may hold."""
     node_limit: int
     threads: int | None
     weights_hash: str
-    """Of the tensors that were read: `shard_hash` of the same files."""
+    """Hash of the tensors that were read: `shard_hash` of the same files."""
     config_hash: str
-    """Of the model's config.json."""
+    """Hash of the model's config.json."""
     read_bytes: int
-    """Of the tensors read from the files."""
+    """Bytes of the tensors read from the files."""
 
     @property
     def hidden_size(self) -> int:
@@ -359,7 +360,7 @@ def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
 
 @torch.inference_mode()
 def _check_rows(runner: ShardRunner, part: PartialModel, name: str) -> None:
-    """Hold the stage against itself with transformers' own attention.
+    """Compare the stage with itself under transformers' own attention.
 
     Raises:
         ModelDamaged, ModelUnsupported.

@@ -1,4 +1,4 @@
-"""What of a model one stage needs: its outline, found on the meta device, and the model with the rest taken out.
+"""The outline of a model, found on the meta device, and the model with all but one stage's part taken out.
 
 Reads no weights. Whatever a model computes before its first layer belongs to the embedding end, whatever it computes
 after its last one to the head end; which modules those are is watched, not listed per family.
@@ -23,7 +23,7 @@ from specsplit.model.files import translated
 
 _NUM_TOKENS = 3
 _FORWARD_ERRORS = (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError)
-"""What a model's forward raises where its layers return, or are asked for, more than hidden states."""
+"""Errors of a model's forward whose layers return, or are asked for, more than hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Where a model keeps its layers and its ends; names are those of its state dict."""
+    """The places of a model's layers and ends; names are those of its state dict."""
 
     model_class: type[PreTrainedModel]
     config: Any
-    """Of the text model, where the checkpoint holds more than one."""
+    """Config of the text model, if the checkpoint holds more than one."""
     layers: str
     """Path of the list of layers."""
     num_layers: int
@@ -95,11 +95,11 @@ class Outline:
     embedding_keys: tuple[str, ...]
     head_keys: tuple[str, ...]
     shared_keys: tuple[str, ...]
-    """Outside the layers and of neither end; every stage holds them (hardly any model has one)."""
+    """Tensors outside the layers that belong to neither end; every stage holds them (hardly any model has one)."""
     tied: dict[str, str]
     """Names of one tensor under two names, both ways."""
     prefix: str
-    """Of the base model; checkpoints are written with it or without."""
+    """Prefix of the base model; checkpoints are written with it or without."""
 
     def layer_of(self, name: str) -> int | None:
         """Return the layer that a checkpoint's tensor belongs to, None for those outside the layers."""
@@ -140,7 +140,7 @@ class Absent(nn.Module):
 
 
 class _Watcher(PassThrough):
-    """Notes what the model hands to a layer."""
+    """Records what the model hands to a layer."""
 
     def __init__(self, layer: nn.Module, calls: list[_Watcher]) -> None:
         super().__init__(layer)
@@ -232,6 +232,8 @@ def _watch(model: nn.Module, layers: str, num_layers: int, hidden_size: int) -> 
     def note(path: str) -> None:
         (after if calls else before).add(path)
 
+    # Hooks on every module that owns weights and holds no layer: it belongs to the embedding end if it runs before the
+    # first layer was called, to the head end if after. One that runs on both sides is shared.
     for path, part in model.named_modules():
         if next(part.parameters(recurse=False), None) is not None and not f"{layers}.".startswith(f"{path}."):
             part.register_forward_pre_hook(lambda module, args, path=path: note(path))
@@ -243,6 +245,8 @@ def _watch(model: nn.Module, layers: str, num_layers: int, hidden_size: int) -> 
         raise _uncuttable(model, chained) from error
     if calls != list(holder) or any(call.shape != (1, _NUM_TOKENS, hidden_size) for call in calls):
         raise _uncuttable(model, chained)
+    # Only tensors that depend on weights in front of the layers require a gradient, so this finds layers that are
+    # handed more than hidden states (per-layer embeddings, for one).
     if any(call.reads_the_embedding for call in calls):
         raise _uncuttable(model, "feeds its layers with more than the hidden states of the layer before")
     return before, after
@@ -287,6 +291,7 @@ def _strip(model: Any, outline: Outline, spec: ShardSpec) -> None:
     head = () if spec.has_head else outline.head_modules
     for path in (*embedding, *head):
         model.set_submodule(path, Absent())
+    # A tie whose partner is gone would make transformers load a tensor under a name that no longer exists.
     kept = model.state_dict().keys()
     model.all_tied_weights_keys = {
         target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= kept

@@ -1,4 +1,4 @@
-"""The tensors of one stage, found and read in a model's safetensors files; and what tells two such sets apart.
+"""The tensors of one stage, found and read in a model's safetensors files, and the hash that tells two sets apart.
 
 Opens only the files that hold a tensor of the stage and reads only those tensors. Knows nothing of running a model.
 """
@@ -33,7 +33,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class Checkpoint:
-    """Which file holds which tensor of a model; files are opened when a tensor of theirs is asked for."""
+    """Maps a model's tensors to its files, which are opened when a tensor in them is asked for."""
 
     def __init__(self, path: str, name: str) -> None:
         self.path, self.name = path, name
@@ -68,6 +68,7 @@ class Checkpoint:
         weight_map: Any = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelDamaged(f"The {_INDEX} of {self.name} has no weight_map from tensors to files.")
+        # An index comes from the network: a path out of the folder must not be opened.
         for file_name in set(weight_map.values()):
             if PurePosixPath(file_name).is_absolute() or ".." in PurePosixPath(file_name).parts:
                 raise ModelDamaged(f"The {_INDEX} of {self.name} leads out of the model's folder ({file_name!r}).")
@@ -97,6 +98,7 @@ def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[
         found = next((spelling for spelling in spellings if spelling in names), None)
         if found is not None:
             chosen[key] = found
+    # Names that are converted while loading (old checkpoints) are only known to transformers; give it all candidates.
     if not chosen.keys() >= set(wanted):
         chosen |= {name: name for name in _unknown(outline, names) if name not in chosen}
     return chosen
@@ -212,6 +214,7 @@ def tensors_hash(checkpoint: Checkpoint, chosen: Mapping[str, str]) -> str:
                 raise ModelDamaged(f"{path.name} of {checkpoint.name} lacks {name}, which the index puts there.")
             said = header[name]
             digest.update(f"{len(name.encode())} {name} {said['dtype']} {said['shape']}".encode())
+            # Samples stand for the whole: hashing every byte of a large model would take minutes at every start.
             first, last = said["data_offsets"]
             for offset in _sample_offsets(last - first):
                 file.seek(start + first + offset)

@@ -1,4 +1,4 @@
-"""Whether a stage may stand in a place of a chain: it answers, computes and is what is wanted. Knows no chains."""
+"""Whether a stage may serve at a position of a chain: it answers, computes and is the expected one. Knows no chains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_ONCE_S = 0.3
 
 
 async def admit(peer: StagePeer, like: StageIdentity, expected: ExpectedChain, step_timeout_s: float) -> None:
-    """Look at a stage (anew), and check that it fits in the place of `like`.
+    """Ping a stage, and check that it fits in the place of `like`.
 
     Raises:
         PeerMismatch: it does not fit, and why.
@@ -23,6 +23,7 @@ async def admit(peer: StagePeer, like: StageIdentity, expected: ExpectedChain, s
     """
     ping = await peer.ping(PING_S)
     check_alive(peer, ping, step_timeout_s)
+    # Comparing weights reads files, so it happens in a thread.
     identity = ping.identity
     await asyncio.to_thread(expected.check_stage, peer.address, identity)
     if identity.layers != like.layers:
@@ -56,7 +57,7 @@ async def why_lost(peer: StagePeer, expected: ExpectedChain, step_timeout_s: flo
 
 
 def check_alive(peer: StagePeer, ping: StagePing, step_timeout_s: float) -> None:
-    """Raise WorkerUnreachable where a stage answers, and what it computes does not end."""
+    """Raise WorkerUnreachable for a stage that answers pings while its step does not end."""
     if ping.computing_s > step_timeout_s:
         raise WorkerUnreachable(
             f"{peer.name} hangs: it has been computing one step for {ping.computing_s:.1f} s, and "
@@ -71,7 +72,7 @@ def not_answered(peers: Sequence[StagePeer], waited_s: float) -> WorkerUnreachab
 
 
 async def hanging(peers: Sequence[StagePeer], step_timeout_s: float) -> SpecSplitError | None:
-    """Return what is wrong with the first of the stages that hangs in a step; None where none is known to."""
+    """Return the error of the first stage that hangs in a step, None if none is known to."""
 
     async def look(peer: StagePeer) -> SpecSplitError | None:
         with suppress(SpecSplitError):  # one that does not answer is found by its streams

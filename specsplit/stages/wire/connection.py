@@ -1,7 +1,7 @@
 """One configuration of a chain: a stream to every stage, packets down the first, answers and errors from all.
 
-Once a stage or a stream is lost it is over, and with it everything under way: whoever holds it makes another one, with
-a higher number. Knows nothing of restarts and spares.
+Once a stage or a stream is lost the connection is over, and with it every packet in flight: its owner makes another
+one, with a higher number. Knows nothing of restarts and spares.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Connection:
     def __init__(self, chain: ChainId, peers: Sequence[StagePeer], on_draining: Callable[[StagePeer], None]) -> None:
         self.chain, self.peers = chain, tuple(peers)
         self.lost: SpecSplitError | None = None
-        """Why it is over."""
+        """The reason why it is over, None while it is not."""
         self.num_late = 0
         """Answers and errors that came when nobody waited any more."""
         self.sent_bytes = 0
         self.readers = [FrameReader(f"the link from stage {index} to the coordinator") for index in range(len(peers))]
         self._on_draining = on_draining
         self._in_flight: dict[int, asyncio.Future[Packet]] = {}
-        """By request id, in the order in which they were sent."""
+        """Answers awaited, by request id, in the order in which the packets were sent."""
         self._last_answered = 0
         self._outgoing: asyncio.Queue[Packet] = asyncio.Queue()
         self._duplexes: list[Duplex] = []
@@ -61,6 +61,8 @@ class Connection:
             peer.configure(self.chain, index, num_stages, address, keep_slots=keep_slots, takeover=takeover)
             for index, (peer, address) in enumerate(zip(self.peers, following, strict=True))
         )
+        # All stages are configured before the first stream opens: a stream to a stage that still has its old position
+        # would be refused.
         await _all(configuring)
         self._duplexes = await _all(map(self._stream, range(num_stages)), undo=Duplex.cancel)
         self._tasks = [
@@ -92,11 +94,11 @@ class Connection:
         return answer
 
     def forget(self, request_id: int) -> None:
-        """Wait for a packet's answer no longer."""
+        """Stop waiting for a packet's answer."""
         self._in_flight.pop(request_id, None)
 
     async def wait_quiet(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no packet is in flight."""
         while self._in_flight:
             await asyncio.wait(self._in_flight.values())
             await asyncio.sleep(0)  # whoever waited forgets them
@@ -129,6 +131,7 @@ class Connection:
         try:
             while True:
                 packet = await self._outgoing.get()
+                # Its sender has given up meanwhile; the stages never learn of it.
                 if packet.request_id not in self._in_flight:
                     continue
                 try:
@@ -155,7 +158,7 @@ class Connection:
         try:
             received = reader.read(data)
             if isinstance(received, stage_pb2.Frame):
-                self._take_note(self.peers[index], received)
+                self._take_frame(self.peers[index], received)
             elif received is not None:
                 self._take_answer(index, received, reader.link)
         except (CorruptPacket, InvalidPacket) as error:
@@ -175,7 +178,7 @@ class Connection:
         else:
             waiting.set_result(answer)
 
-    def _take_note(self, peer: StagePeer, frame: stage_pb2.Frame) -> None:
+    def _take_frame(self, peer: StagePeer, frame: stage_pb2.Frame) -> None:
         kind = frame.WhichOneof("other")
         if kind == "draining":
             peer.is_draining = True
@@ -197,24 +200,25 @@ class Connection:
             waiting.set_exception(error)
 
     def _fail_after(self, after: int, error: SpecSplitError) -> None:
-        """Fail what was sent after a packet that still came through: what was damaged is one of them."""
+        """Fail every packet sent after `after`, which still came through: the damaged one is among them."""
         for request_id, waiting in self._in_flight.items():
             if request_id > after and not waiting.done():
                 waiting.set_exception(error)
 
     def lose(self, error: SpecSplitError) -> None:
-        """Give up the connection, and with it everything under way."""
+        """Give up the connection, and with it every packet in flight."""
         if self.lost is not None:
             return
         is_ours = isinstance(error, WorkerUnreachable | PeerMismatch | StaleEpoch)
         self.lost = error if is_ours else WorkerUnreachable(f"A stream to a stage has failed: {error}")
+        # Whatever broke the connection, its packets may be sent again: they fail with an error that says so.
         for waiting in self._in_flight.values():
             if not waiting.done():
                 waiting.set_exception(WorkerUnreachable(str(self.lost)))
 
 
 async def _all(steps: Any, undo: Callable[[Any], None] | None = None) -> list[Any]:
-    """Await all, and raise the first error of them once all have ended; what has come about is undone then."""
+    """Await all, and raise the first error once all have ended; results of the others are undone then."""
     results: list[Any] = await _gathered(list(steps))
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:

@@ -1,7 +1,7 @@
-"""Tells the stages of a chain which slots' sessions have ended, beside everything else that the chain does.
+"""Informs the stages of a chain which slots' sessions have ended, concurrently with everything else it does.
 
-Whoever ends a session waits for no stage. What a stage has not confirmed is told again, over the next chain if this one
-is lost; a slot that has been given to another session meanwhile is safe, since the epoch that is over goes with it.
+The end of a session waits for no stage. A stage that has not confirmed it is informed again, over the next chain if
+this one is lost. A slot that serves another session meanwhile is safe, since the message names the epoch that is over.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class EndedSlots:
         return len(self._epochs)
 
     def add(self, slot: int, epoch: int) -> None:
-        """Note that a slot's session has ended, and begin to tell."""
+        """Record that a slot's session has ended, and begin to inform the stages."""
         self._epochs[slot] = epoch
         self.tell()
 
     def tell(self) -> None:
-        """Begin to tell what has not been confirmed, if there is a chain and something to tell."""
+        """Begin to send what has not been confirmed, if there is a chain and something to send."""
         if self._epochs and not self._is_closed and (self._telling is None or self._telling.done()):
             self._telling = asyncio.create_task(self._tell())
 
     async def aclose(self) -> None:
-        """Tell no more."""
+        """Send no more."""
         self._is_closed = True
         if self._telling is not None:
             self._telling.cancel()
@@ -51,7 +51,8 @@ class EndedSlots:
             if not await _confirmed(connection, ended):
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            async with self._in_order:  # after a move of slots to a spare, which may have begun before
+            # Taken after a move of slots to a spare, which may have begun before: the spare has not been informed.
+            async with self._in_order:
                 if connection is self._current():
                     for slot in [slot for slot, epoch in ended.items() if self._epochs[slot] == epoch]:
                         del self._epochs[slot]

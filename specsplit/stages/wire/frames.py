@@ -45,7 +45,7 @@ DRAINING = stage_pb2.Frame(draining=True).SerializeToString()
 
 
 def hello_frame(chain: ChainId, role: stage_pb2.StreamRole.ValueType) -> bytes:
-    """Return what begins a stream."""
+    """Return the frame that begins a stream."""
     return stage_pb2.Frame(hello=stage_pb2.Hello(chain=chain.message(), role=role)).SerializeToString()
 
 
@@ -66,6 +66,8 @@ def packet_frames(packet: Packet) -> Iterator[bytes]:
 
 def _framed(buffers: list[Buffer], num_bytes: int, *, has_more: bool = False) -> bytes:
     tag = bytes([_PACKET]) + _varint(num_bytes)
+    # [padding field: 2 bytes + zeros | packet's tag and length | packet]: the packet begins at a multiple of 64, so its
+    # payload, which begins at one within the packet, can be a tensor in place.
     padding = -(2 + len(tag)) % _ALIGNMENT
     return b"".join([bytes([_PADDING, padding]), bytes(padding), tag, *buffers, _MORE if has_more else b""])
 
@@ -85,7 +87,7 @@ class FrameReader:
     def __init__(self, link: str) -> None:
         self.link = link
         self.num_bytes = 0
-        """Of packets."""
+        """Bytes of packets read."""
         self._pieces: list[Buffer] = []
         self._piece_bytes = 0
 
@@ -119,6 +121,7 @@ class FrameReader:
             raise InvalidPacket(f"An empty piece of a stage packet came over {self.link}.")
         self.num_bytes += num_bytes
         self._piece_bytes += num_bytes
+        # A packet that is too large is read to its end without keeping it: the stream stays in step.
         is_too_large = self._piece_bytes > MAX_PACKET_BYTES
         if is_too_large:
             self._pieces.clear()
@@ -152,7 +155,7 @@ def _split(data: bytes) -> tuple[memoryview, bool] | None:
 
 
 def error_frame(error: Exception, request_id: int | None = None, after: int = 0) -> bytes:
-    """Return the frame that tells why a packet has no answer; without its id, why none after `after` has."""
+    """Return the frame with the reason why a packet has no answer; without its id, why none after `after` has one."""
     told = stage_pb2.PacketError(request_id=request_id, after=after, status=status_of(error).SerializeToString())
     return stage_pb2.Frame(error=told).SerializeToString()
 

@@ -49,6 +49,7 @@ def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
     Raises:
         InvalidRequest: it says what cannot be.
     """
+    # Every field has the same name in the record and in the message, so one table serves both ways.
     identity = StageIdentity(**{name: getattr(message, name) for name in _FIELDS})
     require(identity.start < identity.end <= identity.num_layers, "layers", f"{identity.layers} is no range of layers.")
     for name in ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash"):
@@ -71,7 +72,7 @@ async def _unblocking(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def slot_pieces(buffers: Sequence[Buffer]) -> Iterator[bytes]:
-    """Give bytes in pieces that are messages each."""
+    """Yield bytes in pieces that are messages each."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         for start in range(0, view.nbytes, _PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""A stage's way to the one that follows it: a stream, opened when it is needed and again once it was lost."""
+"""A stage's stream to the one that follows it, opened when it is needed and again after it was lost."""
 
 from __future__ import annotations
 
@@ -69,11 +69,12 @@ class NextLink:
         self._opening = asyncio.Lock()
 
     async def open(self) -> Duplex:
-        """Return the open stream; opens it where there is none.
+        """Return the open stream, opening it if there is none.
 
         Raises:
             WorkerUnreachable: it cannot be opened.
         """
+        # Both the coordinator's Hello and the first packet ask for the stream; the second one waits for the first.
         async with self._opening:
             if self._duplex is None:
                 await self._forget()

@@ -29,17 +29,17 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class StagePing:
-    """What one ping tells of a stage."""
+    """The answer of a stage to a ping."""
 
     identity: StageIdentity
     version: str
     process: str
     """Another one after every restart."""
     received_bytes: int
-    """Of packets, since the start."""
+    """Bytes of packets since the start."""
     sent_bytes: int
     computing_s: float
-    """For how long it has been on what it computes just now."""
+    """Time since its current step began, 0 while it is idle."""
 
 
 class StagePeer:
@@ -53,7 +53,7 @@ class StagePeer:
         """
         self.address, self.name = address, f"The stage at {address}"
         self.identity: StageIdentity | None = None
-        """As last admitted to the chain."""
+        """Identity with which it was last admitted to the chain."""
         self.is_draining = False
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
@@ -61,12 +61,12 @@ class StagePeer:
         self._channel = WorkerChannel(address, self.name)
 
     def admit(self, ping: StagePing) -> None:
-        """Note who is there now; after a restart it drains no longer."""
+        """Record who answered; a process that was restarted drains no longer."""
         self.is_draining = self.is_draining and self._process == ping.process
         self.identity, self._process = ping.identity, ping.process
 
     async def ping(self, timeout_s: float = CALL_S) -> StagePing:
-        """Return who is there; raises LinkError where nobody is, PeerMismatch where it is no stage."""
+        """Return the stage's state; raises LinkError if nobody answers, PeerMismatch if it is no stage."""
         try:
             answer = await self._call("Ping", common_pb2.PingRequest(), stage_pb2.StagePingResponse, timeout_s)
         except PeerMismatch as error:
@@ -89,7 +89,7 @@ class StagePeer:
         keep_slots: bool,
         takeover: bool = False,
     ) -> bool:
-        """Say where the stage stands; return whether its slots still hold what they held.
+        """Give the stage its position; return whether its slots still hold what they held.
 
         Raises:
             PeerMismatch: it serves another coordinator; LinkError.
@@ -152,6 +152,7 @@ class StagePeer:
 
     async def renew(self) -> None:
         """Forget the connection: the next call dials at once, whatever the last one came to."""
+        # A channel that failed backs off before it dials again; a new one does not.
         channel, self._channel = self._channel, WorkerChannel(self.address, self.name)
         await channel.aclose()
 

@@ -1,4 +1,4 @@
-"""A stage's place in one chain: packets in, through the stage, on to the next; answers and errors to the coordinator.
+"""A stage's position in one chain: packets in, through the stage, on to the next; answers go to the coordinator.
 
 Packets are handed to the stage as they arrive and awaited in that order, so that one is computed while the one before
 it is written on. At most WINDOW of them are here: a slow link holds up the one in front of it. Knows no handlers.
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """What is to be written on a stream whose handler iterates over it; one that is closed takes and gives nothing."""
+    """Frames to be written on a stream, whose handler iterates over them; a closed one takes and gives nothing."""
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
@@ -40,7 +40,7 @@ class Outbox:
         self.put_nowait(frame)
 
     def put_nowait(self, frame: bytes) -> None:
-        """Add a small frame, room or not."""
+        """Add a small frame even if there is no room."""
         if self._is_closed:
             return
         self._frames.append(frame)
@@ -79,7 +79,7 @@ class Inlet:
 
 
 class Stopwatch:
-    """Tells for how long a stage has been on what it does just now, one thing after the other."""
+    """Measures how long a stage has been on its current piece of work, one after the other."""
 
     def __init__(self) -> None:
         self._since_s, self._num_running = 0.0, 0
@@ -91,7 +91,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Note that something runs, or waits for what runs before it, for the length of the block."""
+        """Count a piece of work as running, or waiting for the one before it, for the length of the block."""
         if not self._num_running:
             self._since_s = time.monotonic()
         self._num_running += 1
@@ -99,6 +99,7 @@ class Stopwatch:
             yield
         finally:
             self._num_running -= 1
+            # Work is done in order, so with the end of one piece the time of the next one begins.
             self._since_s = time.monotonic()
 
 
@@ -185,17 +186,18 @@ class PipelineStage:
             return
         inlet.last_id = packet.request_id
         await self._room.acquire()
+        # The position may have ended while this waited; `aclose` has not seen the packet then.
         if self._is_over:
             return
         self._computations.start(packet)
 
     def report(self, error: Exception, request_id: int | None = None, after: int = 0) -> None:
-        """Tell the coordinator, if it listens, why there will be no answer to a packet, or to any after `after`."""
+        """Send the coordinator, if it listens, the reason why a packet, or any after `after`, gets no answer."""
         if self.coordinator is not None:
             self.coordinator.put_nowait(error_frame(error, request_id, after))
 
     async def aclose(self, error: SpecSplitError | None = None) -> None:
-        """Cut every stream of the chain, with an error or well, and give up what is under way."""
+        """Cut every stream of the chain, with an error or well, and give up the packets here."""
         self._is_over = True
         for outbox in (self._previous, self.coordinator):
             if outbox is not None:

@@ -150,7 +150,7 @@ class StageService:
         *,
         has_packets: bool,
     ) -> None:
-        """Take packets in until the other end says, or is found, to be gone."""
+        """Take packets in until the other end says that it leaves, or is lost."""
         reader = FrameReader(inlet.link)
         async for data in requests:
             try:
@@ -212,7 +212,7 @@ class StageService:
 
 
 def _close(outbox: Outbox, reading: asyncio.Task[None]) -> None:
-    """End what is written on a stream with what is read from it."""
+    """End the writing side of a stream when its reading side ends."""
     if not reading.cancelled() and reading.exception() is not None:
         _log.error("reading a stream failed", exc_info=reading.exception())
     outbox.close()

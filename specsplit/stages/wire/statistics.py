@@ -1,4 +1,4 @@
-"""What a coordinator counts of its chain; knows nothing of how it is restored."""
+"""Counts of a coordinator's chain; knows nothing of how it is restored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specsplit.stages.wire.connection import Connection
 
 @dataclass(slots=True)
 class RemoteChainStatistics:
-    """Counted since the start."""
+    """Counts since the start."""
 
     num_connections: int = 0
     """Times that the chain was configured, the first one among them."""
@@ -22,7 +22,7 @@ class RemoteChainStatistics:
     num_late: int = 0
     """Answers and errors that came when nobody waited any more."""
     link_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    """Of packets on the coordinator's own links, by `coordinator->ADDRESS` and `ADDRESS->coordinator`."""
+    """Bytes of packets on the coordinator's own links, by `coordinator->ADDRESS` and `ADDRESS->coordinator`."""
 
     @property
     def num_reconnects(self) -> int:
