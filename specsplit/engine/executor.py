@@ -174,14 +174,14 @@ class ThreadExecutor:
                 self._busy[scheduler] = None
 
 
-_TURN_S = 0.004
+TURN_S = 0.004
 """Seconds of steps after which the event loop gets its turn; a single step takes what it takes."""
 
 
 class LoopExecutor:
     """The caller's event loop itself: nothing to hand over and nobody to wake.
 
-    In a turn of the loop it steps until a result has to be delivered, or `_TURN_S` are over. A session that is alone
+    In a turn of the loop it steps until a result has to be delivered, or `TURN_S` are over. A session that is alone
     steps by itself, without a turn for every step.
 
     A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
@@ -223,7 +223,7 @@ class LoopExecutor:
     async def yield_to_loop(self) -> None:
         """Let the event loop have its turn; afterwards another one begins."""
         await asyncio.sleep(0)
-        self._turn_end_s = time.perf_counter() + _TURN_S
+        self._turn_end_s = time.perf_counter() + TURN_S
 
     async def close(self) -> None:
         if self._busy:
@@ -241,7 +241,7 @@ class LoopExecutor:
 
     def _step(self) -> None:
         self._is_scheduled = self._has_delivered = False
-        end_s = self._turn_end_s = time.perf_counter() + _TURN_S
+        end_s = self._turn_end_s = time.perf_counter() + TURN_S
         while self._busy:
             for scheduler in list(self._busy):
                 scheduler.step()

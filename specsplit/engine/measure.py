@@ -21,10 +21,8 @@ BUDGET_S = 0.3
 StepTimes = tuple[tuple[int, float], ...]
 
 
-def measure(
-    model: LoadedModel, sessions: SessionTable, budget_s: float = BUDGET_S
-) -> Generator[SequenceInput, Tensor, StepTimes]:
-    """Return the seconds of a forward by its rows, ascending, for as many sizes as `budget_s` allows, at least one.
+def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, StepTimes]:
+    """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
 
     Raises:
         NoFreeSlot: every slot is in use.
@@ -32,7 +30,7 @@ def measure(
     limit = min(model.context, model.node_limit + 1)
     sizes = [rows for rows in _ROWS if rows <= limit]
     times: dict[int, float] = {}
-    end_s = time.perf_counter() + budget_s
+    end_s = time.perf_counter() + BUDGET_S
     with sessions.borrowed_slot() as slot:
         # The first forward of all warms caches up and is never the best, so its size runs once more.
         for number, rows in enumerate((sizes[0], *sizes * _REPEATS)):

@@ -16,7 +16,7 @@ from specsplit.model.backends.recorded_cpu import RecordedCpuBackend, StepShape,
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.pick import tensor_over
 
-_MOST_LOGITS = 1 << 18
+MOST_LOGITS = 1 << 18
 """A mebibyte: 64 rows of a vocabulary of 4,096, or one of 150,000."""
 
 
@@ -107,7 +107,7 @@ class Runner:
         Tokens are picked by numpy on the CPU, which finds such logits at hand. On a GPU nobody looks for tokens there,
         and large logits are not worth a copy.
         """
-        if self._is_cuda or num_rows * self.vocab_size > _MOST_LOGITS:
+        if self._is_cuda or num_rows * self.vocab_size > MOST_LOGITS:
             return (torch.empty(0, device=self.device),)
         return (tensor_over(np.empty((num_rows, self.vocab_size), np.float32)),)
 

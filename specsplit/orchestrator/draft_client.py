@@ -136,7 +136,7 @@ class DraftClient:
         waiter: _Waiter = self._loop.create_future()
         self._in_background = self._loop.create_task(self._answer(budget, verified, waiter))
         is_blamed = wait_s <= remaining_s
-        timer = self._loop.call_later(min(wait_s, remaining_s), self._give_up, waiter, asked_s, is_blamed)
+        timer = self._loop.call_later(min(wait_s, remaining_s), self.give_up, waiter, asked_s, is_blamed)
         try:
             return await waiter
         finally:
@@ -152,7 +152,8 @@ class DraftClient:
             if not waiter.done():
                 waiter.set_result(answer)
 
-    def _give_up(self, waiter: _Waiter, asked_s: float, is_blamed: bool) -> None:
+    def give_up(self, waiter: _Waiter, asked_s: float, is_blamed: bool) -> None:
+        """Let the round go on without the draft, which is not asked for a while if it `is_blamed`."""
         if not waiter.done():
             now_s = self._loop.time()
             if is_blamed:

@@ -21,7 +21,7 @@ from specsplit.orchestrator.request import Reason
 from specsplit.speculation.statistics import SpeculationStats
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _MOST_PING_PAUSE_S, _MOST_COOLDOWN_S = 0.05, 2.0, 5.0
+_FIRST_PAUSE_S, _MOST_PING_PAUSE_S, MOST_COOLDOWN_S = 0.05, 2.0, 5.0
 _PING_S = 3.0
 _MEETING_S = 2.0
 """Limit of the first ping, which has a connection to make."""
@@ -43,7 +43,7 @@ class Cooldown:
         self.reason = reason
         if asked_s >= self._counted_s:
             pause_s = _FIRST_PAUSE_S * 2 ** min(self.num_failures - 1, 32) if self.num_failures else 0.0
-            self._counted_s, self.until_s = now_s, now_s + min(pause_s, _MOST_COOLDOWN_S)
+            self._counted_s, self.until_s = now_s, now_s + min(pause_s, MOST_COOLDOWN_S)
             self.num_failures += 1
 
     def why_not(self, now_s: float) -> Reason | None:
@@ -187,7 +187,7 @@ class DraftPeer:
                     await self.check()
             except (VocabularyMismatch, PeerMismatch) as error:
                 self._refuse(error)
-                pause_s = _MOST_COOLDOWN_S
+                pause_s = MOST_COOLDOWN_S
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
                 self.trouble = _reason_of_silence(error)
             else:

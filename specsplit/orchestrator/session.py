@@ -40,7 +40,7 @@ from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
 
 _log = logging.getLogger(__name__)
-_CLOSE_S = 1.0
+CLOSE_S = 1.0
 """How long the end of a request waits for workers to free their slots."""
 KeepClosing = Callable[[asyncio.Task[None]], None]
 """Takes a close that has not ended in time, so that it ends with the orchestrator at the latest."""
@@ -167,7 +167,7 @@ class Session:
                 tasks.add(draft_closing)
             else:
                 self._context.keep_closing(draft_closing)  # nobody waits for a draft that is slow or away
-        ended, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
+        ended, late = await asyncio.wait(tasks, timeout=CLOSE_S)
         for task in late:
             self._context.keep_closing(task)
         for task in ended:

@@ -116,7 +116,7 @@ class TokenCounts:
         """
         ours = self._token_ids
         keep = min(len(ours), token_ids.take_stayed()) if isinstance(token_ids, CommittedIds) else 0
-        keep += _common_length(ours[keep:], token_ids[keep:])
+        keep += common_length(ours[keep:], token_ids[keep:])
         self._add(self._token_ids[keep:], keep, -1.0)
         self._add(token_ids[keep:], keep, 1.0)
         self._token_ids[keep:] = token_ids[keep:]
@@ -146,7 +146,7 @@ class TokenCounts:
         self._output.index_put_((ids[num_prompt:],), weights[num_prompt:], accumulate=True)
 
 
-def _common_length(ours: list[int], theirs: Sequence[int]) -> int:
+def common_length(ours: list[int], theirs: Sequence[int]) -> int:
     return next(
         (index for index, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
         min(len(ours), len(theirs)),

@@ -10,13 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
-from specsplit.engine.batch import Task
+from specsplit.engine.batch import Round, Work
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import SessionTable, WorkerSession
 from specsplit.orchestrator import retry, session
@@ -129,12 +130,13 @@ def without_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_one_step(patch: pytest.MonkeyPatch) -> None:
-    def place(worker: WorkQueue, task: Task) -> Task:
-        worker._submit(task)
-        return task
+    run, numbers = WorkQueue.run, count()
 
-    patch.setattr(WorkQueue, "_place", place)
-    patch.setattr(WorkQueue, "_advance_queue", lambda worker, session: None)
+    async def run_at_once(queue: WorkQueue, session: str | None, work: Work, this_round: Round | None = None) -> object:
+        key = None if session is None else f"{session}/{next(numbers)}"  # no other work has it, so none is waited for
+        return await run(queue, key, work, this_round)
+
+    patch.setattr(WorkQueue, "run", run_at_once)
 
 
 def without_compaction(patch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,7 @@ def without_reopening(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_draft_patience(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftClient, "_give_up", lambda *args: None)
+    patch.setattr(DraftClient, "give_up", lambda *args: None)
 
 
 def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +166,7 @@ def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_endings_that_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(session, "_CLOSE_S", None)
+    patch.setattr(session, "CLOSE_S", None)
     patch.setattr(DraftClient, "is_well", True)
 
 

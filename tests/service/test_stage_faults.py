@@ -101,7 +101,7 @@ async def test_without_a_spare_the_error_names_the_stage_until_it_is_back(
         host = chain.hosts[1]
         await host.stop()
         await wait_until(lambda: chain.link.trouble is not None)
-        monkeypatch.setattr("specsplit.stages.wire.connector._AGAIN_S", LIMIT_S)
+        monkeypatch.setattr("specsplit.stages.wire.connector.AGAIN_S", LIMIT_S)
         async with asyncio.timeout(9):  # what is known to be lost is waited for no longer than `reconnect_s`
             tries: list[int] = []
             for _ in range(2):

@@ -101,7 +101,7 @@ def test_a_recording_that_computes_nothing_or_elsewhere_is_refused(
 def test_logits_stay_as_they_are_through_the_next_forward(
     record: bool, most_logits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runners, "_MOST_LOGITS", most_logits)
+    monkeypatch.setattr(runners, "MOST_LOGITS", most_logits)
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     runner = load_model(str(folder), role="target", threads=1, record=record).runner
     first = runner.forward([SequenceInput(0, 0, [5])])[0]

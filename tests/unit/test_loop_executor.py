@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.engine import executor as devices
-from specsplit.engine.batch import Round
+from specsplit.engine.batch import Batch, Round
 from specsplit.engine.executor import LoopExecutor
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
@@ -49,7 +49,7 @@ async def alone(model: LoadedModel) -> tuple[WorkQueue, SteeredRunner]:
 @pytest.fixture
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is due a turn whenever somebody asks."""
-    monkeypatch.setattr(devices, "_TURN_S", 0.0)
+    monkeypatch.setattr(devices, "TURN_S", 0.0)
 
 
 async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedModel) -> None:
@@ -117,7 +117,7 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 ) -> None:
     worker, _ = await alone(model) if is_alone else worker_on(LoopExecutor(1), model)
     with monkeypatch.context() as patch:
-        patch.setattr(worker.scheduler, "_postprocess", lambda batch, logits: 1 // 0)
+        patch.setattr(Batch, "end", lambda batch, name: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await worker.run("a", work("a", 1))
     assert (await worker.run("b", work("b", 1)))[0] == "b"
@@ -126,7 +126,7 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 async def test_a_session_that_is_alone_is_stepped_where_it_asks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_TURN_S", 3600.0)
+    monkeypatch.setattr(devices, "TURN_S", 3600.0)
     worker, runner = await alone(model)
     asked = worker.run("a", work("a", 3))
     with pytest.raises(StopIteration) as ended:

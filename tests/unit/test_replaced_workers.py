@@ -91,7 +91,7 @@ async def test_a_target_replaced_while_the_prompt_is_asked_again_is_found_out() 
 
 
 async def test_a_draft_that_fits_again_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specsplit.orchestrator.peer._MOST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("specsplit.orchestrator.peer.MOST_COOLDOWN_S", 0.01)
     target, draft = FakeTarget(), FakeDraft()
     owner = orchestrator(target, draft, draft_s=5.0)
     await owner.generate(REQUEST)

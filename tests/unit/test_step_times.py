@@ -41,8 +41,8 @@ async def test_a_slow_model_is_measured_no_longer_than_it_may(monkeypatch: pytes
     model, _ = hash_model("target", max_sessions=1, context=64)
     engine = TargetEngine(model)
     monkeypatch.setattr(step_times, "BUDGET_S", 0.0)
-    measured, _ = await engine._work.run(None, step_times.measure(model, engine._sessions, budget_s=0.0))
-    assert [rows for rows, _ in measured] == [1]
+    await engine.measure()
+    assert [rows for rows, _ in (await engine.ping()).step_times] == [1]
     await engine.aclose()
 
 

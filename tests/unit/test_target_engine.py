@@ -317,13 +317,13 @@ async def test_a_verify_cancelled_within_its_forward_commits_nothing() -> None:
 
 async def test_penalties_look_only_at_what_a_round_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    common_length = processors._common_length
+    common_length = processors.common_length
 
     def watched(ours: list[int], theirs: Sequence[int]) -> int:
         lengths.append(max(len(ours), len(theirs)))
         return common_length(ours, theirs)
 
-    monkeypatch.setattr(processors, "_common_length", watched)
+    monkeypatch.setattr(processors, "common_length", watched)
     async with engine(load("llama")) as verifier:
         talk = Conversation(verifier, random_ids(60, 1), presence_penalty=0.5)
         for _ in range(6):

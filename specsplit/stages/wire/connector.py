@@ -17,7 +17,7 @@ from specsplit.stages.wire.next_stage import NextUnreachable
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.statistics import RemoteChainStatistics
 
-_AGAIN_S = 1.0
+AGAIN_S = 1.0
 """A chain that was down so recently is not tried again."""
 _PAUSE_S = (0.05, 0.15)
 """The pause between two attempts is drawn from this range, so that coordinators do not come all at once."""
@@ -122,7 +122,7 @@ class ChainConnector:
         is_again = self._down is not None
         if self._down is not None:
             since_s, error = self._down
-            if loop.time() - since_s < _AGAIN_S:
+            if loop.time() - since_s < AGAIN_S:
                 raise error.with_traceback(None)
         end_s = loop.time() + limit_s
         error = None
