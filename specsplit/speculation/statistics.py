@@ -171,12 +171,12 @@ class RatePredictor:
 class SpeculationStats:
     """Measured times and counted outcomes of rounds; older ones count less, so that they follow a change.
 
-    What only `auto` and a stream go by is counted only if it `plans`.
+    Only if it `plans` are the parts counted that `auto` and streams go by: the caller asks before it counts `times`.
     """
 
     def __init__(self, *, plans: bool = True) -> None:
-        self._plans = plans
-        self.times = WorkerTimes(observes=plans)
+        self.plans = plans
+        self.times = WorkerTimes()
         self.acceptance = Acceptance()
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
@@ -193,7 +193,7 @@ class SpeculationStats:
         judged = tree.tested(token_ids)
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
-        if tree.drafted.count and self._plans:
+        if tree.drafted.count and self.plans:
             accepted = [node for node, is_right in judged if is_right]
             self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
 
@@ -210,7 +210,7 @@ class SpeculationStats:
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a round of plain decoding would have made of lookup's nodes here, whatever was done."""
         verify = self.times.verify
-        if not self._plans or verify is None:
+        if not self.plans or verify is None:
             return
         log_probs = self.acceptance.log_probs
         paths: list[float] = []

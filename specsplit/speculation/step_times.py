@@ -171,13 +171,9 @@ class DraftTimes:
 
 
 class WorkerTimes:
-    """Seconds of the target's and the draft's work and of the ways to them.
+    """Seconds of the target's and the draft's work and of the ways to them."""
 
-    Fixed modes have no use for most of them, so they are counted only if it `observes`.
-    """
-
-    def __init__(self, *, observes: bool = True) -> None:
-        self._observes = observes
+    def __init__(self) -> None:
         self.verify: StepTimes | None = None
         """Target forwards by rows."""
         self.verify_concurrent: StepTimes | None = None
@@ -211,7 +207,7 @@ class WorkerTimes:
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
         rows, device_s = timings.num_tokens, timings.device_ms / 1e3
-        if rows <= 0 or device_s <= 0 or not self._observes:
+        if rows <= 0 or device_s <= 0:
             return
         if self.verify is None:
             one_row_s = device_s / (1 + ROW_COST * (rows - 1))
@@ -237,7 +233,7 @@ class WorkerTimes:
         """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
         self.num_proposals += 1
         levels, device_s = timings.num_forwards, timings.device_ms / 1e3
-        if levels <= 0 or device_s <= 0 or not self._observes:
+        if levels <= 0 or device_s <= 0:
             return
         rows = max(timings.num_tokens / levels, 1.0)
         if self.draft is None:
@@ -246,8 +242,7 @@ class WorkerTimes:
 
     def observe_overhead(self, overhead_s: float) -> None:
         """Count the part of a round outside its verify and outside of waiting for the draft."""
-        if self._observes:
-            self._overhead.observe(max(overhead_s, 0.0))
+        self._overhead.observe(max(overhead_s, 0.0))
 
     def count_steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""

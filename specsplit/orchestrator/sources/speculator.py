@@ -143,9 +143,11 @@ class Speculator:
     def observe_verify(self, result: RoundResult) -> None:
         """Count the times of a round whose verify was asked for and waited for."""
         now_s, waits = self._loop.time(), self.waits
-        if waits.round_ended_s is not None:  # the prompt's round comes before the first one that counts
-            self.stats.times.observe_verify(result.verdict.timings, result.verify_s, is_concurrent=self.is_concurrent)
-            self.stats.times.observe_overhead(now_s - waits.round_ended_s - result.verify_s - waits.waited_s)
+        # The prompt's round comes before the first one that counts.
+        if waits.round_ended_s is not None and self.stats.plans:
+            times = self.stats.times
+            times.observe_verify(result.verdict.timings, result.verify_s, is_concurrent=self.is_concurrent)
+            times.observe_overhead(now_s - waits.round_ended_s - result.verify_s - waits.waited_s)
         waits.round_ended_s, waits.waited_s = now_s, 0.0
 
     def end_round(self) -> None:
