@@ -81,7 +81,7 @@ def test_estimates_are_proper_log_probabilities_whatever_was_observed():
     assert all(-math.inf < table.log_probs[cell] < 0 for cell in range(NUM_CELLS))
 
 
-def test_before_any_verdict_a_better_word_of_the_source_is_a_better_estimate():
+def test_before_any_verdict_estimates_follow_the_source():
     table = Acceptance()
     by_own_word = [table.log_probs[draft_cell(quantised_log_prob(-step / 16), 0)] for step in range(256)]
     assert by_own_word == sorted(by_own_word, reverse=True)
@@ -101,7 +101,7 @@ def test_every_node_has_a_cell_of_its_source(log_prob: float, rank: int, match_l
     assert 0 <= draft < agreed < lookup_cell(match_length, depth, rank) < NUM_CELLS
 
 
-def test_the_profile_learns_first_children_by_depth_and_what_their_siblings_catch():
+def test_the_profile_learns_children_by_depth_and_siblings():
     rates, catch, source = (0.8, 0.5), 0.4, random.Random(3)
     counts = DepthProfile(2, 2, half_life=2000)
     for _ in range(6000):

@@ -136,9 +136,7 @@ def test_biases_lie_one_behind_the_other_without_a_gap(step: list[SequenceInput]
 
 
 @given(st.lists(entries(), min_size=1, max_size=4), st.lists(plain_kinds, min_size=1, max_size=2))
-def test_tokens_positions_rows_and_logits_are_packed_in_the_order_of_the_entries(
-    step: list[SequenceInput], of_kinds: list[BiasKind]
-) -> None:
+def test_entries_are_packed_in_their_order(step: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
     plan = plan_of(step, of_kinds)
     token_ids, positions, logit_rows, spans = [], [], [], []
     for entry in step:

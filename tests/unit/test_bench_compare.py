@@ -149,7 +149,7 @@ def test_too_few_rounds_judge_no_time():
     assert any("whole rounds" in note for note in found.notes)
 
 
-def test_the_reference_is_named_and_a_run_that_is_not_whole_is_said_to_be_so():
+def test_the_reference_is_named_and_a_partial_run_is_marked():
     before = replace(_run(1, 5), summary=None)
     found = compare(before, _run(2, 5))
     assert found.reference == "bare"

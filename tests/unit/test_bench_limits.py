@@ -36,7 +36,7 @@ def test_a_slow_draft_bounds_the_overlap_and_the_roof():
     assert limits.roof(slow) == pytest.approx(3 / 2 / 0.010)
 
 
-def test_with_nothing_drafted_ahead_and_a_fast_draft_the_limits_of_the_first_modes_are_one():
+def test_the_limits_of_the_first_modes_are_one_for_a_fast_draft():
     inputs = replace(INPUTS, hit_rate=0.0)
     assert limits.overlapped(inputs) == pytest.approx(limits.pingpong(inputs))
     assert limits.streamed(inputs) == pytest.approx(limits.pingpong(inputs))

@@ -73,7 +73,7 @@ def _page(*files: Path) -> str:
 # --- the page
 
 
-def test_the_page_asks_nothing_of_the_network_and_follows_the_readers_palette(tmp_path: Path):
+def test_the_page_needs_no_network_and_follows_the_readers_palette(tmp_path: Path):
     html = _page(_run_file(tmp_path / "a.jsonl"))
     assert not re.search(r'(src|href)="(?!#)', html)
     assert "@import" not in html

@@ -232,7 +232,7 @@ def test_the_limits_come_from_what_was_measured_beside_the_system():
     assert summary.summarise(_run(plain="plain", generate=None))["generate"]["limits"] is None
 
 
-def test_with_a_temperature_only_systems_with_our_noise_must_write_the_same():
+def test_with_a_temperature_only_our_systems_must_agree():
     header = made_header(1, plain="plain", generate=None)
     header["settings"]["temperature"] = 0.6
     assert summary.comparable_texts(header) == {"plain"}

@@ -191,7 +191,7 @@ def _told(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_goes_on_where_it_was_and_writes_plain_decodings_text(tmp_path: Path):
+def test_an_interrupted_sweep_resumes_and_writes_the_plain_text(tmp_path: Path):
     output = tmp_path / "s.jsonl"
     first = CliRunner().invoke(app, _arguments(output))
     assert first.exit_code == 0, first.output
@@ -230,7 +230,7 @@ def test_a_worker_that_is_not_there_is_told():
 # --- the set of figures
 
 
-def test_every_part_of_the_figures_is_a_command_that_exists_and_writes_where_the_report_looks(tmp_path: Path):
+def test_every_part_of_the_figures_writes_where_the_report_looks(tmp_path: Path):
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     listed = figures.parts(tmp_path / "r", tmp_path / "m", figures.FULL)
     for part in listed:
@@ -267,9 +267,7 @@ def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Pat
     assert bars == ("benchmarks", "network-bars", str(tmp_path / "round-trip.jsonl"))
 
 
-def test_figures_keep_what_is_whole_of_this_commit_and_replace_another_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_figures_keep_whole_parts_of_this_commit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     listed = [part for part in figures.parts(tmp_path, tmp_path / "m", figures.TINY) if part.resumes]
     mine, other = listed[0].output, listed[1].output
     for path, commit in ((mine, figures.commit()), (other, "another")):

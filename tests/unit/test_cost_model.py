@@ -118,7 +118,7 @@ def test_the_first_observations_correct_a_wrong_start_at_once():
     assert 1.5 * STAIRCASE[40] < times.seconds(40) < 3 * STAIRCASE[40], "later ones are weighed"
 
 
-def test_what_is_seen_of_a_new_size_moves_the_sizes_that_are_known_no_further_than_before():
+def test_a_new_size_does_not_move_known_sizes_further():
     times = StepTimes({1: 10e-3, 9: 12e-3, 17: 14e-3})
     for _ in range(100):
         times.observe(1, 10e-3)
@@ -237,9 +237,7 @@ def test_a_stream_hides_what_taking_turns_does_not(costs: Costs, nodes: int, dep
 
 
 @given(costs_drawn, st.integers(1, 32), st.integers(1, 8), st.floats(0, 0.1))
-def test_a_longer_way_makes_taking_turns_look_better_beside_plain_decoding(
-    costs: Costs, nodes: int, depth: int, further_s: float
-):
+def test_a_longer_round_trip_favours_pingpong_over_plain(costs: Costs, nodes: int, depth: int, further_s: float):
     def gain(costs: Costs) -> float:
         return tokens_per_s("pingpong", 2, nodes, depth, costs) / tokens_per_s("plain", 1, 0, 0, costs)
 

@@ -59,7 +59,7 @@ def test_humaneval_and_gsm8k_questions_have_one_turn(tmp_path: Path):
     assert [question.id for question in load(f"gsm8k:{path}", _sum(path))] == ["GSM8K/0", "GSM8K/1"]
 
 
-def test_blank_lines_separators_within_text_and_a_missing_last_line_feed_are_no_matter(tmp_path: Path):
+def test_blank_lines_and_a_missing_last_line_feed_do_not_matter(tmp_path: Path):
     path = tmp_path / "questions.jsonl"
     odd = {**GSM8K, "question": "one\u2028two\x85three"}
     path.write_text("\n" + json.dumps(odd, ensure_ascii=False) + "\r\n\n" + json.dumps(GSM8K), encoding="utf-8")
@@ -78,7 +78,7 @@ def test_a_file_that_is_not_the_published_one_is_read_with_a_warning(
     assert "not the published gsm8k file" in capsys.readouterr().err
 
 
-def test_a_file_of_the_given_sum_is_read_without_a_warning_whatever_the_sums_case(tmp_path: Path):
+def test_a_file_with_the_given_sum_is_read_without_a_warning(tmp_path: Path):
     path = _written(tmp_path, GSM8K)
     told: list[str] = []
     assert len(load(f"gsm8k:{path}", _sum(path).upper(), warn=told.append)) == 1

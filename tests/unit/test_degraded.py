@@ -32,7 +32,7 @@ def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(tmp_path
     assert run(target, None, PLAIN, wanted)[0].token_ids == recorded[0].token_ids
 
 
-def test_a_draft_of_a_shorter_context_is_said_and_helps_as_far_as_it_reaches(tmp_path: Path) -> None:
+def test_a_draft_of_a_shorter_context_helps_as_far_as_it_reaches(tmp_path: Path) -> None:
     target, draft = load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft", context=24)
     assert "24 tokens is shorter than the target's 64" in Models(target, draft).degraded[0]
     wanted = [request(PROMPT, tokens=50)]

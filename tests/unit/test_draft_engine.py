@@ -277,9 +277,7 @@ async def test_a_child_that_is_certain_never_goes_without_its_parent(budget: Bud
 
 @pytest.mark.parametrize("held_step", range(4))
 @pytest.mark.parametrize("budget", [CHAIN, TREE], ids=["chain", "tree"])
-async def test_a_propose_cancelled_within_a_forward_leaves_a_session_like_a_fresh_one(
-    budget: Budget, held_step: int
-) -> None:
+async def test_a_cancelled_propose_leaves_a_session_like_a_fresh_one(budget: Budget, held_step: int) -> None:
     model, runner = steered(load("llama"))
     async with engine(model) as drafter:
         talk = Conversation(drafter, random_ids(20, 12))

@@ -61,7 +61,7 @@ def test_a_draft_that_comes_up_after_the_start_is_used_from_then_on() -> None:
     assert len(draft.inner.turns[0].tail) == len(PROMPT) + phase.last_round + 1
 
 
-def test_a_draft_that_dies_and_returns_is_sent_what_it_held_and_speculates_again() -> None:
+def test_a_draft_that_returns_is_replayed_and_speculates_again() -> None:
     target, draft = workers(away=((0.1, 0.5),))
     _, result = serve(target, draft, request(100))
     (phase,) = result.degraded
@@ -100,7 +100,7 @@ def test_one_failure_costs_a_round_or_two_and_begins_a_new_epoch(call: int, faul
     assert result.speculative_decoding.num_accepted_draft_tokens > 20
 
 
-def test_an_evicted_draft_is_asked_who_it_is_and_sent_all_it_held_in_the_same_round() -> None:
+def test_an_evicted_draft_is_pinged_and_replayed_in_the_same_round() -> None:
     target, draft = workers({2: Fault.RESTARTED})
     _, result = serve(target, draft)
     assert result.resyncs == (Replay("draft", 3, "slot_lost", len(PROMPT) + 1 + 5),)
@@ -110,7 +110,7 @@ def test_an_evicted_draft_is_asked_who_it_is_and_sent_all_it_held_in_the_same_ro
     assert forgetful[1].num_pings == 1
 
 
-def test_a_draft_that_got_further_than_is_known_begins_new_epochs_in_the_same_round() -> None:
+def test_a_draft_ahead_of_us_begins_a_new_epoch_in_the_same_round() -> None:
     target, draft = workers({2: Fault.OVERTAKEN})
     _, result = serve(target, draft)
     assert result.resyncs == (Replay("draft", 3, "epoch_raised", 0),) * 2
@@ -167,7 +167,7 @@ def test_a_proposal_that_never_comes_ends_with_the_request(fault: Fault) -> None
     assert draft.num_calls == 2
 
 
-def test_a_draft_that_hangs_on_close_costs_a_second_and_ends_with_the_orchestrator() -> None:
+def test_a_draft_that_hangs_on_close_costs_a_second() -> None:
     target, draft = workers()
     draft.hangs_on_close = True
 
@@ -231,7 +231,7 @@ def test_a_draft_that_answers_only_garbage_is_asked_less_and_less_often() -> Non
 
 
 @pytest.mark.parametrize("returns_s", [0.5, 1.2])
-def test_a_draft_of_another_vocabulary_after_the_return_is_not_used_any_more(returns_s: float) -> None:
+def test_a_draft_that_returns_with_another_vocabulary_is_not_used(returns_s: float) -> None:
     target, draft = workers(away=((0.1, returns_s),))
 
     async def main() -> tuple[int, Result, Result]:
@@ -249,7 +249,7 @@ def test_a_draft_of_another_vocabulary_after_the_return_is_not_used_any_more(ret
     assert draft.num_calls == calls
 
 
-def test_a_draft_replaced_between_two_rounds_is_found_out_by_its_empty_slot(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_replaced_between_rounds_shows_by_its_empty_slot(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = workers({3: Fault.RESTARTED})
     asked = draft.inner.ping
 

@@ -64,7 +64,7 @@ async def test_leaving_early_closes_both_sessions() -> None:
 
 
 @pytest.mark.parametrize("waiting", ["target", "draft"])
-async def test_a_cancelled_request_ends_what_is_under_way_and_closes_both_sessions(waiting: str) -> None:
+async def test_a_cancelled_request_ends_its_calls_and_closes_both_sessions(waiting: str) -> None:
     target, draft = FakeTarget(), FakeDraft()
     task = asyncio.create_task(collect(orchestrator(target, draft)))
     await wait_until(lambda: draft.num_calls > 0)
@@ -132,7 +132,7 @@ class NeverClosing(FakeDraft):
         raise ConnectionError("the draft is gone")
 
 
-async def test_an_error_of_closing_neither_hides_the_first_error_nor_spoils_a_finished_text() -> None:
+async def test_an_error_of_closing_does_not_hide_the_first_error() -> None:
     target, draft = FakeTarget(Faults(fail_at=2)), NeverClosing()
     with pytest.raises(RuntimeError, match="the worker died"):
         await collect(orchestrator(target, draft))

@@ -122,7 +122,7 @@ def test_families_record_fewer_products(family: str, per_layer: int, tmp_path: P
     assert str(recorded.graph).count("aten::linear") == head + per_layer * loaded.runner.model.config.num_hidden_layers
 
 
-def test_where_only_a_recording_as_the_model_is_reproduces_it_that_is_used(
+def test_an_unfused_recording_is_used_if_only_it_reproduces_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(forward: object) -> Fusing:

@@ -73,7 +73,7 @@ def test_kept_nodes_are_verified_without_a_draft_call_in_between():
 
 @pytest.mark.parametrize("guess", [perfect_guess, good_guess, adversarial_guess], ids=lambda guess: guess.__name__)
 @pytest.mark.parametrize("mode", ["pingpong", "overlap"])
-def test_the_draft_s_work_that_is_waited_for_is_what_lies_beside_the_target_s(mode: RoundMode, guess: Guess):
+def test_only_drafting_beyond_the_target_s_verify_counts_as_waiting(mode: RoundMode, guess: Guess):
     """Times are virtual, so whatever passes is some model's, and no wait is counted for more than it was."""
     timings = serve(mode, guess).timings
     beside_s = timings.decode_s - timings.target_device_s - timings.draft_waited_s
@@ -99,7 +99,7 @@ def test_no_draft_worked_longer_than_it_was_waited_for(mode: RoundMode):
     assert timings.draft_waited_s <= timings.decode_s - timings.target_device_s + 1e-9
 
 
-def test_what_was_grown_beside_the_verified_nodes_is_kept_when_the_text_goes_there():
+def test_nodes_grown_ahead_are_kept_if_the_text_goes_there():
     """With two guesses a place, the second one right: the verified node is wrong, its sibling was not verified."""
     result = serve("overlap", _second_is_right, nodes=1, depth=1, branching=2)
     assert result.speculative_decoding.num_accepted_draft_tokens == 0
@@ -126,7 +126,7 @@ def test_growing_is_bounded_however_long_a_verify_takes():
     assert max(sizes) <= 4 * 5
 
 
-def test_a_draft_that_hangs_is_not_waited_for_twice_and_shows_in_the_result():
+def test_a_hanging_draft_is_awaited_once_and_shows_in_the_result():
     draft = TimedDraft(Diary(), 3600.0, perfect_guess)
     result = serve("overlap", perfect_guess, draft=draft, retry_policy=RetryPolicy(draft_s=0.1))
     assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "slow")}

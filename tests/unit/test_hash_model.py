@@ -123,7 +123,7 @@ def test_one_slot_twice_in_a_step_is_a_violation() -> None:
         forwarded(PROMPT).forward([SequenceInput(0, 6, [1]), SequenceInput(0, 6, [2])])
 
 
-def test_rows_hold_the_hash_of_their_prefix_and_garbage_stays_behind_the_length() -> None:
+def test_rows_hold_the_hash_of_their_prefix() -> None:
     runner = forwarded(PROMPT)
     runner.forward([SequenceInput(0, 2, [8])])
     held = [row.value for row in runner.cache.rows[0][:6]]

@@ -266,7 +266,7 @@ def test_the_job_tries_as_long_as_a_model_may_take_to_load(workloads: dict[str, 
     assert window_s <= waits_s <= workloads["orchestrate"].spec["activeDeadlineSeconds"]
 
 
-def test_the_job_gives_up_at_once_where_the_command_says_that_it_was_used_wrongly(workloads: dict[str, Workload]):
+def test_the_job_gives_up_at_once_on_wrong_usage(workloads: dict[str, Workload]):
     job = workloads["orchestrate"]
     rule = next(rule for rule in job.spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")
     assert rule["onExitCodes"]["containerName"] == job.container["name"]
@@ -335,7 +335,7 @@ def test_labels_are_the_standard_ones_and_templates_carry_them(objects: list[Obj
             assert "app.kubernetes.io/component" in labels
 
 
-def test_images_carry_the_version_of_the_package_and_only_workers_need_torch(workloads: dict[str, Workload]):
+def test_images_carry_the_version_and_only_workers_need_torch(workloads: dict[str, Workload]):
     images = {name: workload.container["image"] for name, workload in workloads.items()}
     assert images == {
         "target": f"specsplit-worker:{specsplit.__version__}",

@@ -51,7 +51,7 @@ async def serve_both(owner: Orchestrator, tokens: tuple[int, int]) -> list[Resul
     return [result for _, result in await asyncio.gather(*(collect(owner, request(count)) for count in tokens))]
 
 
-def test_a_session_whose_proposals_are_late_is_asked_for_less_often_though_others_come_in_time() -> None:
+def test_a_session_with_late_proposals_is_asked_for_less_often() -> None:
     target, _ = workers()
     draft = ForSomeSessions(FakeDraft(perfect_guess), late_s=0.3)
     draft.fault = Fault.LATE
@@ -87,7 +87,7 @@ def test_a_new_session_knows_that_the_draft_has_been_slow() -> None:
     assert then - calls <= 1
 
 
-def test_a_call_from_before_the_recovery_that_fails_after_it_is_no_news_of_the_draft() -> None:
+def test_a_call_from_before_the_recovery_says_nothing_of_the_draft() -> None:
     class LateFailure(ForSomeSessions):
         async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
             proposal = await super().propose(turn, known_nodes, budget)
@@ -169,7 +169,7 @@ def test_a_draft_is_asked_for_no_more_nodes_than_it_offers() -> None:
     assert result.degraded == ()
 
 
-def test_a_draft_is_not_asked_any_more_once_the_text_has_a_token_that_it_lacks() -> None:
+def test_a_draft_is_not_asked_after_a_token_that_it_lacks() -> None:
     def smaller_guess(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> tuple[int, ...]:
         return (perfect_guess(params, prefix, last_tokens)[0] % (VOCAB_SIZE - 1),)
 
@@ -221,7 +221,7 @@ def test_a_request_cancelled_in_any_phase_leaves_no_task_and_no_slot(plan: dict[
 # ---------------------------------------------------------------- the parts alone
 
 
-def test_a_cooldown_doubles_from_the_second_failure_to_five_seconds_and_ends_with_a_success() -> None:
+def test_a_cooldown_doubles_up_to_five_seconds_until_a_success() -> None:
     cooldown, now_s, pauses = Cooldown(), 0.0, []
     for _ in range(12):
         cooldown.fail("slow", now_s, now_s)

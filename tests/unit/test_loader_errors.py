@@ -213,7 +213,7 @@ def test_code_from_a_repository_is_neither_run_nor_asked_about(
     assert not witness.exists()
 
 
-def test_a_known_architecture_is_served_by_transformers_own_code_whatever_its_auto_map_says(folder: Path) -> None:
+def test_a_known_architecture_ignores_its_auto_map(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('it ran')")
     config(auto_map=REMOTE_CODE)(folder)
     assert type(load_model(str(folder), role="target", threads=1).runner.model) is tf.LlamaForCausalLM

@@ -117,7 +117,7 @@ def running(worker: FarQueue, name: str, slot: int, num_forwards: int = 1) -> as
     return asyncio.create_task(worker.run(name, Diary().work(name, num_forwards, slot=slot)))
 
 
-async def test_a_session_that_comes_is_sent_off_beside_the_one_under_way_and_may_come_back_before_it() -> None:
+async def test_a_second_session_is_sent_beside_the_first_and_may_overtake() -> None:
     async with far_worker() as (worker, runner):
         first, second = await under_way(worker, runner)
         runner.flights[1].land()
@@ -128,7 +128,7 @@ async def test_a_session_that_comes_is_sent_off_beside_the_one_under_way_and_may
         assert (timings.num_forwards, timings.batch_size) == (1, 1)
 
 
-async def test_no_more_steps_are_under_way_than_the_runner_takes_and_who_waits_goes_together() -> None:
+async def test_waiting_sessions_share_a_step_when_the_runner_has_room() -> None:
     async with far_worker() as (worker, runner):
         early = await under_way(worker, runner)
         late = [running(worker, name, slot) for slot, name in enumerate("cd", 2)]
@@ -274,9 +274,7 @@ class SlowLink:
 
 
 @pytest.mark.parametrize(("num_stages", "num_rows"), [(2, 1024), (3, 516), (4, 512)])
-async def test_packets_of_steps_that_wait_for_the_same_window_are_sent_one_step_after_the_other(
-    num_stages: int, num_rows: int
-) -> None:
+async def test_packets_of_waiting_steps_are_sent_step_by_step(num_stages: int, num_rows: int) -> None:
     link = SlowLink(num_stages)
     loop = asyncio.get_running_loop()
     runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32), options=ChainOptions(window=2))

@@ -105,7 +105,7 @@ def test_an_estimate_knows_only_the_best_few() -> None:
     assert candidate_estimates(far, 1)[1][0] == pytest.approx([-math.log(2)], abs=1e-3)
 
 
-def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly_at_the_top() -> None:
+def test_scores_equal_in_float32_are_ranked_exactly_at_the_top() -> None:
     row = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
     assert candidate_estimates(row, 2)[0] == [[1, 0]]
 

@@ -113,7 +113,7 @@ async def test_nodes_that_the_target_left_out_are_not_counted() -> None:
     assert draft.turns[1].verified == (1, 2)
 
 
-async def test_the_draft_is_told_its_own_numbers_and_the_target_gets_contiguous_ones() -> None:
+async def test_the_draft_gets_its_own_numbers_and_the_target_contiguous_ones() -> None:
     target, draft = FakeTarget(), FakeDraft(oversize=3)
     await orchestrator(
         target, draft, Speculation(mode="pingpong", lookup=False, nodes=5, depth=3, branching=2)

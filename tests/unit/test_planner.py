@@ -104,7 +104,7 @@ def test_cutting_a_model_adds_nothing_but_the_copy_of_a_tied_head():
         assert ends == [(True, False), (False, False), (False, False), (False, False), (False, True)]
 
 
-def test_with_the_ends_on_the_coordinator_no_stage_holds_an_embedding_or_a_head():
+def test_with_ends_on_the_coordinator_no_stage_has_embedding_or_head():
     shape = tied_llama()
     plan = plan_even(shape, 4, Workload(ends="coordinator", nodes=7))
     assert {stage.weight_bytes for stage in plan.stages} == {8 * shape.layers[0].num_params * 2}
@@ -185,7 +185,7 @@ def _apply(message: str, budgets: list[int], workload: Workload) -> list[tuple[l
     return [(raised, workload), *((budgets, replace(workload, **{key: value})) for key, value in changes.items())]
 
 
-def test_a_refusal_names_the_context_the_sessions_and_the_memory_that_would_fit():
+def test_a_refusal_names_context_sessions_and_memory_that_would_fit():
     shape, budgets, workload = read_shape(LLAMA_3_8B), [10 * GIB, 10 * GIB], Workload(context=8192, sessions=8)
     with pytest.raises(OutOfMemory, match="32 layers in bf16 with a context of 8192 tokens for 8 sessions do not fit"):
         plan_memory(shape, budgets, workload)

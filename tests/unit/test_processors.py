@@ -125,7 +125,7 @@ def test_counts_follow_any_rollback(lists: list[list[int]], prompt: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_counts_kept_along_a_history_of_rollbacks_are_those_of_a_fresh_count(seed: int) -> None:
+def test_counts_after_rollbacks_equal_a_fresh_count(seed: int) -> None:
     rng = random.Random(seed)
     prompt_length = rng.randrange(8)
     kept, committed = TokenCounts(V, prompt_length), CommittedIds()

@@ -35,7 +35,7 @@ def test_a_round_that_was_stalled_says_little():
     assert corrections.factor("stream") > 0.85
 
 
-def test_what_lookup_takes_over_adds_to_every_mode_by_its_own_rate_elsewhere():
+def test_rounds_of_lookup_add_to_every_mode_by_its_own_rate():
     lookup_share = LookupShare()
     assert lookup_share.tokens_per_s(40) == 40
     for number in range(1000):
@@ -56,7 +56,7 @@ def test_a_slow_round_counts_by_its_length_wherever_it_stands():
     assert corrections.factor("stream") == pytest.approx(1.0, abs=0.15)
 
 
-def test_a_mode_never_tried_is_believed_no_more_than_those_with_a_draft_that_were():
+def test_a_mode_never_tried_is_corrected_like_tried_ones_with_a_draft():
     corrections = corrected_after(100, 0.2)
     assert corrections.factor("overlap") == corrections.factor("stream") == pytest.approx(0.5, rel=0.05)
     assert corrections.factor("plain") == 1.0

@@ -138,7 +138,7 @@ def test_a_target_at_fault_is_asked_again_and_the_reason_is_said(fault: Fault, r
 
 
 @pytest.mark.parametrize("call", range(1, NUM_ROUNDS))
-def test_a_target_that_got_further_than_is_known_begins_a_new_epoch_with_nothing_sent_again(call: int) -> None:
+def test_a_target_ahead_of_us_begins_a_new_epoch_without_a_replay(call: int) -> None:
     target, draft = pair(target={call: Fault.OVERTAKEN})
     result = serve(target, draft)
     # The first new epoch is the one that it has seen a later round of.
@@ -234,7 +234,7 @@ def test_a_target_away_for_good_is_an_error_after_retry_s(from_s: float) -> None
 
 
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(call: int) -> None:
+def test_a_target_that_never_answers_is_an_error_soon_after_retry_s(call: int) -> None:
     target, draft = pair(target=dict.fromkeys(range(call), Fault.LATE) | {call: Fault.REFUSED})
     target.late_s, target.after = 0.02, Fault.HUNG
     said, at_s = fail(target, draft, DeadlineExceeded, RetryPolicy(retry_s=20))
@@ -243,7 +243,7 @@ def test_a_target_that_lives_and_never_answers_is_an_error_soon_after_retry_s(ca
     assert 20 <= at_s - 0.02 * call <= 20 + longest_s
 
 
-def test_a_target_that_has_answered_and_then_never_does_is_an_error_after_twice_retry_s() -> None:
+def test_a_target_that_falls_silent_is_an_error_after_twice_retry_s() -> None:
     target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE))
     target.late_s, target.after = 0.02, Fault.HUNG
     said, at_s = fail(target, draft, DeadlineExceeded, RetryPolicy(retry_s=20))
@@ -252,7 +252,7 @@ def test_a_target_that_has_answered_and_then_never_does_is_an_error_after_twice_
     assert 40 <= at_s - 0.02 * 3 <= 40 + 2 * longest_s
 
 
-def test_a_replay_may_take_longer_than_retry_s_as_long_as_it_is_worth_its_tokens() -> None:
+def test_a_replay_may_take_longer_than_retry_s_by_its_tokens() -> None:
     target, draft = pair(target=dict.fromkeys(range(3), Fault.LATE) | {3: Fault.CRASHED, 4: Fault.LATE, 5: Fault.LATE})
     target.late_s = 0.5  # for a round of a few tokens; what it held is many more
     replay_s, verify = 3.0, target.inner.verify
@@ -300,7 +300,7 @@ def test_the_orchestrators_deadline_holds_where_the_request_has_none() -> None:
     assert fail(target, draft, DeadlineExceeded, RetryPolicy(timeout_s=4))[1] == pytest.approx(4)
 
 
-def test_a_target_that_does_not_answer_a_ping_is_an_error_within_the_deadline() -> None:
+def test_an_unanswered_ping_is_an_error_within_the_deadline() -> None:
     class Silent(Flaky):
         async def ping(self) -> Identity:
             await asyncio.Event().wait()
@@ -310,7 +310,7 @@ def test_a_target_that_does_not_answer_a_ping_is_an_error_within_the_deadline() 
     assert fail(target, draft, DeadlineExceeded, RetryPolicy(timeout_s=2))[1] == pytest.approx(2)
 
 
-def test_a_consumer_who_takes_too_long_meets_the_deadline_before_the_next_verify() -> None:
+def test_a_slow_consumer_meets_the_deadline_before_the_next_verify() -> None:
     target, draft = pair()
 
     async def main() -> None:

@@ -54,7 +54,7 @@ async def after_round(owner: Orchestrator, number: int, change: Any) -> Result:
     return result
 
 
-async def test_another_vocabulary_between_two_requests_is_refused_until_it_fits_again() -> None:
+async def test_another_vocabulary_between_requests_is_refused() -> None:
     target = Replaceable()
     owner = orchestrator(target)
     first = await owner.generate(REQUEST)

@@ -81,7 +81,7 @@ async def test_scores_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 511, 512, 513, 1030])
-async def test_a_long_text_is_scored_in_chunks_with_logits_for_the_scored_part_only(num_prompt: int) -> None:
+async def test_a_long_text_is_scored_in_chunks_with_the_needed_logits_only(num_prompt: int) -> None:
     prompt, scored = random_ids(num_prompt, 1), random_ids(600, 2)
     async with scoring() as (engine, runner):
         values = (await engine.score(prompt, scored)).log_probs

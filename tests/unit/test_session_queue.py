@@ -79,7 +79,7 @@ async def round_five_is_running() -> AsyncIterator[tuple[WorkQueue, Diary, async
                 await worker.run(None, at_once(lambda: None))
 
 
-async def test_of_a_flood_of_newer_rounds_the_last_one_runs_and_the_others_are_told() -> None:
+async def test_of_many_newer_rounds_the_last_runs_and_the_others_are_stale() -> None:
     async with round_five_is_running() as (worker, diary, running):
         rounds = [
             asyncio.create_task(worker.run("a", diary.work(f"{number}"), Round(2, number, number)))

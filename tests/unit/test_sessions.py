@@ -133,7 +133,7 @@ async def serving(
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_session_is_freed_when_its_time_to_live_has_passed_since_its_last_use(role: Role) -> None:
+async def test_a_session_is_freed_when_its_time_to_live_has_passed(role: Role) -> None:
     async with serving(role) as served:
         await served.ask("a")
         served.clock.now_s += 40
@@ -152,7 +152,7 @@ async def test_a_session_is_freed_when_its_time_to_live_has_passed_since_its_las
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_session_in_use_never_expires_and_its_time_counts_from_the_end_of_its_work(role: Role) -> None:
+async def test_a_session_in_use_never_expires(role: Role) -> None:
     async with serving(role) as served:
         await served.ask("idle")
         with served.runner.held():
@@ -188,7 +188,7 @@ async def test_a_session_whose_work_ended_badly_is_no_longer_in_use(role: Role, 
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_newcomer_evicts_the_session_idle_for_the_longest_but_none_within_its_grace(role: Role) -> None:
+async def test_a_newcomer_evicts_the_longest_idle_session_beyond_its_grace(role: Role) -> None:
     async with serving(role) as served:
         for name in "abc":
             await served.ask(name)

@@ -149,7 +149,7 @@ def test_a_recorded_stage_is_exact(family: str, tmp_path: Path) -> None:
     assert_is_the_whole_model(family, folder, [chain])
 
 
-def test_a_stage_in_half_precision_hands_on_half_precision_and_gives_fp32_logits(llama: Path) -> None:
+def test_a_stage_in_half_precision_gives_fp32_logits(llama: Path) -> None:
     chain = Chain.load(llama, 3, [1], dtype="bf16")
     entry = SequenceInput(0, 0, ids(9, 1), num_logits=3)
     whole = load_model(str(llama), role="target", threads=1, dtype="bf16").runner.forward([entry])[0]
@@ -171,7 +171,7 @@ def bytes_in_files(folder: Path, *parts: str) -> int:
     return total
 
 
-def test_a_quarter_of_the_layers_reads_and_holds_a_quarter_of_the_layers_bytes(deep: Path) -> None:
+def test_a_quarter_of_the_layers_reads_a_quarter_of_the_bytes(deep: Path) -> None:
     whole = load_model(str(deep), role="target", max_sessions=2, threads=1, record=False)
     shard = load_shard(str(deep), ShardSpec(2, 4), ShardOptions(max_sessions=2, record=False))
     assert shard.read_bytes == bytes_in_files(deep, "layers.2.", "layers.3.")
@@ -251,9 +251,7 @@ def test_stages_of_files_in_pieces_are_exact(deep: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "opt"])
-def test_with_the_ends_at_the_coordinator_no_stage_holds_a_tensor_of_the_vocabulary(
-    family: str, tmp_path: Path
-) -> None:
+def test_with_ends_at_the_coordinator_no_stage_has_vocabulary_tensors(family: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
     chain = Chain.load(folder, 3, [1], ends="coordinator", record=False)
     for stage in chain.stages:
@@ -265,9 +263,7 @@ def test_with_the_ends_at_the_coordinator_no_stage_holds_a_tensor_of_the_vocabul
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama"])
-def test_a_tied_embedding_is_held_once_by_who_has_both_ends_and_read_by_either_end_alone(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_tied_embedding_is_held_once_by_a_stage_with_both_ends(family: str, tmp_path: Path) -> None:
     config = FAMILIES[family]()
     folder = save_model(tmp_path / family, config, seed=1, with_tokenizer=False)
     table, norm = VOCAB * config.hidden_size * 4, config.hidden_size * 4
@@ -291,7 +287,7 @@ def test_a_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
     assert torch.equal(before, after)
 
 
-def test_a_checkpoint_written_from_the_base_model_alone_is_read_without_its_prefix(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_base_model_is_read_without_its_prefix(tmp_path: Path) -> None:
     """As the hub's GPT-2 is: `h.0.attn...` and `wte.weight`, no `transformer.` before them."""
     folder = save_model(tmp_path / "gpt2", FAMILIES["gpt2"](), seed=1, with_tokenizer=False)
     before = Chain.load(folder, 3, [1], record=False).forward([SequenceInput(0, 0, ids(9, 1))])[0]

@@ -53,7 +53,7 @@ def after_finding(found: LookupTree, token_ids: Sequence[int]) -> Decision:
     return decided(stats)
 
 
-def test_lookup_that_is_right_makes_plain_decoding_promise_more_but_not_its_rounds_without_lookup():
+def test_right_lookup_raises_the_prediction_for_plain_decoding():
     without, found = decided(begun()), after_finding(PATH, range(9))
     assert without.mode == found.mode == "plain"
     assert found.tokens_per_s > 2 * without.tokens_per_s

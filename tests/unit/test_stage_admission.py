@@ -49,7 +49,7 @@ async def found(peer: Any) -> SpecSplitError | None:
     return await why_lost(cast(StagePeer, peer), cast(ExpectedChain, _Wanted()), 1.0)
 
 
-async def test_a_call_that_meets_the_end_of_a_cut_connection_is_made_again_over_a_new_one() -> None:
+async def test_a_call_on_a_cut_connection_is_repeated_over_a_new_one() -> None:
     peer = _Peer(WorkerUnreachable("the connection was cut"))
     assert await found(peer) is None
     assert peer.num_renewed == 1

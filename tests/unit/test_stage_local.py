@@ -47,7 +47,7 @@ async def test_a_process_whose_first_line_is_no_ready_line_is_refused_and_ended(
     assert starts.processes[0].returncode is not None
 
 
-async def test_a_stage_that_says_something_else_when_started_again_is_started_once_more(
+async def test_a_stage_that_restarts_with_other_output_is_started_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     starts = Starts(monkeypatch, (ENDS, READY), (WAITS, "a library says hello"), (WAITS, READY))

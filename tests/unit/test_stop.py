@@ -32,7 +32,7 @@ def test_without_eos_ids_eos_is_a_token_like_any_other() -> None:
     assert cut == Cut((*ids("a"), EOS, *ids("b")), (("ab", False),), "length")
 
 
-def test_a_stop_string_over_two_rounds_ends_with_the_token_that_completes_it() -> None:
+def test_a_stop_string_over_two_rounds_ends_with_its_last_token() -> None:
     stop = make_stop("END")
     assert stop.take(ids("a E"), 0) == Cut(ids("a E"), (("a ", False),), None)
     assert stop.take(ids("NDx"), 2) == Cut(ids("ND"), (), "stop")
@@ -75,7 +75,7 @@ def test_an_unfinished_character_is_shown_only_at_the_end() -> None:
     assert stop.take((0xE2,), 0) == Cut((0xE2,), (("\ufffd\ufffd", False),), "length")
 
 
-def test_a_character_over_two_rounds_belongs_to_the_token_that_completes_it() -> None:
+def test_a_character_over_two_rounds_belongs_to_its_last_token() -> None:
     stop = make_stop()
     assert stop.take((0xE2, 0x82), 0).pieces == ()
     assert stop.take((0xAC, ord("a")), 1).pieces == (("€", True), ("a", False))

@@ -69,7 +69,7 @@ def test_without_nodes_a_stream_decodes_as_if_it_were_near():
     assert far.timings.decode_s == pytest.approx(near.timings.decode_s, rel=0.1)
 
 
-def test_after_a_miss_the_target_waits_for_nodes_that_promise_more_than_a_plain_step():
+def test_after_a_miss_the_target_waits_for_nodes_that_pay_off():
     stream = serve("stream", good_guess, branching=2, round_trip_s=0.004)
     overlapped = serve("overlap", good_guess, branching=2, round_trip_s=0.004)
     assert stream.token_ids == overlapped.token_ids
@@ -129,7 +129,7 @@ def test_nodes_are_waited_for_where_they_promise_more_than_a_step_now():
     assert answered((0.010, [0.1, 0.1])).wait_s([], 0.0) == 0.0
 
 
-def test_nodes_that_are_late_are_waited_for_once_more_as_long_and_only_where_nothing_is_held():
+def test_late_nodes_are_awaited_once_more_if_none_are_held():
     quick = answered((0.010, [0.8, 0.6]))
     assert quick.wait_s([], 0.012) == pytest.approx(0.008)
     assert quick.wait_s([], 0.021) == 0.0

@@ -129,9 +129,7 @@ SAMPLING: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-async def test_a_scattered_path_is_accepted_in_one_forward_and_its_rows_are_those_of_a_fresh_prefill(
-    family: str, sampling: str
-) -> None:
+async def test_the_rows_of_a_scattered_path_equal_those_of_a_fresh_prefill(family: str, sampling: str) -> None:
     model, rng, prompt = load(family), random.Random(f"{family} {sampling}"), random_ids(10, 1)
     async with engine(model) as verifier:
         truth = await plain_tokens(verifier, prompt, 60, **SAMPLING[sampling])
@@ -150,7 +148,7 @@ async def test_a_scattered_path_is_accepted_in_one_forward_and_its_rows_are_thos
                 assert torch.allclose(block[0, :, : verdict.length], block[1, :, : verdict.length], rtol=0, atol=1e-5)
 
 
-async def test_a_long_prompt_is_prefilled_in_chunks_and_has_the_logits_of_one_pass() -> None:
+async def test_a_long_prompt_in_chunks_has_the_logits_of_one_pass() -> None:
     model, runner = steered(load("llama"))
     prompt = random_ids(LONG_PROMPT, 2)
     async with engine(model) as verifier:
@@ -204,7 +202,7 @@ async def test_a_closed_session_is_behind_until_all_is_sent_again() -> None:
         assert talk.ids[10:] == truth[:2]
 
 
-async def test_no_session_is_taken_in_beyond_the_slots_and_none_suffers_from_the_asking() -> None:
+async def test_no_session_is_taken_beyond_the_slots_and_none_suffers() -> None:
     async with engine(load("llama")) as verifier:
         prompts = [random_ids(10, seed) for seed in range(MAX_SESSIONS + 1)]
         truth = [await plain_tokens(verifier, prompt, 2) for prompt in prompts]
@@ -222,7 +220,7 @@ async def test_no_session_is_taken_in_beyond_the_slots_and_none_suffers_from_the
         assert [talk.ids[10:] for talk in talks[1:]] == truth[1:]
 
 
-async def test_a_node_number_is_used_once_in_an_epoch_also_after_a_round_without_nodes() -> None:
+async def test_a_node_number_is_used_once_in_an_epoch() -> None:
     async with engine(load("llama")) as verifier:
         talk = Conversation(verifier, random_ids(6, 2))
         await talk.verify()

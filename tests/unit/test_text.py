@@ -82,7 +82,7 @@ def test_the_window_stays_short_whatever_the_length(first: list[int], repeated: 
     assert longest <= 64
 
 
-def test_a_tokenizer_that_drops_the_first_space_of_a_text_keeps_all_others() -> None:
+def test_a_tokenizer_that_drops_the_first_space_keeps_all_others() -> None:
     detokenizer = Detokenizer(spaced_decode)
     text = "".join(detokenizer.push(token_id) for token_id in range(40)) + detokenizer.flush()
     assert text == spaced_decode(range(40))

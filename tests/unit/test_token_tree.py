@@ -27,7 +27,7 @@ def found() -> tuple[TokenTree, list[int]]:
     return nodes, lookup_cells([3, 3], [1, 2], [0, 0])
 
 
-def test_nodes_whose_parents_are_not_held_are_left_out_with_all_below_them():
+def test_nodes_without_their_parents_are_left_out_with_all_below():
     held = tree()
     # 4 hangs below a node that nobody sent; 6 below 4.
     assert held.take(Proposal(4, 10, (14, 15, 16, 17), (2, 0, 4, 5), FLAT[:4]), 10, epoch=1) == 2

@@ -82,7 +82,7 @@ async def test_an_open_stream_keeps_its_slot_and_a_session_without_one_does_not(
     await target.aclose()
 
 
-async def test_a_late_stream_of_an_earlier_epoch_takes_nothing_from_the_one_that_is_open() -> None:
+async def test_a_late_stream_of_an_earlier_epoch_disturbs_no_open_one() -> None:
     target = engine(SteppedClock())
     script = Script()
     late, now = script.first(), replace(script.first(), epoch=2, round=0)
@@ -110,7 +110,7 @@ def test_a_stream_names_only_so_many_nodes_without_going_on() -> None:
         tree.take(Proposal(37, 5, (7,) * 5, (0,) * 5, (-0.5,) * 5))
 
 
-async def test_a_worker_that_drains_goes_on_with_its_sessions_in_streams_and_in_rounds() -> None:
+async def test_a_draining_worker_goes_on_with_its_sessions() -> None:
     held = serving(LOOPBACK, [TargetService(FakeTarget(), lambda: 1)])
     async with held as server, verifier_at(server) as worker:
         script = Script()
@@ -131,7 +131,7 @@ async def test_a_worker_that_drains_goes_on_with_its_sessions_in_streams_and_in_
         await draining
 
 
-async def test_a_target_that_never_answers_a_stream_is_an_error_after_the_calls_own_limit() -> None:
+async def test_a_silent_target_stream_is_an_error_after_the_calls_limit() -> None:
     target = FakeTarget(Faults(gate=asyncio.Event()))
     async with serving(LOOPBACK, [TargetService(target)]) as server:
         worker = RemoteVerifier(server.address, call_timeout_s=0.2)

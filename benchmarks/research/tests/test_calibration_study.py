@@ -96,7 +96,7 @@ _NODES = st.lists(
 
 
 @given(_NODES, st.integers(0, 2000))
-def test_a_resample_is_judged_as_if_its_prompts_nodes_stood_there_as_often(nodes: list[Node], place: int):
+def test_a_resample_counts_a_prompts_nodes_as_often_as_drawn(nodes: list[Node], place: int):
     sample = Sample.of(nodes)
     times = sample.resamples[place]
     drawn = [each for each, prompt in zip(nodes, sample.prompts, strict=True) for _ in range(int(times[prompt]))]
@@ -158,7 +158,7 @@ def test_a_difference_is_paired_over_prompts():
     assert shift["high"] - shift["low"] < 0.05
 
 
-def test_a_summary_keeps_lookups_nodes_apart_and_judges_the_second_half_by_the_first_halfs_table():
+def test_a_summary_keeps_lookup_apart_and_judges_by_the_first_half():
     nodes = [
         *(node(0.7, number % 3 > 0, number // 6, own=0.6, rank=number % 5) for number in range(12)),
         node(0.2, False, 1, source="lookup"),
@@ -208,7 +208,7 @@ def _begun(words: measuring.Words) -> WatchedExperience:
     return experience
 
 
-def test_decided_nodes_are_kept_with_the_estimates_from_before_their_tokens_were_known():
+def test_decided_nodes_keep_the_estimates_from_before_their_verdict():
     experience = _begun({})
     tree = _grown(experience)
     held = {token_id: tree.nodes.log_probs[index] for index, token_id in enumerate(tree.nodes.token_ids)}
@@ -303,9 +303,7 @@ def _measured(models: Models, mode: str, temperature: float) -> Found:
 
 
 @pytest.mark.parametrize(("mode", "temperature"), [("pingpong", 0.0), ("pingpong", 0.7), ("overlap", 0.7)])
-def test_nodes_are_right_where_the_text_has_their_token_and_own_is_what_the_draft_computes_there(
-    models: Models, mode: str, temperature: float
-):
+def test_nodes_are_right_if_the_text_has_their_token(models: Models, mode: str, temperature: float):
     found, texts = _measured(models, mode, temperature), _texts(models, temperature)
     assert len({(each.prompt, each.position, each.token_id) for each in found.nodes}) == len(found.nodes) > 20
     assert models.draft is not None

@@ -86,7 +86,7 @@ def by_scheme(target: Tensor, draft: Tensor, k: int, seed: int) -> dict[str, Dra
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_lossless_schemes_emit_the_targets_law_and_independent_tests_their_own(seed: int, k: int):
+def test_lossless_schemes_emit_the_targets_law(seed: int, k: int):
     target, draft = laws(seed)
     found = by_scheme(target, draft, k, 10 * seed)
     for name in (SPECINFER, SEQUOIA, EXACT_MATCH):
@@ -101,7 +101,7 @@ def test_lossless_schemes_emit_the_targets_law_and_independent_tests_their_own(s
         assert p_value(found[INDEPENDENT].emitted, target) < 1e-20
 
 
-def test_one_candidate_is_accepted_with_one_minus_the_variation_by_every_ratio_test():
+def test_one_candidate_is_accepted_with_one_minus_the_variation():
     target, draft = laws(5)
     expected = 1 - peers.variation(target, draft)
     for name in (SPECINFER, INDEPENDENT, SEQUOIA):
@@ -137,7 +137,7 @@ def test_sequoias_acceptance_is_that_of_enumeration(seed: int, k: int):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_closed_form_for_two_candidates_without_replacement_is_that_of_enumeration(seed: int):
+def test_the_closed_form_for_two_candidates_equals_enumeration(seed: int):
     target, draft = laws(seed, distance=0.3 + seed)
     closed = peers.acceptance_of_two_without_replacement(target, draft)
     assert closed == pytest.approx(sequoia_acceptance(target, draft, 2), abs=1e-12)
@@ -166,7 +166,7 @@ def test_a_draft_that_is_the_target_is_accepted_by_all_but_exact_match():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_exact_acceptance_of_coupled_picks_lies_within_its_bounds_and_our_noise_finds_it(seed: int):
+def test_exact_acceptance_of_coupled_picks_lies_within_its_bounds(seed: int):
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(1, 40, generator=generator) * 2
     draft = target + torch.randn(1, 40, generator=generator) * (0.2 + 0.4 * seed)
@@ -183,7 +183,7 @@ def test_the_exact_acceptance_of_coupled_picks_lies_within_its_bounds_and_our_no
         assert rate == pytest.approx(expected, abs=4 * math.sqrt(0.25 / S))
 
 
-def test_one_candidate_of_two_laws_without_common_tokens_is_never_accepted():
+def test_laws_without_common_tokens_never_accept():
     target = torch.tensor([0.5, 0.5 - 1e-12, 1e-12], dtype=torch.float64)
     draft = torch.tensor([1e-13, 1e-13, 1 - 2e-13], dtype=torch.float64)
     assert coupled_acceptance(target, draft)[1] < 1e-11
@@ -241,7 +241,7 @@ def test_the_chi_squares_variance_is_the_one_that_samples_have():
     assert test.degrees == 19
 
 
-def test_tokens_that_are_rare_share_a_cell_and_one_cell_alone_counts_nothing():
+def test_rare_tokens_share_a_cell_and_one_cell_counts_nothing():
     test = ChiSquare()
     test.add(torch.zeros(50, dtype=torch.int64), torch.tensor([0.999, 0.0005, 0.0005], dtype=torch.float64))
     assert (test.statistic, test.degrees, test.z, test.p_value) == (0.0, 0, 0.0, 0.5)
@@ -357,7 +357,7 @@ def test_temperatures_at_which_nothing_can_be_drawn_are_refused(
     assert command("--temperatures", temperatures)[0] == 2
 
 
-def test_a_results_file_that_cannot_be_written_is_found_before_anything_is_measured(
+def test_an_unwritable_results_file_is_found_before_measuring(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ):
     code, out, err = command("--output", str(tmp_path / "gone" / "study.jsonl"))

@@ -176,9 +176,7 @@ def _run(
     return asked, [record["kind_of_draft"] for record in found], was_interrupted
 
 
-def test_ctrl_c_keeps_the_pairs_that_are_whole_and_the_same_command_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_ctrl_c_keeps_whole_pairs_and_the_command_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     output, whole = tmp_path / "k.jsonl", _measured([0.5, 0.5])
     cut = _measured([0.5], was_interrupted=True)
     first = _run(monkeypatch, output, {"good": whole, "useless": cut, "slow": whole})
@@ -225,7 +223,7 @@ def test_the_sweep_with_a_useless_draft_from_before_is_still_read():
 # --- drafts that are made
 
 
-def test_a_useless_draft_has_the_embedded_ones_shape_and_tokenizer_but_other_weights(tmp_path: Path):
+def test_a_useless_draft_has_the_embedded_shape_but_other_weights(tmp_path: Path):
     folder = tmp_path / "useless"
     made = Making().useless("embedded", folder)
     assert made.to_dict() == {

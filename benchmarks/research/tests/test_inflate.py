@@ -236,7 +236,7 @@ def test_a_verify_is_measured_through_the_runner(tiny: Path):
     assert torch.get_num_threads() == threads
 
 
-def test_the_check_reads_code_where_there_is_a_tokenizer_and_other_tokens_always(tiny: Path, tmp_path: Path):
+def test_the_check_reads_code_if_there_is_a_tokenizer(tiny: Path, tmp_path: Path):
     bare = save_model(tmp_path / "bare", FAMILIES["llama"](), seed=4, with_tokenizer=False)
     with_text, without = (inflated_model.check_prompts(inflated_model.open_source(str(path))) for path in (tiny, bare))
     assert len(with_text) == inflated_model.NUM_CHECKED_PROMPTS

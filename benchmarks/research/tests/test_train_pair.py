@@ -50,7 +50,7 @@ def words(texts: list[str]):
     return tokenizer.train(texts, VOCAB)
 
 
-def test_the_tokenizer_gives_back_any_text_and_takes_an_indentation_as_one_token(words, tmp_path: Path):
+def test_the_tokenizer_keeps_any_text_and_indentation_is_one_token(words, tmp_path: Path):
     tokenizer.save_for_transformers(words, tmp_path, 64)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     for text in (module(3), "a\n\n\n    b  =\t'naïve ▶ 漢'\n", "  leading", "trailing \n"):
@@ -148,7 +148,7 @@ def target_loop(stream: Stream, folder: Path, steps: int) -> tuple[Loop, TargetT
     return Loop("target", task, Optimizers(fresh, Rates()), Budget(1.0, steps), folder, SILENT), task
 
 
-def test_training_lowers_the_loss_and_resumes_bit_for_bit_where_it_was_cut(stream: Stream, tmp_path: Path):
+def test_training_lowers_the_loss_and_resumes_bit_for_bit(stream: Stream, tmp_path: Path):
     whole, uncut = target_loop(stream, tmp_path / "whole", 20)
     before = whole.run(max_steps=1).loss
     state = whole.run()
@@ -249,7 +249,7 @@ def test_brackets_and_indentation_are_judged_as_far_as_a_cut_text_goes():
     assert not text_checks.has_coherent_indentation("def f():\n    if x:\n        return 1\n  return 2\n")
 
 
-def test_nats_per_byte_divides_the_nats_of_tokens_by_the_bytes_they_stand_for(stream: Stream, words):
+def test_nats_per_byte_divides_nats_of_tokens_by_their_bytes(stream: Stream, words):
     assert nats_per_byte([1.0, 2.0, 3.0], [2, 4, 0]) == 1.0
     sizes = tokenizer.bytes_of_tokens(words)
     blank = model.new_model(TARGET, VOCAB, 0)
