@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, SpecSplitError
-from specsplit.core.types import Budget, Proposal, SessionParams, Turn
+from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
 from specsplit.orchestrator.request import Reason
@@ -135,6 +135,7 @@ class DraftClient:
         """Wait for a call as long as it is worth it; beyond that it goes on by itself."""
         asked_s = self._loop.time()
         waiter: _Waiter = self._loop.create_future()
+        # The call outlives our patience: a long prefill that was cut short would only begin again.
         self._in_background = self._loop.create_task(self._answer(budget, verified, waiter))
         is_blamed = wait_s <= remaining_s
         timer = self._loop.call_later(min(wait_s, remaining_s), self.give_up, waiter, asked_s, is_blamed)
@@ -179,7 +180,7 @@ class DraftClient:
             contract.is_open = True
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
-            self._check(turn, proposal)
+            _check(proposal, turn, self._num_known_nodes, self._peer.identity)
         except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have
             return self._fail(error, asked_s)
         contract.num_held = turn.base_length + len(turn.tail)
@@ -194,29 +195,6 @@ class DraftClient:
             return turn.verified
         self._raise_epoch()
         return ()  # node numbers of the last epoch name nothing now
-
-    def _check(self, turn: Turn, proposal: Proposal) -> None:
-        """Refuse a tree that cannot be one.
-
-        Raises:
-            _InvalidProposal: arrays of different lengths, numbers, tokens or estimates that cannot be.
-        """
-        token_ids, parents, log_probs = proposal.token_ids, proposal.parents, proposal.log_probs
-        first, count = proposal.first_node, len(token_ids)
-        identity = self._peer.identity
-        assert identity is not None, "met before it is asked"
-        is_sound = (
-            count == len(parents) == len(log_probs)
-            and proposal.root_position == turn.base_length + len(turn.tail) - 1
-            and (count == 0 or first > self._num_known_nodes)
-        )
-        if is_sound and count:
-            # The last two conditions in one pass each: a parent precedes its child; NaN fails the comparison.
-            is_sound = 0 <= min(token_ids) <= max(token_ids) < identity.vocab_size and min(parents) >= 0
-            for number, (parent, log_prob) in enumerate(zip(parents, log_probs, strict=True), first):
-                is_sound = is_sound and parent < number and -math.inf < log_prob <= 0
-        if not is_sound:
-            raise _InvalidProposal("the draft's token tree makes no sense")
 
     def _fail(self, error: Exception, asked_s: float) -> Reason:
         """Leave the draft alone for a while, this session or all of them, and begin anew with it after that."""
@@ -253,6 +231,29 @@ class DraftClient:
             await asyncio.wait({self._in_background})
         if self.contract.has_begun:
             await self._peer.drafter.close(self.contract.session)
+
+
+def _check(proposal: Proposal, turn: Turn, num_known_nodes: int, identity: Identity | None) -> None:
+    """Refuse a tree that cannot be one.
+
+    Raises:
+        _InvalidProposal: arrays of different lengths, numbers, tokens or estimates that cannot be.
+    """
+    assert identity is not None, "met before it is asked"
+    token_ids, parents, log_probs = proposal.token_ids, proposal.parents, proposal.log_probs
+    first, count = proposal.first_node, len(token_ids)
+    is_sound = (
+        count == len(parents) == len(log_probs)
+        and proposal.root_position == turn.base_length + len(turn.tail) - 1
+        and (count == 0 or first > num_known_nodes)
+    )
+    if is_sound and count:
+        is_sound = 0 <= min(token_ids) <= max(token_ids) < identity.vocab_size and min(parents) >= 0
+        # A parent precedes its child; an estimate that is no number fails the comparison.
+        for number, (parent, log_prob) in enumerate(zip(parents, log_probs, strict=True), first):
+            is_sound = is_sound and parent < number and -math.inf < log_prob <= 0
+    if not is_sound:
+        raise _InvalidProposal("the draft's token tree makes no sense")
 
 
 class _MeanVerify:

@@ -1,4 +1,4 @@
-"""What went wrong in one request, in the order it happened: phases without a worker, and replays.
+"""The record of what went wrong in one request, in the order it happened: phases without a worker, and replays.
 
 Written by the clients of draft and target, read for the result. Nothing here decides anything.
 """
@@ -28,10 +28,13 @@ class RequestEvents:
         """Phases without a worker, in the order they began."""
         self.replays: list[Replay] = []
         self._latest: dict[WorkerRole, int] = {}
-        """By worker, the index of its last phase."""
+        """The index of each worker's last phase."""
 
     def degrade(self, worker: WorkerRole, reason: Reason) -> None:
         """Record that `worker` did not do its part in this round; the first reason of a round stays."""
+        # A phase is a run of rounds with one reason, so only the worker's last phase can go on:
+        #   rounds  0 1 2 3 4 5
+        #   phases  [u u] . [u] [s s]
         index = self._latest.get(worker)
         if index is not None:
             phase = self.phases[index]
@@ -59,6 +62,7 @@ class RequestEvents:
 
 def reason_of(error: BaseException) -> Reason:
     """Return the word for a worker's error; an error of unknown kind is a failure."""
+    # The order matters: some of these errors are subclasses of later ones.
     words: list[tuple[type[BaseException] | tuple[type[BaseException], ...], Reason]] = [
         (NoFreeSlot, "full"),
         (DeadlineExceeded, "slow"),

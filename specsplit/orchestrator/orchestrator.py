@@ -91,6 +91,7 @@ class Orchestrator:
         began_s = loop.time()
         target = await retrier.ask(self._target.verifier.ping)  # every request: it may be another one since the last
         self._target.observe_ping(loop.time() - began_s)
+        # Settings are checked once per target; a restarted worker with another model is another target.
         if target != self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
@@ -136,6 +137,7 @@ class Orchestrator:
             modes=self._modes,
             keep_closing=self._keep_closing,
         )
+        # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
         async with Session(context, request, retrier, events) as session:
             rounds = session.rounds
             chunk = await rounds.next_chunk()

@@ -42,6 +42,7 @@ class Cooldown:
         """Count a failure of a call that began at `asked_s`; calls under way together fail once."""
         self.reason = reason
         if asked_s >= self._counted_s:
+            # The first failure costs no pause: one lost message says little about a worker.
             pause_s = _FIRST_PAUSE_S * 2 ** min(self.num_failures - 1, 32) if self.num_failures else 0.0
             self._counted_s, self.until_s = now_s, now_s + min(pause_s, MOST_COOLDOWN_S)
             self.num_failures += 1
@@ -59,7 +60,7 @@ class TargetPeer:
         self._ping_s = math.inf
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
-        """By draft, or this peer itself without one; forgotten with the draft."""
+        """Keyed by the draft, or by this peer itself without one; an entry is forgotten with its draft."""
 
     def stats(self, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> SpeculationStats:
         """Return what is known of decoding with `draft`, for sessions that pick tokens alike.
@@ -180,6 +181,7 @@ class DraftPeer:
         """Ping until a draft for this target answers; one for another target is pinged again now and then."""
         pause_s = _FIRST_PAUSE_S
         while True:
+            # Full jitter, so that the orchestrators of a restarted draft do not all ping at once.
             await asyncio.sleep(self._rng.uniform(0, pause_s))
             pause_s = min(2 * pause_s, _MOST_PING_PAUSE_S)
             try:

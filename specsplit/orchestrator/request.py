@@ -1,6 +1,6 @@
-"""What a caller hands to the orchestrator and what it gets back: plain frozen records.
+"""The records of the orchestrator's interface: a request goes in, chunks and a result come out.
 
-Knows neither workers nor rounds; first and last station on the route of a token.
+Knows neither workers nor rounds; this is the first and the last station on the route of a token.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ class RoundFacts:
     num_accepted: int
     verify_s: float
     choice: Decision | None
-    """What `auto` went by: its plan, and the best plan of every mode with the tokens per second predicted for it."""
+    """The decision of `auto`: its plan, and the best plan of every mode with the tokens per second predicted for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round added to the answer.
+    """The part of the answer that one round added.
 
     `accepted[i]` tells whether `token_ids[i]` was drafted and accepted, or is the target's own pick. Text lags behind
     tokens where a character or a possible stop string is not complete yet. Only the last chunk has a `finish_reason`
@@ -198,7 +198,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where the request's time went.
+    """The parts of a request's time.
 
     `ttft_s` runs from the request to the first token, `decode_s` from the first to the last one. The device times are
     the workers' forwards within `decode_s`.
@@ -211,7 +211,7 @@ class RequestTimings:
     draft_device_s: float = 0.0
     target_device_s: float = 0.0
     draft_waited_s: float = 0.0
-    """Of the draft's, at least so much was waited for."""
+    """The part of `draft_device_s` during which the text waited for the draft, at least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Retrier:
             LinkError, NoFreeSlot: the target's last error, after `retry_s`, where there is no deadline.
         """
         try:
+            # The usual call in one process: nothing could end it early, so it needs no timer.
             if self.is_unbounded:
                 return await send(*arguments)
             limit_s = self._limit_s(max(self.policy.retry_s, _LEAST_TRY_S), work_s)
@@ -80,6 +81,7 @@ class Retrier:
             async with limit:
                 return await send()
         except TimeoutError:
+            # A TimeoutError from within `send` is the call's own, not our limit.
             if not limit.expired():
                 raise
             if remaining_s <= limit_s:
@@ -100,6 +102,7 @@ class Retrier:
         while True:
             self.num_failures += 1
             self._events.degrade("target", reason_of(error))
+            # The pause never outlives the end, so the last attempt begins in time.
             left_s = end_s - self._loop.time()
             if left_s <= 0:
                 raise self._given_up(error, self._loop.time() - began_s)

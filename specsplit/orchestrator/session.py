@@ -89,6 +89,7 @@ class Session:
         self._target = TargetClient(context.target.verifier, identity, contract, retrier, limits)
         self._draft: DraftClient | None = None
         self._speculator: Speculator | None = None
+        # All sources share one speculator, hence one tree: `auto` may change the source between any two rounds.
         sources: Mapping[RoundMode, Source] = {"plain": PlainSource(history)}
         if mode != "plain":
             if mode != "lookup" and context.draft is not None:
@@ -159,6 +160,7 @@ class Session:
 
         If the request has failed already, its error is the one to report.
         """
+        # Both closes run at the same time, and only so long: a worker that hangs frees the slot by its time to live.
         closing = asyncio.create_task(self._target.close())
         tasks = {closing}
         if self._speculator is not None and self._draft is not None:

@@ -74,6 +74,8 @@ class SessionContract:
 
         `params` replace those of the session if the turn has to open it.
         """
+        # [ held by the worker | tail: sent with this turn ]
+        # 0                num_held                 committed
         history, num_held = self.history, self.num_held
         self.round += 1
         if self._has_unreported_raise:
@@ -92,11 +94,11 @@ class SessionContract:
 
     @property
     def traffic(self) -> Traffic:
-        """What the answered calls moved."""
+        """Bytes of the answered calls."""
         return Traffic(self.sent_bytes, self.received_bytes)
 
     def count_bytes(self, timings: Timings) -> None:
-        """Count what an answered call moved."""
+        """Count the bytes of an answered call."""
         self.sent_bytes += timings.sent_bytes
         self.received_bytes += timings.received_bytes
 
@@ -108,6 +110,7 @@ class SessionContract:
         """
         if believed == 0:
             raise behind
+        # One token less than believed at most, so that a worker which never agrees cannot make this go on for ever.
         self.num_held = min(behind.have, believed - 1)
         self.is_open = False
         reason: ReplayReason = "slot_behind" if self.num_held else "slot_lost"
@@ -119,6 +122,7 @@ class SessionContract:
         It is reported as a replay if it is not known what the worker executed in the last one. An epoch that begins as
         a matter of course is not.
         """
+        # Epoch and round together name a turn, so rounds may count anew without naming an old turn again.
         self.epoch += 1
         self.round = 0
         self.is_open = False

@@ -24,7 +24,7 @@ _SLACK = 8
 
 
 class NodeFeed(Protocol):
-    """Where a stream gets its nodes; the stream source is one."""
+    """The supplier of a stream's nodes; the stream source is one."""
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
         """Return the nodes that the stream has not got yet, numbered so, and whether more are under way."""
@@ -101,6 +101,7 @@ class TargetClient:
                     raise
                 await self._resume(error, turn.base_length)
         self._take(verdict)
+        # A raised epoch counts nodes from 1 again; the caller still knows the numbers that it chose before.
         shift = proposal.first_node - self.next_node
         self.next_node += num_nodes
         return verdict if shift == 0 else _shifted(verdict, shift)
@@ -118,6 +119,7 @@ class TargetClient:
     def _take(self, verdict: Verdict) -> None:
         contract = self.contract
         contract.is_open = True
+        # The bonus token is committed, and yet not in the slot: the next turn's tail is never empty.
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
@@ -150,12 +152,7 @@ class TargetClient:
         Raises:
             PeerMismatch: it computes another text, or has less room.
         """
-        before, now = self._identity, await self._retrier.ask(self._verifier.ping)
-        if _arithmetic(now) != _arithmetic(before) or now.context < before.context:
-            raise PeerMismatch(
-                f"The target was replaced by another model ({now.model}, {now.dtype}, context {now.context}) in the "
-                f"middle of a text begun by {before.model}, {before.dtype}; send the request again."
-            )
+        _check_same(self._identity, await self._retrier.ask(self._verifier.ping))
 
     # ---------------------------------------------------------------- streaming
 
@@ -216,6 +213,7 @@ class TargetClient:
             if verdict.length != len(self.contract.history) + len(verdict.accepted):
                 raise WorkerFailed("The target's stream is not where the text is.")
         except BaseException:
+            # Also when cancelled: a stream that lost a commit on the way may not be read any further.
             await to_its_end(self._drop_stream())
             raise
         return verdict
@@ -250,9 +248,18 @@ class TargetClient:
         await self._verifier.close(self.contract.session)
 
 
-def _arithmetic(identity: Identity) -> tuple[str, str, str]:
-    """Return what decides the text."""
-    return identity.vocab_hash, identity.weights_hash, identity.dtype
+def _check_same(before: Identity, now: Identity) -> None:
+    """Check that a target computes the text that another one began, in no less room.
+
+    Raises:
+        PeerMismatch: it does not.
+    """
+    decides_text = [(identity.vocab_hash, identity.weights_hash, identity.dtype) for identity in (before, now)]
+    if decides_text[0] != decides_text[1] or now.context < before.context:
+        raise PeerMismatch(
+            f"The target was replaced by another model ({now.model}, {now.dtype}, context {now.context}) in the "
+            f"middle of a text begun by {before.model}, {before.dtype}; send the request again."
+        )
 
 
 def _shifted(verdict: Verdict, shift: int) -> Verdict:

@@ -26,7 +26,7 @@ _KEPT_TOKENS = 4
 
 @record
 class Cut:
-    """What is left of a round's tokens, the text they release, and the end if this is it."""
+    """The part of a round's tokens before the answer's end, the text they release, and the reason if it has ended."""
 
     token_ids: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -85,14 +85,14 @@ class Detokenizer:
 
 
 class ByteDetokenizer:
-    """The same from what each token adds by itself: a small part of the time, where the tokenizer can say that."""
+    """Decode from the bytes that each token adds by itself, which takes a small part of the time."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._rest = b""
-        """The first bytes of a character."""
+        """The first bytes of an unfinished character."""
         self._garbage = ""
-        """Bytes of no character, as U+FFFD: shown with the next one, or once they are many, as the window does."""
+        """Bytes of no character, as U+FFFD: shown with the next character, or once they are many."""
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Return the text that `token_ids` complete."""

@@ -1,4 +1,4 @@
-"""What travelled for one request, counted in bytes by link and direction. Knows no link."""
+"""Bytes that travelled for one request, by link and direction. Knows no link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What travelled for one request; `rounds` counts the prompt's too."""
+    """Bytes that travelled for one request; `rounds` counts the prompt's too."""
 
     rounds: int
     draft: Traffic

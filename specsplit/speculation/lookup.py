@@ -1,4 +1,4 @@
-"""The lookup drafter: what followed the last tokens where they occurred before, as a token tree.
+"""The lookup drafter: a token tree of the continuations of earlier occurrences of the last tokens.
 
 Knows neither model nor worker. Source: prompt lookup decoding (Saxena 2023), with an incremental n-gram index.
 """
@@ -19,7 +19,7 @@ _SPACING = 3
 
 @record
 class LookupTree:
-    """What lookup found: a token tree without estimates, and what is known about each node."""
+    """A tree of lookup's nodes, without estimates, and what is known about each node."""
 
     nodes: TokenTree = field(default_factory=TokenTree)
     match_lengths: Sequence[int] = ()
@@ -41,7 +41,7 @@ class LookupTree:
 
 
 class LookupIndex:
-    """Where each n-gram of one session's committed tokens ended, for a few lengths n; it only grows.
+    """The places at which each n-gram of one session's committed tokens ended, for a few lengths n; it only grows.
 
     An occurrence is a place where the last tokens have been before; its match length, at most `max_length`, is the
     number of tokens that agree. Those of at least `min_length` count. Work is bounded on any text: of each length n
@@ -72,14 +72,14 @@ class LookupIndex:
         return len(self._token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Take note of newly committed tokens."""
+        """Append newly committed tokens."""
         start = len(self._token_ids)
         self._token_ids.extend(token_ids)
         for grams in self._grams:
             grams.extend(self._token_ids, start)
 
     def candidates(self, max_nodes: int, max_depth: int, max_branching: int, after: Sequence[int] = ()) -> LookupTree:
-        """Return what may follow the committed tokens, and `after` them the given ones, which are not committed.
+        """Return a tree of likely continuations of the committed tokens followed by `after`, which are not committed.
 
         Occurrences are followed from the longest match to the shortest, of equals from the most recent; nothing grows
         below an end-of-sequence token. An occurrence that runs into the end goes on with its own beginning, as a text
@@ -103,6 +103,8 @@ class LookupIndex:
             length = _match_length(recent, end - first, suffix)
             if length >= self._min_length:
                 found.append((length, end))
+        # From the longest n-grams to the shortest: a match of n-gram length s is shorter than the lengths before it,
+        # [ s | below ), so no occurrence is found twice.
         backwards, below = suffix[::-1], self._max_length + 1
         for grams in reversed(self._grams):
             size = grams.length
@@ -156,7 +158,7 @@ class _Grams:
         self.length = length
         self._latest: dict[int, int] = {}
         self.previous: list[int] = []
-        """Per position, where the n-gram that ends there ended before, NO_POSITION if nowhere."""
+        """Per position, the place at which the n-gram that ends there ended before; NO_POSITION if nowhere."""
 
     def extend(self, token_ids: list[int], start: int) -> None:
         length, latest, previous = self.length, self._latest, self.previous

@@ -36,7 +36,7 @@ class TokenTree:
     path_log_probs: list[float] = field(default_factory=list[float])
     """The same from the root: non-increasing along a path, so the best n nodes always form a tree."""
     child_of: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """By (parent, token id)."""
+    """The child with this (parent, token id)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -152,6 +152,7 @@ class TokenTree:
 
     def below(self, root: int) -> tuple[TokenTree, list[int]]:
         """Return the tree whose root is node `root`, and which node each of its nodes was."""
+        # Children come after their parents, so everything below `root` is found in one pass from it on.
         kept, old = TokenTree(), list[int]()
         index_of = {root: ROOT_INDEX}
         paths = kept.path_log_probs
@@ -172,22 +173,22 @@ class TokenTree:
 
 @dataclass(slots=True)
 class DraftNumbers:
-    """What the draft calls the nodes; it counts anew in every epoch."""
+    """The draft's numbers of the nodes; it counts anew in every epoch."""
 
     epoch: int = 0
     numbers: list[int] = field(default_factory=list[int])
-    """By node; UNNUMBERED if the draft does not know it."""
+    """Each node's number; UNNUMBERED if the draft does not know it."""
     root: int = UNNUMBERED
     """The root's number, if it was a node before."""
     node_of: dict[int, int] = field(default_factory=dict[int, int])
     num_children: dict[int, int] = field(default_factory=dict[int, int])
-    """By parent, the children that the draft knows."""
+    """Each parent's number of children that the draft knows."""
     count: int = 0
     """Nodes that the draft knows."""
 
 
 class SpeculationTree:
-    """What was offered to the orchestrator below the token at `root_position` and is not yet decided.
+    """The orchestrator's tree: the nodes below the token at `root_position` that are not yet decided.
 
     The tree outlives a round if the text goes on inside it. Tokens from `vocab_size` on are the draft's alone and are
     not taken. `acceptance` turns what a source says about a node into an estimate.
@@ -198,12 +199,12 @@ class SpeculationTree:
         self.vocab_size = vocab_size
         self.nodes = TokenTree()
         self.cells: list[int] = []
-        """By node, its cell in the calibration table."""
+        """Each node's cell in the calibration table."""
         self.agreed_cells: list[int] = []
-        """By node that the draft knows, its cell if lookup proposes it, too; of no meaning for others."""
+        """The cell of each node that the draft knows if lookup proposes it, too; of no meaning for other nodes."""
         self.drafted = DraftNumbers()
         self.sent_numbers: list[int] = []
-        """By node, its number in the stream to the target; UNNUMBERED if it has not been sent."""
+        """Each node's number in the stream to the target; UNNUMBERED if it has not been sent."""
         self._acceptance = acceptance
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The tree that a target holds for one stream: nodes below the text's end, and where committed ones came to lie.
+"""The tree that a target holds for one stream: nodes below the text's end, and the places of committed ones.
 
 Proposals may come late: they are walked along what was committed since their root. Knows no model and no time.
 """
@@ -27,7 +27,7 @@ class HeldTree:
         self._max_held = max_held
         self._nodes = TokenTree()
         self._numbers: list[int] = []
-        """By node, the client's number."""
+        """Each node's number in the client's messages."""
         self._places: dict[int, int] = {}
         self._first_position = root_position
         self._committed: list[int] = []
@@ -53,6 +53,7 @@ class HeldTree:
             )
         if len(proposal) and proposal.first_node <= self._last_number:
             raise InvalidRequest(f"Node {proposal.first_node} was proposed before in this stream.", param="first_node")
+        # A node may be named again and again without taking room in the tree, so the names have a limit of their own.
         if len(self._places) + len(proposal) > 4 * self._max_held:
             raise InvalidRequest("The stream has named more nodes than it may without going on.", param="proposal")
         before = len(self)
@@ -66,7 +67,8 @@ class HeldTree:
         return len(self) - before
 
     def _place(self, above: int, token_id: int, log_prob: float, number: int) -> int | None:
-        """Return where a child of the place `above` comes to lie, None if it is dropped."""
+        """Return the place of a new child of the place `above`, None if it is dropped."""
+        # A late node hangs on a token that is committed by now: it is either the token that followed, or wrong.
         if above < 0 and ~above < self.root_position:
             following = ~above + 1
             return ~following if self._committed[following - self._first_position - 1] == token_id else None
@@ -95,6 +97,7 @@ class HeldTree:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on behind `token_ids`: what hangs below the last of them stays, everything else is dropped."""
+        # Nodes on the path become committed tokens, nodes below its end move up, all others lose their place.
         path = self._nodes.walk(token_ids)
         old: list[int] = []
         if len(path) == len(token_ids):

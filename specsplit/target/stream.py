@@ -138,6 +138,7 @@ class TargetStream:
 
     async def _ended(self, *, keeps_slot: bool) -> None:
         await asyncio.wait({self._task})
+        # A later epoch took the session over: its slot is no longer ours to free.
         error = None if self._task.cancelled() else self._task.exception()
         is_taken_over = isinstance(error, StaleEpoch | StaleRound)
         await self._leave(keeps_slot or is_taken_over)
@@ -150,10 +151,12 @@ class TargetStream:
         committed_s, is_first = self._loop.time(), True
         while True:
             proposal, numbers = self._next_tree()
+            # Messages that arrive meanwhile go into the tree, and are walked along the commit where they are late.
             verdict = await self._verify(turn, proposal)
             now_s = self._loop.time()
             if not is_first:  # the first one may be a whole prompt
                 self._scheduler.observe(verdict.timings, len(verdict.token_ids), now_s - committed_s)
+            # The slot now holds [committed | accepted path]; the bonus token goes first into the next step.
             turn, committed_s, is_first = _following(turn, verdict), now_s, False
             self._commit(verdict, proposal, numbers)
             if self._is_finished(verdict):
@@ -162,6 +165,7 @@ class TargetStream:
 
     def _next_tree(self) -> tuple[Proposal, list[int]]:
         """Return the nodes worth verifying now, and the client's numbers for them."""
+        # Every prefix of the ranked nodes is a tree, so any number of them may be taken.
         nodes, paths = self._held()
         proposal, numbers = self._tree.proposal(nodes[: self._scheduler.count(paths)], self._next_node)
         self._next_node += len(proposal)
@@ -169,7 +173,8 @@ class TargetStream:
 
     def _held(self) -> tuple[list[int], list[float]]:
         """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
-        room = self._bounds.end - self._tree.root_position - 2  # the bonus token takes the last place
+        # [ prompt and text ... root | nodes: room | bonus ]  with `end` tokens in all
+        room = self._bounds.end - self._tree.root_position - 2
         if room <= 0:
             return [], []
         nodes, paths = self._tree.ranked(min(self._bounds.max_depth, room))

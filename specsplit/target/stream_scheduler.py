@@ -1,4 +1,4 @@
-"""How a streaming target uses its time: how many nodes are worth their rows, and whether to wait for nodes at all.
+"""The schedule of a streaming target: how many nodes are worth their rows, and whether to wait for nodes at all.
 
 The target's own measurements in, the cost model's rules applied. Knows no tree and no stream.
 """
@@ -16,16 +16,16 @@ from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 @dataclass(slots=True)
 class _Miss:
-    """A commit below which nothing was held, and what came to hang on it."""
+    """A commit below which no node was held, and the nodes that came for it later."""
 
     committed_s: float
     path_log_probs: list[float] = field(default_factory=list[float])
     best: tuple[float, float, float, int] | None = None
-    """Of all moments to begin a verify at: tokens per second, seconds after the commit, E[A], nodes."""
+    """The best moment to begin a verify at: its tokens per second, seconds after the commit, E[A], nodes."""
 
 
 class StreamScheduler:
-    """One stream's pace; `step_times` are the target's forwards by rows as measured at its start, if they were.
+    """Decides for one stream what to verify, and when; `step_times` are the target's forwards by rows, if measured.
 
     Times are those of the stream's clock. At most `max_nodes` are verified at once.
     """
@@ -35,10 +35,10 @@ class StreamScheduler:
         self._max_nodes = max_nodes
         self._tokens_per_s = 0.0
         self._misses: dict[int, _Miss] = {}
-        """By position."""
+        """The misses that are not settled, by the commit's position."""
         self._response_s = RunningMedian()
         self._expected = self._num_nodes = 0.0
-        """What came in answer to misses: E[A], and nodes."""
+        """Means over the answers to misses: E[A], and nodes."""
 
     def observe(self, timings: Timings, num_tokens: int, elapsed_s: float) -> None:
         """Count a step that committed `num_tokens`: its forward, and the seconds since the last commit."""
@@ -51,13 +51,13 @@ class StreamScheduler:
             self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
 
     def miss(self, position: int, now_s: float) -> None:
-        """Note that nothing is held below the commit that ends at `position`."""
+        """Record that no node is held below the commit that ends at `position`."""
         self._misses[position] = _Miss(now_s)
 
     def answer(self, position: int, now_s: float, path_log_probs: Sequence[float]) -> None:
-        """Note nodes that hang on the commit that ends at `position`: the answer to a miss, be it late.
+        """Record nodes that hang on the commit that ends at `position`: the answer to a miss, be it late.
 
-        What answered earlier misses is whole now, and counts: when it would have been best to begin, and with what.
+        The answers to earlier misses are complete now, and count: when it would have been best to begin, and with what.
         """
         for earlier in [at for at in self._misses if at < position]:
             self._settle(self._misses.pop(earlier))
@@ -91,6 +91,7 @@ class StreamScheduler:
         """
         if self._verify is None or not self._expected:
             return 0.0
+        # Compare the rates of a step now and of one when the usual answer is here: E[A] / (wait + forward).
         left_s, num_nodes = self._response_s.value - waited_s, round(self._num_nodes)
         if left_s <= 0:  # they are late; how much longer it takes nobody knows
             return 0.0 if path_log_probs else max(0.0, left_s + self._response_s.value)

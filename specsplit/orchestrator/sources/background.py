@@ -106,6 +106,7 @@ class BackgroundDrafting:
         ahead = Budget(num_nodes, depth, branching)
         limit = min((AHEAD_FACTOR + 2 * num_steps_away) * budget.max_new_nodes, MAX_STREAM_NODES // 2)
         sink, history = self._sink, self._draft.contract.history
+        # The tree may be rooted anew during any await below; `sink` always counts the nodes of the present tree.
         while sink.num_drafted < limit:
             asked_at = len(history)
             wanted = ahead if sink.num_drafted else replace(ahead, max_depth=budget.max_depth)  # soon, then deep
@@ -117,6 +118,7 @@ class BackgroundDrafting:
                 self.on_nodes()
             if self._arrival is not None and not self._arrival.done() and sink.num_drafted:
                 self._arrival.set_result(None)
+            # No new node although the text stood still: the draft has nothing more to offer here.
             if not num_new and asked_at == len(history):
                 return
 

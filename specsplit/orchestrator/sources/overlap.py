@@ -42,6 +42,7 @@ class OverlapSource(TreeSource):
                 await self._wait_for_nodes(budget)
                 waits.end(self._loop.time())
             nodes = speculator.best(limit, plan.decision.without_lookup if plan.decision is not None else None)
+        # The task runs when the verify waits for the target; it grows below the nodes that are being verified.
         self._background.grow(budget)
         return speculator.make_input(nodes, first_node, is_looked_up=is_looked_up)
 

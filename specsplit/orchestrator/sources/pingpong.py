@@ -32,6 +32,7 @@ class PingPongSource(TreeSource):
             if background is not None and background.task is not None:
                 await background.end()  # begun by an earlier source; one call is under way at a time
             answer = await self._draft.ask(budget)
+            # None means that the draft cannot follow the text any more, which is no trouble to report.
             if isinstance(answer, Proposal):
                 speculator.take(answer, budget)
             elif answer is not None:

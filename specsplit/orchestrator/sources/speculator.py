@@ -128,6 +128,7 @@ class Speculator:
         if self.waits.began_s is not None:
             self.waits.count_work(timings.device_ms, draft.asked_s, self._loop.time())
         epoch = draft.contract.epoch
+        # Asked for before the last verdict, a proposal hangs on a token that is committed by now.
         if proposal.root_position < self.tree.root_position:
             self._compare(proposal, budget, epoch)
         return self.tree.take(proposal, budget.max_new_nodes, epoch)
@@ -165,6 +166,7 @@ class Speculator:
             self.draft.observe(token_ids, tuple(filter(None, numbers)), result.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
+        # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
         stats.observe_tree(tree, token_ids)
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
         if found is not None:
@@ -176,6 +178,8 @@ class Speculator:
         if background is not None and task is not None and not background.is_probe and tree.cells:
             self._is_kept = is_hit
             stats.observe_ahead(is_hit=is_hit)
+        #   before   root ── a ── b* ── c      the text went on with a and the bonus token b
+        #                     └── d            kept: c, below its new root b; dropped: everything else
         if is_hit:
             self.tree = tree.below(path)
         else:
@@ -217,7 +221,7 @@ class DraftWaits:
         self.round_ended_s: float | None = None
         """When the last round ended; the prompt's is the first."""
         self.waited_s = 0.0
-        """Since the last round ended."""
+        """Seconds of waiting since the last round ended."""
         self.began_s: float | None = None
         """When the wait under way began."""
         self.device_ms = 0.0
@@ -241,7 +245,7 @@ class DraftWaits:
 
 
 class _LookupTrial:
-    """What lookup found for the round under way, until the text says what it was worth.
+    """Lookup's tree for the round under way, until the text decides what it was worth.
 
     A stream's commits may be shorter than that; then the trial goes on until the text has left the tree.
     """

@@ -56,6 +56,7 @@ class StreamSource(TreeSource):
     def _scored(self, commit: Verdict) -> SpeculationInput:
         """Return what the target verified as a round's input, with the verdict in the numbers of that input."""
         tree = self._speculator.tree
+        # Stream numbers name the tree's nodes from before this commit, since it is rooted anew only after it.
         node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
         nodes = [node_of[number] for number in commit.verified if number in node_of]
         number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
