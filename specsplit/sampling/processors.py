@@ -147,6 +147,7 @@ class TokenCounts:
 
 
 def common_length(ours: list[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens from the start are the same in both."""
     return next(
         (index for index, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
         min(len(ours), len(theirs)),

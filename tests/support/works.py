@@ -47,13 +47,13 @@ async def submitted(*tasks: asyncio.Task[object]) -> None:
 
 
 @asynccontextmanager
-async def worker_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[WorkQueue, SteeredRunner]]:
+async def queue_over_a_steered_runner(model: LoadedModel) -> AsyncIterator[tuple[WorkQueue, SteeredRunner]]:
     loaded, runner = steered(model)
-    worker = WorkQueue(loaded.runner, name="tested")
+    queue = WorkQueue(loaded.runner, name="tested")
     try:
-        yield worker, runner
+        yield queue, runner
     finally:
-        await worker.close()
+        await queue.close()
 
 
 def alive_work() -> list[object]:

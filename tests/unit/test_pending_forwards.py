@@ -22,7 +22,7 @@ from tests.support.rpc_servers import wait_until
 from tests.support.works import Diary, submitted
 
 
-class _Flight:
+class FarForward:
     def __init__(self, entries: Sequence[SequenceInput]) -> None:
         self.slots = [entry.slot for entry in entries]
         self.future: Future[list[Tensor]] = Future()
@@ -56,7 +56,7 @@ class FarRunner(Runner):
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
-        self.flights: list[_Flight] = []
+        self.forwards: list[FarForward] = []
         self.is_far = True
         """Whether what begins is under way until a test lets it land."""
         self.refuses = False
@@ -65,21 +65,21 @@ class FarRunner(Runner):
     def max_pending(self) -> int:
         return self._max_pending
 
-    def begin(self, entries: Sequence[SequenceInput]) -> _Flight:
+    def begin(self, entries: Sequence[SequenceInput]) -> FarForward:
         if self.refuses:
             raise WorkerUnreachable("no stage is there")
-        self.flights.append(_Flight(entries))
+        self.forwards.append(FarForward(entries))
         if not self.is_far:
-            self.flights[-1].land()
-        return self.flights[-1]
+            self.forwards[-1].land()
+        return self.forwards[-1]
 
     @property
     def slots(self) -> list[list[int]]:
-        return [flight.slots for flight in self.flights]
+        return [forward.slots for forward in self.forwards]
 
     async def wait_for(self, *slots: list[int]) -> None:
         """Wait until these steps have begun, in this order."""
-        await wait_until(lambda: len(self.flights) >= len(slots))
+        await wait_until(lambda: len(self.forwards) >= len(slots))
         assert self.slots == list(slots)
 
 
@@ -92,54 +92,54 @@ class FarQueue(WorkQueue):
 
 
 @asynccontextmanager
-async def far_worker(max_pending: int = 2) -> AsyncIterator[tuple[FarQueue, FarRunner]]:
+async def far_queue(max_pending: int = 2) -> AsyncIterator[tuple[FarQueue, FarRunner]]:
     runner = FarRunner(max_pending)
-    worker = FarQueue(runner, name="far", threads=1)
+    queue = FarQueue(runner, name="far", threads=1)
     try:
-        yield worker, runner
+        yield queue, runner
     finally:
         runner.is_far = False
-        for flight in runner.flights:
-            flight.land()
-        await worker.close()
+        for forward in runner.forwards:
+            forward.land()
+        await queue.close()
 
 
-async def under_way(worker: FarQueue, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
+async def under_way(queue: FarQueue, runner: FarRunner) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
     """Return two sessions, a in slot 0 and b in slot 1, each with a step of its own under way."""
-    first = running(worker, "a", 0)
+    first = running(queue, "a", 0)
     await runner.wait_for([0])
-    second = running(worker, "b", 1)
+    second = running(queue, "b", 1)
     await runner.wait_for([0], [1])
     return first, second
 
 
-def running(worker: FarQueue, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
-    return asyncio.create_task(worker.run(name, Diary().work(name, num_forwards, slot=slot)))
+def running(queue: FarQueue, name: str, slot: int, num_forwards: int = 1) -> asyncio.Task[object]:
+    return asyncio.create_task(queue.run(name, Diary().work(name, num_forwards, slot=slot)))
 
 
 async def test_a_second_session_is_sent_beside_the_first_and_may_overtake() -> None:
-    async with far_worker() as (worker, runner):
-        first, second = await under_way(worker, runner)
-        runner.flights[1].land()
+    async with far_queue() as (queue, runner):
+        first, second = await under_way(queue, runner)
+        runner.forwards[1].land()
         assert (await second)[0] == "b"
         assert not first.done()
-        runner.flights[0].land()
+        runner.forwards[0].land()
         _, timings = await first
         assert (timings.num_forwards, timings.batch_size) == (1, 1)
 
 
 async def test_waiting_sessions_share_a_step_when_the_runner_has_room() -> None:
-    async with far_worker() as (worker, runner):
-        early = await under_way(worker, runner)
-        late = [running(worker, name, slot) for slot, name in enumerate("cd", 2)]
+    async with far_queue() as (queue, runner):
+        early = await under_way(queue, runner)
+        late = [running(queue, name, slot) for slot, name in enumerate("cd", 2)]
         await submitted(*late)
-        await worker.settled()
+        await queue.settled()
         assert runner.slots == [[0], [1]]
         await asyncio.sleep(0.05)
-        runner.flights[0].land()
+        runner.forwards[0].land()
         await runner.wait_for([0], [1], [2, 3])
-        for flight in runner.flights[1:]:
-            flight.land()
+        for forward in runner.forwards[1:]:
+            forward.land()
         assert [(await task)[0] for task in (*early, *late)] == list("abcd")
         _, timings = await late[0]
         assert timings.batch_size == 2
@@ -148,61 +148,61 @@ async def test_waiting_sessions_share_a_step_when_the_runner_has_room() -> None:
 
 
 async def test_a_step_that_is_lost_takes_its_own_sessions_only() -> None:
-    async with far_worker() as (worker, runner):
-        lost, kept = await under_way(worker, runner)
-        runner.flights[0].future.set_exception(WorkerUnreachable("a stage is lost"))
+    async with far_queue() as (queue, runner):
+        lost, kept = await under_way(queue, runner)
+        runner.forwards[0].future.set_exception(WorkerUnreachable("a stage is lost"))
         with pytest.raises(WorkerUnreachable, match="a stage is lost"):
             await lost
-        again = running(worker, "a", 0)
-        await wait_until(lambda: len(runner.flights) == 3)
-        runner.flights[2].land()
+        again = running(queue, "a", 0)
+        await wait_until(lambda: len(runner.forwards) == 3)
+        runner.forwards[2].land()
         assert (await again)[0] == "a"
-        runner.flights[1].land()
+        runner.forwards[1].land()
         assert (await kept)[0] == "b"
-        assert worker.is_well
+        assert queue.is_well
 
 
 async def test_closing_waits_for_what_is_under_way() -> None:
-    async with far_worker() as (worker, runner):
-        task = running(worker, "a", 0)
+    async with far_queue() as (queue, runner):
+        task = running(queue, "a", 0)
         await runner.wait_for([0])
-        await worker.settled()
-        closing = asyncio.create_task(worker.close())
+        await queue.settled()
+        closing = asyncio.create_task(queue.close())
         await submitted(closing)
-        runner.flights[0].land()
+        runner.forwards[0].land()
         await closing
         assert (await task)[0] == "a"
 
 
 async def test_a_cancelled_caller_leaves_once_its_step_has_landed() -> None:
-    async with far_worker() as (worker, runner):
-        task = running(worker, "a", 0, num_forwards=5)
+    async with far_queue() as (queue, runner):
+        task = running(queue, "a", 0, num_forwards=5)
         await runner.wait_for([0])
         task.cancel()
         await asyncio.sleep(0)
-        await worker.settled()
+        await queue.settled()
         assert not task.done()
-        runner.flights[0].land()
+        runner.forwards[0].land()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert runner.slots == [[0]]
-        assert not worker.statistics().has_work
+        assert not queue.statistics().has_work
 
 
 async def test_a_step_that_goes_out_again_holds_up_nobody() -> None:
-    async with far_worker() as (worker, runner):
-        again, other = await under_way(worker, runner)
-        runner.flights[0].go_out_again()
-        await wait_until(lambda: not runner.flights[0].goes_again)
-        await worker.settled()
+    async with far_queue() as (queue, runner):
+        again, other = await under_way(queue, runner)
+        runner.forwards[0].go_out_again()
+        await wait_until(lambda: not runner.forwards[0].goes_again)
+        await queue.settled()
         assert not again.done()
-        runner.flights[1].land()
+        runner.forwards[1].land()
         assert (await other)[0] == "b"
-        third = running(worker, "c", 2)
+        third = running(queue, "c", 2)
         await runner.wait_for([0], [1], [2])
-        runner.flights[2].land()
+        runner.forwards[2].land()
         assert (await third)[0] == "c"
-        runner.flights[0].land()
+        runner.forwards[0].land()
         assert (await again)[0] == "a"
 
 
@@ -217,43 +217,43 @@ async def test_the_device_rests_while_all_is_under_way(monkeypatch: pytest.Monke
     can_step = Scheduler.can_step.fget
     assert can_step is not None
     monkeypatch.setattr(Scheduler, "can_step", property(looked))
-    async with far_worker() as (worker, runner):
-        tasks = await under_way(worker, runner)
-        waiting = running(worker, "c", 2)  # for room
+    async with far_queue() as (queue, runner):
+        tasks = await under_way(queue, runner)
+        waiting = running(queue, "c", 2)  # for room
         await submitted(waiting)
-        await worker.settled()
+        await queue.settled()
         before = num_looks
         await asyncio.sleep(0.05)
         assert num_looks <= before + 2  # those of the last message
         for number in range(3):
-            await wait_until(lambda number=number: len(runner.flights) > number)
-            runner.flights[number].land()
+            await wait_until(lambda number=number: len(runner.forwards) > number)
+            runner.forwards[number].land()
         await asyncio.gather(*tasks, waiting)
 
 
 async def test_a_step_that_cannot_begin_takes_its_own_sessions_only() -> None:
-    async with far_worker() as (worker, runner):
-        kept = running(worker, "a", 0)
+    async with far_queue() as (queue, runner):
+        kept = running(queue, "a", 0)
         await runner.wait_for([0])
         runner.refuses = True
         with pytest.raises(WorkerUnreachable, match="no stage is there"):
-            await running(worker, "b", 1)
-        runner.flights[0].land()
+            await running(queue, "b", 1)
+        runner.forwards[0].land()
         assert (await kept)[0] == "a"
 
 
 async def test_who_waits_for_room_and_is_cancelled_leaves_at_once() -> None:
-    async with far_worker() as (worker, runner):
-        others = await under_way(worker, runner)
-        waiting = running(worker, "c", 2)
+    async with far_queue() as (queue, runner):
+        others = await under_way(queue, runner)
+        waiting = running(queue, "c", 2)
         await submitted(waiting)
-        await worker.settled()
+        await queue.settled()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        for flight, other, name in zip(runner.flights, others, "ab", strict=True):
+        for forward, other, name in zip(runner.forwards, others, "ab", strict=True):
             assert not other.done()
-            flight.land()
+            forward.land()
             assert (await other)[0] == name
         assert runner.slots == [[0], [1]]
 
@@ -282,7 +282,7 @@ async def test_packets_of_waiting_steps_are_sent_step_by_step(num_stages: int, n
     def begin_all() -> list[PendingChainForward]:
         return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]
 
-    flights = await asyncio.to_thread(begin_all)
-    await wait_until(lambda: all(flight.is_done for flight in flights))
+    forwards = await asyncio.to_thread(begin_all)
+    await wait_until(lambda: all(forward.is_done for forward in forwards))
     assert len(link.request_ids) > num_stages
     assert link.request_ids == sorted(link.request_ids)

@@ -1,4 +1,4 @@
-"""The thread at a device: who shares a step, in which order, and what happens to the others when one ends badly."""
+"""The scheduler on a thread: who shares a batch, in which order, and what happens when one of them ends badly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner, steered
-from tests.support.works import Diary, submitted, worker_over_a_steered_runner
+from tests.support.works import Diary, queue_over_a_steered_runner, submitted
 
 MAX_SESSIONS = 4
 _models: list[LoadedModel] = []
@@ -29,32 +29,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> None:
     _models.append(load_model(str(folder), role="target", threads=1, max_sessions=MAX_SESSIONS, record=False))
 
 
-def steered_worker() -> AbstractAsyncContextManager[tuple[WorkQueue, SteeredRunner]]:
-    return worker_over_a_steered_runner(_models[0])
+def steered_queue() -> AbstractAsyncContextManager[tuple[WorkQueue, SteeredRunner]]:
+    return queue_over_a_steered_runner(_models[0])
 
 
 async def test_the_work_gets_its_logits_and_its_caller_the_result_with_timings() -> None:
-    async with steered_worker() as (worker, runner):
-        result, timings = await worker.run("a", Diary().work("a", 3))
+    async with steered_queue() as (queue, runner):
+        result, timings = await queue.run("a", Diary().work("a", 3))
     assert result == "a"
     assert (timings.num_forwards, timings.num_tokens, timings.batch_size) == (3, 3, 1)
     assert len(runner.steps) == 3
 
 
 async def test_work_without_a_forward_needs_no_step() -> None:
-    async with steered_worker() as (worker, runner):
-        result, timings = await worker.run("a", Diary().work("a", 0))
+    async with steered_queue() as (queue, runner):
+        result, timings = await queue.run("a", Diary().work("a", 0))
     assert (result, timings.num_forwards, runner.steps) == ("a", 0, [])
 
 
 async def test_sessions_that_wait_meet_in_one_step_and_leave_it_one_by_one() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
-            first = asyncio.create_task(worker.run("a", diary.work("a", 2)))
+            first = asyncio.create_task(queue.run("a", diary.work("a", 2)))
             await runner.wait_entered()
             others = [
-                asyncio.create_task(worker.run(name, diary.work(name, slot, slot=slot)))
+                asyncio.create_task(queue.run(name, diary.work(name, slot, slot=slot)))
                 for slot, name in enumerate("bcd", 1)
             ]
             await submitted(first, *others)
@@ -69,13 +69,13 @@ async def test_each_entry_of_a_common_step_gets_its_own_logits() -> None:
         return (yield SequenceInput(slot, 0, token_ids, num_logits=len(token_ids)))
 
     prompts = [[5, 9, 2], [7], [11, 3, 8, 1]]
-    async with steered_worker() as (worker, runner):
-        alone = [(await worker.run("x", prefill(slot, prompt)))[0] for slot, prompt in enumerate(prompts)]
+    async with steered_queue() as (queue, runner):
+        alone = [(await queue.run("x", prefill(slot, prompt)))[0] for slot, prompt in enumerate(prompts)]
         with runner.held():
-            blocker = asyncio.create_task(worker.run("x", Diary().work("x", slot=3)))
+            blocker = asyncio.create_task(queue.run("x", Diary().work("x", slot=3)))
             await runner.wait_entered()
             tasks = [
-                asyncio.create_task(worker.run(str(slot), prefill(slot, prompt))) for slot, prompt in enumerate(prompts)
+                asyncio.create_task(queue.run(str(slot), prefill(slot, prompt))) for slot, prompt in enumerate(prompts)
             ]
             await submitted(*tasks)
         await blocker
@@ -87,38 +87,38 @@ async def test_each_entry_of_a_common_step_gets_its_own_logits() -> None:
 
 async def test_an_error_of_the_work_reaches_its_caller_only() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
-            first = asyncio.create_task(worker.run("a", diary.work("a", 3)))
+            first = asyncio.create_task(queue.run("a", diary.work("a", 3)))
             await runner.wait_entered()
-            broken = asyncio.create_task(worker.run("b", diary.work("b", slot=1, error=ValueError("the work's own"))))
+            broken = asyncio.create_task(queue.run("b", diary.work("b", slot=1, error=ValueError("the work's own"))))
             await submitted(first, broken)
         with pytest.raises(ValueError, match="the work's own"):
             await broken
         assert (await first)[0] == "a"
-        assert (await worker.run("b", diary.work("b again")))[0] == "b again"
+        assert (await queue.run("b", diary.work("b again")))[0] == "b again"
 
 
 async def test_work_that_cannot_even_begin_fails_alone() -> None:
     def nothing() -> str:
         raise LookupError("no such work")
 
-    async with steered_worker() as (worker, _):
+    async with steered_queue() as (queue, _):
         with pytest.raises(LookupError, match="no such work"):
-            await worker.run("a", at_once(nothing))
-        assert (await worker.run("a", Diary().work("a")))[0] == "a"
+            await queue.run("a", at_once(nothing))
+        assert (await queue.run("a", Diary().work("a")))[0] == "a"
 
 
 async def test_a_step_that_fails_ends_all_who_shared_it_and_the_next_one_runs() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
-            blocker = asyncio.create_task(worker.run("x", diary.work("x", slot=3)))
+            blocker = asyncio.create_task(queue.run("x", diary.work("x", slot=3)))
             await runner.wait_entered()
             sharing = [
-                asyncio.create_task(worker.run(name, diary.work(name, slot=slot))) for slot, name in enumerate("ab")
+                asyncio.create_task(queue.run(name, diary.work(name, slot=slot))) for slot, name in enumerate("ab")
             ]
-            waiting = asyncio.create_task(worker.run("a", diary.work("later"), Round(1, 1, "later")))
+            waiting = asyncio.create_task(queue.run("a", diary.work("later"), Round(1, 1, "later")))
             await submitted(blocker, *sharing, waiting)
             runner.failures[len(runner.steps)] = RuntimeError("the device broke")
         assert (await blocker)[0] == "x"
@@ -131,13 +131,13 @@ async def test_a_step_that_fails_ends_all_who_shared_it_and_the_next_one_runs() 
 
 async def test_cancelling_a_caller_ends_its_work_before_the_next_step() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
-            cancelled = asyncio.create_task(worker.run("a", diary.work("a", 5)))
+            cancelled = asyncio.create_task(queue.run("a", diary.work("a", 5)))
             await runner.wait_entered()
             cancelled.cancel()
             await submitted(cancelled)  # it has not ended while its forward is under way
-            follower = asyncio.create_task(worker.run("a", diary.work("follower")))
+            follower = asyncio.create_task(queue.run("a", diary.work("follower")))
             await submitted(follower)
         with pytest.raises(asyncio.CancelledError):
             await cancelled
@@ -149,12 +149,12 @@ async def test_cancelling_a_caller_ends_its_work_before_the_next_step() -> None:
 
 async def test_a_cancelled_caller_does_not_disturb_those_in_its_step() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
-            blocker = asyncio.create_task(worker.run("x", diary.work("x", slot=3)))
+            blocker = asyncio.create_task(queue.run("x", diary.work("x", slot=3)))
             await runner.wait_entered()
-            cancelled = asyncio.create_task(worker.run("a", diary.work("a", 9)))
-            staying = asyncio.create_task(worker.run("b", diary.work("b", 9, slot=1)))
+            cancelled = asyncio.create_task(queue.run("a", diary.work("a", 9)))
+            staying = asyncio.create_task(queue.run("b", diary.work("b", 9, slot=1)))
             await submitted(cancelled, staying)
             await runner.pass_one()
             cancelled.cancel()
@@ -168,18 +168,18 @@ async def test_a_cancelled_caller_does_not_disturb_those_in_its_step() -> None:
 
 async def test_closing_lets_what_runs_end_and_sends_away_what_waits_for_it() -> None:
     diary = Diary()
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         with runner.held():
             tasks = [
-                asyncio.create_task(worker.run("a", diary.work("a", 3), Round(1, 1, "a"))),
-                asyncio.create_task(worker.run("b", diary.work("b", 2, slot=1))),
+                asyncio.create_task(queue.run("a", diary.work("a", 3), Round(1, 1, "a"))),
+                asyncio.create_task(queue.run("b", diary.work("b", 2, slot=1))),
             ]
             await runner.wait_entered()
             waiting = [
-                asyncio.create_task(worker.run("a", diary.work("end"))),
-                asyncio.create_task(worker.run("a", diary.work("waiting", 2), Round(1, 2, "waiting"))),
+                asyncio.create_task(queue.run("a", diary.work("end"))),
+                asyncio.create_task(queue.run("a", diary.work("waiting", 2), Round(1, 2, "waiting"))),
             ]
-            closing = asyncio.create_task(worker.close())
+            closing = asyncio.create_task(queue.close())
             await submitted(closing, *tasks, *waiting)
         await closing
         assert [(await task)[0] for task in tasks] == ["a", "b"]
@@ -187,12 +187,12 @@ async def test_closing_lets_what_runs_end_and_sends_away_what_waits_for_it() -> 
             with pytest.raises(WorkerClosed):
                 await task
         with pytest.raises(WorkerClosed):
-            await worker.run("a", diary.work("too late"))
-        assert worker.statistics().num_sessions == 0
+            await queue.run("a", diary.work("too late"))
+        assert queue.statistics().num_sessions == 0
 
 
 async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
-    async with steered_worker() as (worker, runner):
+    async with steered_queue() as (queue, runner):
         enough = asyncio.Event()
 
         async def tick() -> None:
@@ -201,7 +201,7 @@ async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
             enough.set()
 
         with runner.held():
-            work = asyncio.create_task(worker.run("a", Diary().work("a")))
+            work = asyncio.create_task(queue.run("a", Diary().work("a")))
             await runner.wait_entered()
             ticking = asyncio.create_task(tick())
             await enough.wait()
@@ -213,7 +213,7 @@ async def test_the_event_loop_goes_on_while_a_forward_runs() -> None:
 def test_a_worker_serves_one_event_loop_after_another() -> None:
     """As a Python caller may: each asyncio.run has its own loop, the worker and its thread stay."""
     loaded, _ = steered(_models[0])
-    worker = WorkQueue(loaded.runner, name="tested")
+    queue = WorkQueue(loaded.runner, name="tested")
     for name in "ab":
-        assert asyncio.run(worker.run("a", Diary().work(name)))[0] == name
-    asyncio.run(worker.close())
+        assert asyncio.run(queue.run("a", Diary().work(name)))[0] == name
+    asyncio.run(queue.close())

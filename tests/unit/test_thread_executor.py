@@ -1,4 +1,4 @@
-"""The thread at a device keeps to its own number of threads, whatever the rest of the process sets."""
+"""The thread of an executor keeps to its own number of threads, whatever the rest of the process sets."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Question:
     def abandon(self) -> None: ...
 
 
-def asked(device: ThreadExecutor) -> int | None:
+def asked(executor: ThreadExecutor) -> int | None:
     question = Question()
-    device.submit(question, lambda: None)
+    executor.submit(question, lambda: None)
     assert question.is_answered.wait(60)
     return question.answer
 
@@ -49,12 +49,12 @@ def number_kept() -> Iterator[None]:
 @pytest.mark.parametrize("num_threads", [1, 3])
 async def test_an_engine_computes_with_its_own_number_of_threads(num_threads: int) -> None:
     with number_kept():
-        device, other = ThreadExecutor("one", num_threads), ThreadExecutor("other", 5)
+        executor, other = ThreadExecutor("one", num_threads), ThreadExecutor("other", 5)
         try:
             assert asked(other) == 5
             torch.set_num_threads(4)
-            assert asked(device) == num_threads
+            assert asked(executor) == num_threads
             assert asked(other) == 5
         finally:
-            await device.close()
+            await executor.close()
             await other.close()
