@@ -97,6 +97,7 @@ def _plan(
     from specsplit.core.errors import InvalidSettings
     from specsplit.stages import planner
 
+    # The three ways to cut exclude each other; without any of them the whole model is one stage.
     given = [name for name, value in (("stages", stages), ("layers", layers), ("memory", memory)) if value is not None]
     if len(given) > 1:
         raise InvalidSettings(f"--{given[0]} and --{given[1]} exclude each other: each of them says how to cut.")
@@ -136,6 +137,7 @@ def _config_path(source: str) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path / "config.json"
+    # A hub id has one slash at most and no dot in front, so everything else is a path, even one that does not exist.
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
     return path if looks_local or path.exists() else _cached_path(source)
 

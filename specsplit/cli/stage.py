@@ -36,6 +36,7 @@ def run(given: Mapping[str, Any]) -> int:
         raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
     check_listen(settings.listen)
     with tracing(given):
+        # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.
         with terminable():
             shard = load_stage(settings)
         gc.freeze()  # what lives as long as the process need not be looked at again
@@ -48,5 +49,6 @@ def _end_with(parent: int) -> None:
     """Have this process killed when the one that started it ends, however that happens; needs Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    # The parent may have ended before the kernel was asked; then nothing would ever end this process.
+    if os.getppid() != parent:
         raise SystemExit(1)

@@ -55,6 +55,7 @@ def _print_table(checks: Sequence[StageCheck]) -> None:
     for check in checks:
         picks = "-" if check.num_other_picks is None else str(check.num_other_picks)
         state = "[green]equal[/green]" if check.is_equal else "[bold red]differs[/bold red]"
+        # rich would read an IPv6 address in brackets as markup.
         address = check.address.replace("[", "\\[")
         cells = (address, check.layers, f"{check.max_deviation:.1e}", picks, f"{check.time_ms:.1f}", state)
         table.add_row(str(check.stage), *cells)

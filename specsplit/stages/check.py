@@ -84,6 +84,7 @@ class _Truth:
 def _known_entry(coordinator: Coordinator) -> SequenceInput:
     from specsplit.model.attention.metadata import SequenceInput
 
+    # Rows [0, 16) are a chain, the others a tree behind it; token ids only have to differ from row to row.
     num_rows = min(coordinator.model.context, _NUM_CHAIN + len(_TREE))
     parents = [*range(-1, _NUM_CHAIN - 1), *_TREE][:num_rows]
     token_ids = [(7919 * row + 11) % coordinator.model.vocab_size for row in range(num_rows)]
@@ -165,6 +166,7 @@ class _Boundary:
 
         time_ms, answer = float("inf"), None
         head_request = HeadRequest(SessionParams()) if self._stage.has_head else None
+        # The first answer may include warming up, so the best of several is the time.
         for _ in range(_REPEATS):
             start_s = time.perf_counter()
             answer = await self._answer(chain, head_request)

@@ -137,6 +137,7 @@ def _all_experts(values: ConfigValues, index: int, *, bias: bool = False) -> Wei
 
 
 def _qwen_experts(values: ConfigValues, index: int) -> Weights:
+    # Qwen MoE models keep some layers dense: every n-th is sparse, and a list names exceptions.
     is_sparse = values.count("num_local_experts") > 0 and (index + 1) % values.size("decoder_sparse_step") == 0
     if not is_sparse or index in values.indices("mlp_only_layers"):
         return _dense(values, index)
@@ -207,6 +208,7 @@ def _latent_layer(values: ConfigValues, index: int) -> Weights:
 def _square_layer(values: ConfigValues, index: int, *, attention_bias: str, mlp_bias: str, affine: str = "") -> Weights:
     """Count a layer with one key and value head per query head, a plain feed-forward part and LayerNorms."""
     hidden = values.hidden
+    # These families leave the inner size out where it is the usual four times H.
     inner = values.optional_size("intermediate_size") or 4 * hidden
     attention, mlp = values.flag(attention_bias), values.flag(mlp_bias)
     norms = Weights(vector=4 * hidden if not affine or values.flag(affine) else 0)

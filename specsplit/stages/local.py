@@ -57,6 +57,7 @@ async def local_stages(
     async with AsyncExitStack() as stack:
         for stage in stages:
             stack.push_async_callback(stage.aclose)
+        # All start at once, since each of them loads a model; the first error wins after all have ended or serve.
         for error in await asyncio.gather(*(stage.start() for stage in stages), return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -152,6 +153,7 @@ class _LocalStage:
     async def _supervise(self) -> None:
         loop, pause_s = asyncio.get_running_loop(), _PAUSES_S[0]
         while True:
+            # A stage that keeps dying is restarted ever more rarely; one that lasted a while starts over.
             began_s = loop.time()
             code = await self._ended()
             if loop.time() - began_s > _LASTING_S:
@@ -199,7 +201,8 @@ class _LocalStage:
         except (WorkerUnreachable, DeadlineExceeded):
             await peer.renew()
             return _SILENT
-        except SpecSplitError:  # it answers, whatever it is
+        except SpecSplitError:
+            # An error is an answer: the process lives, and health is the business of its coordinator.
             return None
         try:
             check_alive(peer, ping, self._step_timeout_s)

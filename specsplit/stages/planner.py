@@ -275,6 +275,7 @@ class _Costs:
             weights += shape.embedding
         if has_head:
             weights += shape.final_norm
+            # A tied head costs nothing beside its embedding, and a copy of it on another stage.
             if not (has_embedding and shape.is_tied):
                 weights += shape.head
         return weights.num_bytes(self._workload.dtype)

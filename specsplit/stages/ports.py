@@ -82,7 +82,7 @@ class StageLink(Protocol):
 
 @runtime_checkable
 class SlotReleaser(Protocol):
-    """A StageLink over which stages can be told that a slot's session has ended."""
+    """A StageLink that can inform stages that a slot's session has ended."""
 
     def end(self, slot: int, epoch: int) -> None:
         """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""

@@ -143,6 +143,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
             ShardOptions(dtype=dtype, device=settings.device, context=model.context, threads=settings.threads),
         )
         ends = CoordinatorEnds(embedding, head)
+    # Without weights here (config and tokenizer only) the hashes of stages cannot be compared, and are believed.
     source = settings.model if _has_weights(settings.model) else None
     return Coordinator(model, ends, expected_chain(model, settings.ends, source), ranges)
 
@@ -185,6 +186,7 @@ async def connect_chain(link: RemoteChain, retry_s: float, note: Note | None = N
             if note is not None:
                 note(f"{str(error).rstrip('.')}; trying again for {math.ceil(left_s)} s.")
                 note = None  # once is enough
+        # Drawn at random, so that coordinators that wait for the same stage do not come at once.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _PAUSES_S[1])
 
@@ -257,6 +259,7 @@ async def serving_chain(
                 step_timeout_s=settings.step_timeout,
             ),
         )
+        # Closed in reverse: the server drains, the engine ends its sessions, then the link lets the stages go.
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
         device = ThreadExecutor("target", settings.threads)

@@ -29,7 +29,7 @@ class ModelShape:
     embedding: Weights
     """Token embedding and learned positions, with the projection behind them if there is one."""
     final_norm: Weights
-    """With the projection before the head, where there is one."""
+    """Final norm, with the projection before the head if there is one."""
     head: Weights
     is_tied: bool
     """Whether the head is the token embedding; apart from it, the head is a copy and counts."""

@@ -96,6 +96,7 @@ class PendingChainForward:
     def _take_outcomes(self) -> dict[StepSlice, Exception]:
         """Take in the answers of the attempt, and return the first error of each slice that is not answered."""
         failed: list[tuple[SentPacket, Exception]] = []
+        # Answers first: rows that a later chunk's answer proves held are not sent again for an earlier error.
         for sent, outcome in zip(self._attempt.sent, self._attempt.outcomes.result(), strict=True):
             if isinstance(outcome, Exception):
                 failed.append((sent, outcome))

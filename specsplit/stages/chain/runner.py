@@ -125,6 +125,7 @@ class ChainRunner:
         for index in range(max(map(len, chunks.values()))):
             together = tuple((step_slice, own[index]) for step_slice, own in chunks.items() if index < len(own))
             packet = self._packet(together, before)
+            # The next chunk of a slice follows before this one is answered, so it names this packet's rows as kept.
             for step_slice, chunk in together:
                 before[step_slice] = LastRows(packet.request_id, chunk.start, tuple(range(chunk.end - chunk.start)))
             sent.append(SentPacket(packet, together))
@@ -163,6 +164,7 @@ class ChainRunner:
 
 
 def _step_kind(sessions: Sequence[PacketSession]) -> StepKind:
+    # More than one wanted row means a tree: the root and its nodes.
     if any(session.num_logits > 1 for session in sessions):
         return StepKind.VERIFY
     return StepKind.DECODE if all(session.num_tokens == 1 for session in sessions) else StepKind.PREFILL

@@ -69,6 +69,7 @@ class ChainTarget(TargetEngine):
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
+        # With ends = stages the "logits" of a ChainInput are the picks themselves, one per wanted row.
         picks: list[int] = logits.tolist()
         if NOT_A_NUMBER in picks:
             raise self._damaged()

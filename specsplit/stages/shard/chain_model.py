@@ -73,6 +73,7 @@ def load_chain_model(
         raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}.", param="dtype")
     if max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
+    # The same checks as a worker makes at load, so that a model that cannot be cut is refused before any stage starts.
     path, name = resolve(source, "target")
     config = load_config(path, name)
     refuse_by_config(config)

@@ -152,6 +152,7 @@ class ShardRunner(Runner):
         if not self.spec.has_embedding or hidden is not None:
             step = (self._checked(hidden, num_tokens), *step[1:])
         rows = self.backend.forward(*step)
+        # The rows leave this process next; without waiting the copy out of the device would be timed as the link's.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.num_forwards += 1
@@ -176,6 +177,7 @@ class ShardRunner(Runner):
                 param="hidden",
             )
         hidden = hidden.to(self.device, self.dtype)
+        # Every later row of the slot attends to this one, so a NaN would stay for the rest of the session.
         if not hidden.isfinite().all():
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
@@ -295,6 +297,7 @@ def load_ends(source: str, options: ShardOptions | None = None) -> tuple[LoadedS
     options = replace(options or ShardOptions(), max_sessions=1)
     embedding, head = ShardSpec(0, 0, has_embedding=True), ShardSpec(0, 0, has_head=True)
     both = ShardSpec(0, 0, has_embedding=True, has_head=True)
+    # One load for both ends, so that a tied embedding is one tensor in memory.
     first, last = _load(source, both, [embedding, head], options)
     return first, last
 
@@ -348,6 +351,7 @@ def _runner(
 
 
 def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
+    # An end alone has no attention to probe, and no KV.
     if part.spec.is_empty:
         model.set_attn_implementation(NAME)
         return ProbeResult((), ())
@@ -372,6 +376,7 @@ def _check_rows(runner: ShardRunner, part: PartialModel, name: str) -> None:
     else:
         ours = runner.rows([hidden_entry(0, 0, num_tokens, num_logits=num_tokens)], source[0])
     positions = torch.arange(num_tokens, device=runner.device)
+    # The same model object computes the truth, with the family's own attention and masks.
     part.model.set_attn_implementation("eager")
     try:
         truth = part(source, positions[None], positions)

@@ -37,6 +37,7 @@ def torch_dtype(kind: PayloadType) -> torch.dtype | None:
 
 def to_payload(tensor: Tensor) -> Buffer:
     """Return the tensor's bytes, row after row; a view of its memory where that is possible."""
+    # torch cannot view an empty tensor as bytes.
     if tensor.numel() == 0:
         return b""
     return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -105,6 +105,7 @@ class Connection:
 
     async def aclose(self, *, in_order: bool = False) -> None:
         """Cut the streams; `in_order` tells the stages that nobody will come back to their slots."""
+        # Senders that still wait fail first; nothing is begun on a connection that is lost.
         self.lose(WorkerUnreachable("The chain was closed during the call."))
         if in_order:
             await self._end()

@@ -84,6 +84,7 @@ class ChainMembers:
         """Put a spare that fits in the place of a stage, and return whether there was one."""
         lost = self.stages[index]
         assert lost.identity is not None, "a chain is connected before it is restored"
+        # Identity and weights are checked again: another process may have taken a spare's address.
         for spare in self.spares:
             try:
                 await self.admit(spare, lost.identity)

@@ -128,7 +128,7 @@ class StagePeer:
             return await to.import_slot(chain, pieces, timeout_s)
 
     async def import_slot(self, chain: ChainId, pieces: AsyncGenerator[bytes], timeout_s: float) -> int:
-        """Give the stage a slot's content, piece by piece; nothing where there is none."""
+        """Give the stage a slot's content, piece by piece; does nothing if there is none."""
         duplex: Duplex | None = None
         num_bytes = 0
         try:
@@ -151,7 +151,7 @@ class StagePeer:
         return num_bytes
 
     async def renew(self) -> None:
-        """Forget the connection: the next call dials at once, whatever the last one came to."""
+        """Forget the connection: the next call dials at once."""
         # A channel that failed backs off before it dials again; a new one does not.
         channel, self._channel = self._channel, WorkerChannel(self.address, self.name)
         await channel.aclose()

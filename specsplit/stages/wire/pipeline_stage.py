@@ -173,7 +173,7 @@ class PipelineStage:
         return self._answered_bytes + (self._next.sent_bytes if self._next else 0)
 
     async def open(self) -> None:
-        """Open the way to the next stage; raises WorkerUnreachable where there is none."""
+        """Open the way to the next stage; raises WorkerUnreachable if it cannot be reached."""
         if self._next is not None:
             await self._next.open()
 

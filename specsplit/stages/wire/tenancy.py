@@ -75,6 +75,7 @@ class Tenancy:
         async with self.changing:
             before = self.position
             self._check_change(before, chain, takeover=request.takeover)
+            # Streams of the old position are cut with an error that says who has the stage now.
             await self.stop_grace()
             is_same = before is not None and before.chain.coordinator == chain.coordinator
             kept = request.keep_slots and is_same
