@@ -83,7 +83,7 @@ def decode(data: Buffer, link: str = "a link") -> Packet:
     if view.nbytes < head or bytes(view[:4]) != _MAGIC:
         raise CorruptPacket(link)
     (crc,) = _CRC.unpack_from(view, _HEADER.size)
-    # Damage is distinguished from nonsense before anything is parsed: behind a wrong crc not even the request id can be trusted.
+    # The crc comes before any parsing: behind a wrong one not even the request id can be trusted.
     if crc != zlib.crc32(view[head:], zlib.crc32(view[: _HEADER.size])):
         raise CorruptPacket(link)
     try:
