@@ -156,7 +156,7 @@ class StageSettings(_Frozen):
 
     @property
     def layer_range(self) -> range | None:
-        """Return the layers; None where none are named."""
+        """Return the layers; None if none are named."""
         if self.layers is None:
             return None
         start, end = map(int, self.layers.split(":"))

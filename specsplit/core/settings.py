@@ -316,7 +316,7 @@ def _validated(layer: _Layer) -> Settings:
 
 def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSettings:
     """Turn the first complaint into one sentence that names the setting as the user spelled it."""
-    # Only the first complaint is told: one that follows from it would confuse.
+    # Only the first complaint is shown: the next ones may follow from it.
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
     name = names.get(key, str(first["loc"][0]))

@@ -96,7 +96,7 @@ class Acceptance:
 
 
 class DepthProfile:
-    """How often a parent's first child is accepted, by depth, and how often a further sibling is where it is not.
+    """Shares of parents whose first child is accepted, by depth, and of misses that a further sibling catches.
 
     Each count is a pair of observations and hits; older ones count less.
     """

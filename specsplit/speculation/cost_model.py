@@ -36,7 +36,7 @@ class Costs:
     draft: DraftTimes | None = None
     """None if trees cost nothing."""
     round_trip_s: float = 0.0
-    """Seconds between two verdicts beside the forward: the way to the target and back, and the orchestrator's own."""
+    """Seconds between two forwards: the way to the target and back, and the orchestrator's own."""
     hit_rate: float = 0.0
     """Share of rounds whose outcome was already drafted when the verdict came."""
     max_unacknowledged: int = 8
@@ -57,13 +57,13 @@ class Costs:
 class Profile:
     """Acceptance by place in the tree, to predict trees that do not exist yet.
 
-    `accept_by_depth`: of a parent's first child, given its parent's; deeper than listed is as the last.
-    `catch_by_rank`: of rounds that miss a first child, the share that its second, third, ... sibling catches; a
-    sibling beyond the list catches none.
+    Deeper levels than listed are as the last one; siblings beyond the list catch nothing.
     """
 
     accept_by_depth: tuple[float, ...]
+    """Acceptance of a parent's first child, given the parent's."""
     catch_by_rank: tuple[float, ...] = ()
+    """Share of the rounds that miss a first child which its second, third, ... sibling catches."""
 
     def children(self, depth: int, branching: int) -> list[float]:
         """Return the acceptance of each child of an accepted node, at `depth` (1 below the root)."""
@@ -139,7 +139,7 @@ class Limits:
     """
 
     nodes: tuple[int, ...] = TREE_SIZES
-    """Tree sizes beside 0, ascending."""
+    """Tree sizes above 0, ascending."""
     max_depth: int = 8
     branching: int = 3
     margin: float = SWITCH_MARGIN

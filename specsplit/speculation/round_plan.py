@@ -51,7 +51,7 @@ _PLAIN, _STREAMED_PLAIN = RoundPlan("plain"), RoundPlan("stream")
 class RoundPlanner:
     """Plans every round of one session: the user's mode and shape, or in `auto` what predicts most tokens per second.
 
-    `modes` are those that `auto` may choose beside plain decoding: with a draft it runs the first one until something
+    `modes` are those that `auto` compares with plain decoding: with a draft it runs the first one until something
     is known, without a draft only a stream gains anything. `end` is the number of tokens, prompt included, at which
     the session must stop; `max_nodes` is the target's limit.
 
@@ -88,7 +88,7 @@ class RoundPlanner:
         The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too. Without
         `has_draft` the draft is known to be of no use at present.
         """
-        #     [committed | tree | bonus token] must end at `end`, and the draft's context holds all but the bonus token.
+        # [committed | tree | bonus token] ends at `end` at the latest; the draft needs a place behind its tree, too.
         room = self._end - num_committed - 1
         draft_room = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:

@@ -171,7 +171,8 @@ class RatePredictor:
 class SpeculationStats:
     """Measured times and counted outcomes of rounds; older ones count less, so that they follow a change.
 
-    Only if it `plans` are the parts counted that `auto` and streams go by: the caller asks before it counts `times`.
+    `auto` and streams need all of it, fixed modes only the acceptance: the rest is counted only if it `plans`. For
+    `times` that is the caller's part.
     """
 
     def __init__(self, *, plans: bool = True) -> None:

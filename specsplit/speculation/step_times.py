@@ -270,7 +270,7 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable
 
 
 def _non_decreasing(values: Sequence[float]) -> list[float]:
-    """Return the nearest non-decreasing values: where they fall, their mean (pool adjacent violators)."""
+    """Return the nearest non-decreasing values: falling neighbours get their mean (pool adjacent violators)."""
     if all(map(le, values, values[1:])):
         return list(values)
     # Invariant: the means of the blocks rise; a value below the last mean joins that block, and so on backwards.

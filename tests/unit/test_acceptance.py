@@ -46,7 +46,7 @@ def test_estimates_converge_to_the_true_rate(rate: float):
     assert probability(table, UNLIKELY) == pytest.approx(rate, abs=0.03)
 
 
-def test_a_source_with_different_rates_is_told_apart_by_cell():
+def test_each_cell_learns_its_own_rate():
     truth = {draft_cell(math.log(0.5), 0): 0.9, draft_cell(math.log(0.5), 1): 0.2, agreed_cell(math.log(0.5), 0): 0.97}
     truth |= {lookup_cell(1, 1, 0): 0.05, lookup_cell(20, 1, 0): 0.6}
     table, source = Acceptance(half_life=1000), random.Random(2)

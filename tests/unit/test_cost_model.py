@@ -246,7 +246,7 @@ def test_a_longer_round_trip_favours_pingpong_over_plain(costs: Costs, nodes: in
 
 @settings(deadline=None, max_examples=50)
 @given(profiles, costs_drawn, st.sets(st.sampled_from(SPECULATING)))
-def test_the_first_choice_is_the_best_of_all(profile: Profile, costs: Costs, offered: set[RoundMode]):
+def test_the_first_decision_is_the_best_plan_of_all(profile: Profile, costs: Costs, offered: set[RoundMode]):
     limits = Limits((1, 2, 3, 5, 8), max_depth=3, branching=2)
     decision = choose_plan(dict.fromkeys(sorted(offered), profile), costs, limits)
     rates_by_mode: dict[RoundMode, list[float]] = {"plain": [tokens_per_s("plain", 1, 0, 0, costs)]}
@@ -274,7 +274,7 @@ def test_a_useless_draft_is_never_used(costs: Costs):
 
 @settings(deadline=None)
 @given(costs_drawn)
-def test_a_choice_never_promises_less_than_plain_decoding(costs: Costs):
+def test_a_decision_never_predicts_less_than_plain_decoding(costs: Costs):
     decision = choose_plan(dict.fromkeys(SPECULATING, GOOD), costs, LIMITS)
     assert decision.tokens_per_s >= tokens_per_s("plain", 1, 0, 0, costs)
 
@@ -300,7 +300,7 @@ def test_a_long_way_asks_for_a_stream_and_a_short_one_for_less():
     assert choose_plan({"pingpong": GOOD, "overlap": GOOD}, near, LIMITS).mode == "pingpong"
 
 
-def test_a_choice_stands_until_another_is_clearly_better_for_a_while():
+def test_a_decision_stands_until_another_plan_is_better_for_a_while():
     profiles_by_mode = {"pingpong": GOOD}
     first = choose_plan(profiles_by_mode, costs_of(STAIRCASE), LIMITS)
     stairs = {rows: took_s * (1 if rows < 17 else 0.5) for rows, took_s in STAIRCASE.items()}
@@ -382,7 +382,7 @@ def scaled_by(share: dict[RoundMode, float]) -> RateCorrector:
     return lambda mode, predicted: predicted * share.get(mode, 1.0)
 
 
-def test_a_mode_that_does_not_keep_what_the_model_promises_is_left():
+def test_a_mode_slower_than_predicted_is_left():
     profiles: dict[RoundMode, Profile] = dict.fromkeys(("overlap", "stream"), GOOD)
     costs = costs_of(FLAT)
     predicted = {plan.mode: plan.tokens_per_s for plan in choose_plan(profiles, costs, LIMITS).alternatives}

@@ -1,4 +1,4 @@
-"""What came of promised rates: by mode, by time, and what it says of modes that were never tried."""
+"""Corrections of predicted rates: by mode, by time, and for modes that were never tried."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_mode_never_tried_is_corrected_like_tried_ones_with_a_draft():
     assert corrections.factor("plain") == 1.0
     corrections.observe("overlap", 0.1, 0.1)
     assert corrections.factor("stream") < corrections.factor("overlap") < 0.6
-    assert corrected_after(100, 0.08).factor("overlap") == 1.0, "and never more than promised"
+    assert corrected_after(100, 0.08).factor("overlap") == 1.0, "and never more than predicted"
 
 
 def test_what_is_not_tried_is_slowly_believed_again():

@@ -26,12 +26,12 @@ async def test_an_engine_tells_its_step_times_once_it_has_measured(role: Role):
     engine = TargetEngine(model) if role == "target" else DraftEngine(model)
     assert (await engine.ping()).step_times == ()
     await engine.measure()
-    told = (await engine.ping()).step_times
-    rows = [count for count, _ in told]
+    measured = (await engine.ping()).step_times
+    rows = [count for count, _ in measured]
     assert rows == sorted(set(rows))
     assert rows[0] == 1
     assert rows[-1] <= min(model.context, model.node_limit + 1)
-    assert all(0 < seconds < math.inf for _, seconds in told)
+    assert all(0 < seconds < math.inf for _, seconds in measured)
     assert engine.num_sessions == 0
     assert not runner.violations
     await engine.aclose()
@@ -47,8 +47,8 @@ async def test_a_slow_model_is_measured_no_longer_than_it_may(monkeypatch: pytes
 
 
 def test_step_times_travel_with_the_identity():
-    told = codec.decode_identity(codec.encode_identity(IDENTITY, "1"))
-    assert told.step_times == ()
+    sent = codec.decode_identity(codec.encode_identity(IDENTITY, "1"))
+    assert sent.step_times == ()
     message = codec.encode_identity(Identity(**{**_fields(), "step_times": TIMES}), "1")
     came = codec.decode_identity(message).step_times
     assert [rows for rows, _ in came] == [rows for rows, _ in TIMES]
@@ -73,9 +73,9 @@ def test_what_workers_measured_is_where_an_experience_begins():
     assert stats.times.has_seen_plain
     assert stats.times.verify is not None
     assert stats.times.verify.grid == dict(TIMES)
-    choice = stats.decide(("pingpong",), _limits(), has_draft=True)
-    assert choice is not None
-    assert {plan.mode for plan in choice.alternatives} == {"plain"}, "no draft has proposed anything yet"
+    decision = stats.decide(("pingpong",), _limits(), has_draft=True)
+    assert decision is not None
+    assert {plan.mode for plan in decision.alternatives} == {"plain"}, "no draft has proposed anything yet"
     # What was learned since is not thrown away for what was measured at the start.
     for _ in range(9):
         stats.times.verify.observe(1, 0.020)
