@@ -38,7 +38,7 @@ class Workers:
         self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
-        """Return the orchestrator for `settings`: the same for equal ones, so that it keeps what it has learned."""
+        """Return the orchestrator for `settings`, the same for equal ones; all of them share what they learn."""
         speculation = Speculation(
             mode=settings.mode,
             nodes=settings.nodes,

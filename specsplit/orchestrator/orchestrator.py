@@ -62,7 +62,7 @@ class Orchestrator:
         self.retry_policy = retry_policy
         drafts = drafter is not None and speculation.mode not in ("plain", "lookup")
         self._target = target_peer(verifier)
-        self._draft = draft_peer(drafter, retry_policy.rng) if drafter is not None and drafts else None
+        self._draft = draft_peer(drafter, self._target, retry_policy.rng) if drafter is not None and drafts else None
         self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
         self._met: Identity | None = None
         """The target that these settings were checked against."""

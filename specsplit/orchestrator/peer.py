@@ -88,19 +88,21 @@ class TargetPeer:
 
 
 class DraftPeer:
-    """One draft: who it is, and whether it is to be asked.
+    """One draft in front of one target: who it is, and whether it is to be asked.
 
     It is pinged in the background only while a session could use it (`enter`, `leave`).
     """
 
-    def __init__(self, drafter: Drafter, rng: random.Random) -> None:
+    def __init__(self, drafter: Drafter, target: TargetPeer, rng: random.Random) -> None:
         self.drafter = drafter
+        self.target = target
         self.identity: Identity | None = None
         self.trouble: Reason | None = "unreachable"
         """Why nobody asks before a ping is answered, None if it is well."""
         self.cooldown = Cooldown()
         self._rng = rng
-        self._target: Identity | None = None
+        self._met: Identity | None = None
+        """The target whose vocabulary it has to share."""
         self._up_since_s = -math.inf
         self._num_sessions = 0
         self._recovery: asyncio.Task[None] | None = None
@@ -113,7 +115,7 @@ class DraftPeer:
         Raises:
             VocabularyMismatch, PeerMismatch: it answers, and is no draft for `target`.
         """
-        self._target = target
+        self._met = target
         try:
             async with asyncio.timeout(min(_MEETING_S, remaining_s)):
                 await self.check()
@@ -133,7 +135,7 @@ class DraftPeer:
         Raises:
             VocabularyMismatch: it does not share the target's vocabulary.
         """
-        identity, target = await self.drafter.ping(), self._target
+        identity, target = await self.drafter.ping(), self._met
         assert target is not None, "met before it is used"
         if identity.vocab_hash != target.vocab_hash:
             raise VocabularyMismatch(
@@ -212,10 +214,10 @@ def _reason_of_silence(error: Exception) -> Reason:
     return "unreachable" if isinstance(error, TimeoutError | DeadlineExceeded) else reason_of(error)
 
 
-# All orchestrators of a process share a worker's peer. A peer holds its worker, so the id of a worker stays its own
-# as long as there is an entry; the entry goes with the last orchestrator or session that uses it.
+# All orchestrators of a process share the peers of their workers. A peer holds its worker, so the worker's id stays its
+# own as long as there is an entry; the entry goes with the last orchestrator or session that uses the peer.
 _targets: WeakValueDictionary[int, TargetPeer] = WeakValueDictionary()
-_drafts: WeakValueDictionary[int, DraftPeer] = WeakValueDictionary()
+_drafts: WeakValueDictionary[tuple[int, int], DraftPeer] = WeakValueDictionary()
 
 
 def target_peer(verifier: Verifier) -> TargetPeer:
@@ -226,9 +228,12 @@ def target_peer(verifier: Verifier) -> TargetPeer:
     return peer
 
 
-def draft_peer(drafter: Drafter, rng: random.Random) -> DraftPeer:
-    """Return the peer of this draft, which all orchestrators of the process share; `rng` jitters a new peer's pings."""
-    peer = _drafts.get(id(drafter))
+def draft_peer(drafter: Drafter, target: TargetPeer, rng: random.Random) -> DraftPeer:
+    """Return the peer of this draft in front of `target`, which all orchestrators of the process share.
+
+    `rng` jitters the pings of a new peer.
+    """
+    peer = _drafts.get((id(drafter), id(target)))
     if peer is None:
-        peer = _drafts[id(drafter)] = DraftPeer(drafter, rng)
+        peer = _drafts[id(drafter), id(target)] = DraftPeer(drafter, target, rng)
     return peer

@@ -111,7 +111,7 @@ class RoundPlanner:
             return RoundPlan(modes[0], self._first, self._first)
         if not stats.times.has_seen_plain:
             return _PLAIN
-        decision = stats.last_decision(modes, has_draft=has_draft)
+        decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
         if self._num_rounds % DECIDE_EVERY == 1 or decision is None:
             decision = stats.decide(modes, self._limits, has_draft=has_draft)
         if decision is None:

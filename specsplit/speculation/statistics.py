@@ -185,7 +185,7 @@ class SpeculationStats:
         self._predictors = {
             has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)
         }
-        self._decisions: dict[tuple[bool, tuple[RoundMode, ...]], Decision] = {}
+        self._decisions: dict[tuple[bool, tuple[RoundMode, ...], Limits], Decision] = {}
         """The last decision by the modes on offer, with or without a draft: sessions without one decide apart."""
 
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
@@ -237,7 +237,7 @@ class SpeculationStats:
         times = self.times
         if times.verify is None:
             return None
-        last = self._decisions.get((has_draft, modes))
+        last = self._decisions.get((has_draft, modes, limits))
         current = last.mode if last is not None else None
         predictor, gap_s = self._predictors[has_draft], times.gap_s
         predictor.forgive(current)
@@ -249,7 +249,7 @@ class SpeculationStats:
             predictor.predict_without_lookup(decision.mode, decision.predicted_tokens_per_s),
             1 / (times.verify.seconds(1) + gap_s),
         )
-        self._decisions[has_draft, modes] = decision = replace(
+        self._decisions[has_draft, modes, limits] = decision = replace(
             decision, without_lookup=without_lookup, has_draft=has_draft
         )
         return decision
@@ -264,9 +264,9 @@ class SpeculationStats:
         drafted = self._profile.profile
         return {mode: drafted for mode in _DRAFTED if mode in modes}
 
-    def last_decision(self, modes: tuple[RoundMode, ...], *, has_draft: bool) -> Decision | None:
+    def last_decision(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
         """Return what was decided last among plain decoding and `modes`, with or without a draft."""
-        return self._decisions.get((has_draft, modes))
+        return self._decisions.get((has_draft, modes, limits))
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate."""

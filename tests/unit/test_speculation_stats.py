@@ -91,8 +91,17 @@ def test_a_session_without_a_draft_chooses_for_itself():
     stats = begun()
     both = decided(stats)
     alone = stats.decide((), Limits(), has_draft=False)
-    assert stats.last_decision(("pingpong",), has_draft=True) is both
-    assert stats.last_decision((), has_draft=False) is alone
+    assert stats.last_decision(("pingpong",), Limits(), has_draft=True) is both
+    assert stats.last_decision((), Limits(), has_draft=False) is alone
+
+
+def test_sessions_of_other_limits_decide_for_themselves():
+    stats, small = begun(), Limits(nodes=(1, 2), max_depth=2)
+    large = decided(stats)
+    assert stats.last_decision(("pingpong",), small, has_draft=True) is None
+    decision = stats.decide(("pingpong",), small, has_draft=True)
+    assert decision is not None
+    assert stats.last_decision(("pingpong",), Limits(), has_draft=True) is large
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():

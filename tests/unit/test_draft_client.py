@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import random
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +15,7 @@ from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, PeerMismatch, Wo
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.peer import Cooldown
+from specsplit.orchestrator.peer import Cooldown, draft_peer, target_peer
 from specsplit.orchestrator.request import DegradedPhase, Result, RetryPolicy
 from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, FakeTokenizer, perfect_guess
 from tests.support.flaky import CHAIN, PROMPT, Fault, Flaky, collect, orchestrator, request, workers
@@ -33,6 +36,40 @@ def test_sessions_share_what_is_known_of_a_draft() -> None:
     assert all([phase.reason for phase in result.degraded] == ["unreachable"] for result in results)
     assert len([at for at in draft.called_s if at >= 0.1]) <= 8  # those under way together, and nobody after them
     assert draft.num_pings < 16
+
+
+def test_orchestrators_over_the_same_workers_share_what_is_known_of_a_draft() -> None:
+    target, draft = workers()
+    draft.after, draft.late_s = Fault.LATE, 0.4
+
+    async def main() -> tuple[int, int]:
+        one, other = orchestrator(target, draft), orchestrator(target, draft)
+        await collect(one, request(300))
+        calls = draft.num_calls
+        await collect(other, request(20))
+        return calls, draft.num_calls
+
+    calls, then = run_virtual(main)
+    assert calls > 5
+    assert then - calls <= 1
+
+
+def test_peers_are_shared_as_long_as_anybody_uses_them() -> None:
+    target, draft = workers()
+    rng = random.Random(1)
+    one, other = target_peer(target), target_peer(target)
+    assert one is other
+    assert one is not target_peer(workers()[0])
+    peer = draft_peer(draft, one, rng)
+    assert draft_peer(draft, one, rng) is peer
+    stats = one.stats(peer, is_greedy=True, plans=True)
+    assert other.stats(peer, is_greedy=True, plans=True) is stats
+    assert other.stats(peer, is_greedy=False, plans=True) is not stats
+    assert other.stats(None, is_greedy=True, plans=True) is not stats
+    forgotten = weakref.ref(one)
+    del one, other, peer, stats
+    gc.collect()
+    assert forgotten() is None
 
 
 class ForSomeSessions(Flaky):
