@@ -22,7 +22,7 @@ from specsplit.core.types import Note
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
-_PAUSES_S = (0.2, 10.0)
+PAUSES_S = (0.2, 10.0)
 """Pause before a stage that ended is started again: the first one, and the longest."""
 _LASTING_S = 60.0
 """A stage that ran for so long is restarted with the first pause again."""
@@ -32,7 +32,7 @@ _MAX_SILENT = 5
 """Unanswered pings in a row after which a stage counts as hung."""
 _SILENT = "it does not answer."
 _STOP_S = 5.0
-_LINE_BYTES = 1 << 20
+LINE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +94,7 @@ class _LocalStage:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is the target's to hear, which needs its stages to drain
-                limit=_LINE_BYTES,
+                limit=LINE_BYTES,
             )
         except OSError as error:
             raise ResourceError(f"{self._name} cannot be started ({error.strerror}).") from error
@@ -118,7 +118,7 @@ class _LocalStage:
             # Its pipe is read to the end: a process that waits on a full pipe would never close it.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
-                    while await process.stdout.read(_LINE_BYTES):
+                    while await process.stdout.read(LINE_BYTES):
                         pass
             await process.wait()
             raise WorkerFailed(f"{self._name} did not say where it serves, and was ended; it said {line[:80]!r}.")
@@ -151,16 +151,16 @@ class _LocalStage:
             await asyncio.wait({self._forwarding})
 
     async def _supervise(self) -> None:
-        loop, pause_s = asyncio.get_running_loop(), _PAUSES_S[0]
+        loop, pause_s = asyncio.get_running_loop(), PAUSES_S[0]
         while True:
             # A stage that keeps dying is restarted ever more rarely; one that lasted a while starts over.
             began_s = loop.time()
             code = await self._ended()
             if loop.time() - began_s > _LASTING_S:
-                pause_s = _PAUSES_S[0]
+                pause_s = PAUSES_S[0]
             _log.warning("%s ended (%s); starting it again in %g s", self._name, _ending(code), pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
+            pause_s = min(2 * pause_s, PAUSES_S[1])
             try:
                 await self.start()
             except SpecSplitError as error:
