@@ -1,4 +1,4 @@
-"""`specsplit stage`: load some layers of a target, serve them, say where, and drain when told to stop."""
+"""`specsplit stage`: load some layers of a target, serve them, print the address, and drain at a signal."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def find_outline(path: str, name: str, config: Any) -> Outline:
     """Return the outline of the model that `config` describes; allocates nothing.
 
     Raises:
-        ModelUnsupported: its layers cannot be told apart from its ends, or read more than hidden states.
+        ModelUnsupported: its layers cannot be separated from its ends, or read more than hidden states.
     """
     with translated(path, name):
         with torch.device("meta"):

@@ -156,10 +156,10 @@ def _split(data: bytes) -> tuple[memoryview, bool] | None:
 
 def error_frame(error: Exception, request_id: int | None = None, after: int = 0) -> bytes:
     """Return the frame with the reason why a packet has no answer; without its id, why none after `after` has one."""
-    told = stage_pb2.PacketError(request_id=request_id, after=after, status=status_of(error).SerializeToString())
-    return stage_pb2.Frame(error=told).SerializeToString()
+    message = stage_pb2.PacketError(request_id=request_id, after=after, status=status_of(error).SerializeToString())
+    return stage_pb2.Frame(error=message).SerializeToString()
 
 
-def error_in(told: stage_pb2.PacketError, peer: str) -> SpecSplitError:
+def error_in(message: stage_pb2.PacketError, peer: str) -> SpecSplitError:
     """Return the error that `error_frame` was given; `peer` names the stage at the start of a sentence."""
-    return error_said(told.status, peer)
+    return error_said(message.status, peer)
