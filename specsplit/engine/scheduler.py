@@ -82,8 +82,8 @@ class Scheduler:
         try:
             self._poll()
             batch = self._schedule()
-            logits = self._run(batch) if batch is not None else None
-            if batch is not None and logits is not None:
+            if batch is not None:
+                logits = self._run(batch)
                 self._postprocess(batch, logits)
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self._fail_all(error)
@@ -97,8 +97,7 @@ class Scheduler:
             while not task.has_ended:
                 batch = Batch([task])
                 logits = self._run(batch)
-                if logits is not None:
-                    self._postprocess(batch, logits)
+                self._postprocess(batch, logits)
                 if task.has_ended or turn.is_over:  # the clock is not asked for nothing
                     break
         except Exception as error:  # noqa: BLE001 - as in `step`
@@ -147,8 +146,10 @@ class Scheduler:
             self._await(batch, forward)
         return None
 
-    def _postprocess(self, batch: Batch, logits: list[Tensor]) -> None:
-        """Give each task its logits: it asks for its next forward, or ends."""
+    def _postprocess(self, batch: Batch, logits: list[Tensor] | None) -> None:
+        """Give each task its logits: it asks for its next forward, or ends. Without logits it does nothing."""
+        if logits is None:
+            return
         batch.end(self._name)
         for task, rows in zip(batch.tasks, logits, strict=True):
             self._advance(task, rows)

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specsplit.core.tree import depths
-
 
 def is_chain(parents: Sequence[int]) -> bool:
     """Return whether each entry's parent is the entry before it."""
@@ -34,6 +32,9 @@ def ancestor_mask(parents: Sequence[int]) -> Tensor:
     return torch.from_numpy(bits.view(np.bool_))
 
 
-def position_ids(base_length: int, parents: Sequence[int]) -> Tensor:
-    """Return int64 [N] on the CPU: entries with parent -1 stand at `base_length`, each child one behind its parent."""
-    return torch.tensor([base_length - 1 + depth for depth in depths(parents)], dtype=torch.int64)
+def positions(base_length: int, parents: Sequence[int]) -> list[int]:
+    """Return each entry's position: with parent -1 it stands at `base_length`, each child one behind its parent."""
+    result: list[int] = []
+    for parent in parents:
+        result.append(base_length if parent < 0 else result[parent] + 1)
+    return result

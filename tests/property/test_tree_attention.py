@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsplit.core.tree import path_to
-from specsplit.sampling.tree_attention import ancestor_mask, is_chain, position_ids
+from specsplit.sampling.tree_attention import ancestor_mask, is_chain, positions
 
 
 @st.composite
@@ -22,12 +22,11 @@ def test_mask_and_positions_match_the_oracle(parents: list[int], base: int) -> N
     mask = ancestor_mask(parents)
     assert mask.dtype == torch.bool
     assert mask.shape == (len(parents), len(parents))
-    positions = position_ids(base, parents)
-    assert positions.dtype == torch.int64
+    found = positions(base, parents)
     for node, row in enumerate(mask.tolist()):
         path = path_to(parents, node)
         assert [other for other, visible in enumerate(row) if visible] == path
-        assert positions[node].item() == base + len(path) - 1
+        assert found[node] == base + len(path) - 1
 
 
 @given(size=st.integers(0, 200), base=st.integers(0, 1000))
@@ -36,7 +35,7 @@ def test_a_chain_is_causal(size: int, base: int) -> None:
     chain = list(range(-1, size - 1))
     assert is_chain(chain)
     assert torch.equal(ancestor_mask(chain), torch.ones(size, size, dtype=torch.bool).tril())
-    assert position_ids(base, chain).tolist() == list(range(base, base + size))
+    assert positions(base, chain) == list(range(base, base + size))
 
 
 @given(parents=trees())
@@ -49,4 +48,4 @@ def test_the_mask_is_writable_and_its_own(parents: list[int]) -> None:
 
 def test_several_roots_do_not_see_each_other() -> None:
     assert ancestor_mask([-1, -1, 1]).tolist() == [[True, False, False], [False, True, False], [False, True, True]]
-    assert position_ids(4, [-1, -1, 1]).tolist() == [4, 4, 5]
+    assert positions(4, [-1, -1, 1]) == [4, 4, 5]

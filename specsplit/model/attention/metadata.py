@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specsplit.core.record import record
 from specsplit.sampling.tree_attention import ancestor_mask, is_chain
+from specsplit.sampling.tree_attention import positions as tree_positions
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
@@ -169,10 +170,7 @@ def _row_positions(sequence: SequenceInput) -> Sequence[int]:
     base = sequence.base_length
     if sequence.parents is None:
         return range(base, base + len(sequence.token_ids))
-    positions: list[int] = []
-    for parent in sequence.parents:
-        positions.append(base if parent < 0 else positions[parent] + 1)
-    return positions
+    return tree_positions(base, sequence.parents)
 
 
 def _biases(sequence: SequenceInput, row_positions: Sequence[int], kinds: Sequence[BiasKind]) -> list[_Array]:
