@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from benchmarks.environment import require_bench_extra
-from benchmarks.network_bars import network_bars
 from benchmarks.pair import chosen_pair
 from benchmarks.peers.modes import Shape
 from benchmarks.report import console as report
 from benchmarks.research.calibration.study import calibration
+from benchmarks.research.checkouts.compare import checkouts
+from benchmarks.research.figures import figures
+from benchmarks.research.network_bars import network_bars
+from benchmarks.research.rounds.profile import profile
+from benchmarks.research.rounds.traced import trace
 from benchmarks.research.tree_shapes import sweep_tree
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
@@ -64,12 +68,13 @@ def smoke(
     report.check_output(output)
     require_bench_extra()
     from benchmarks import smoke as smoke_run
-    from benchmarks.report.terminal import show_smoke
+    from benchmarks.report.sections import of_smoke
+    from benchmarks.report.terminal import show_section
 
     console = report.new_console()
     settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, Shape(nodes, depth, branching))
     found = _whole(console, smoke_run.run(settings, report.Progress(console)))
-    show_smoke(console, found)
+    show_section(console, of_smoke(found, Path("this"), "smoke"))
     report.emit(found, output)
     raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
 
@@ -103,7 +108,8 @@ def run(
     """Measure any systems alternately; an interrupted run goes on when it is given the same command."""
     require_bench_extra()
     from benchmarks import run as bench
-    from benchmarks.report.terminal import show_run
+    from benchmarks.report.sections import of_run
+    from benchmarks.report.terminal import show_section
 
     settings = bench.RunSettings(
         systems=_names(systems),
@@ -126,7 +132,7 @@ def run(
     console = report.new_console()
     told = partial(console.print, markup=False)
     found = _whole(console, bench.run(settings, output, report.Progress(console), told))
-    show_run(console, found)
+    show_section(console, of_run(found.whole_file, "run"))
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
@@ -149,34 +155,6 @@ def compare(
     show_comparison(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
     if as_json:
         report.emit(found.to_dict(), None)
-
-
-@app.command()
-def checkouts(
-    base: Annotated[Path, typer.Option(help="Folder of the checkout to compare this one with.", file_okay=False)],
-    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = "plain,pingpong,auto,loopback auto,two stages",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 7,
-    prompts: Prompts = 6,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of a prompt in a measurement; their median counts.")] = 3,
-    new_tokens: NewTokens = 96,
-    threads: Threads = 1,
-    output: Output = None,
-) -> None:
-    """Compare the speed of this checkout with another's, in alternating processes."""
-    report.check_output(output)
-    require_bench_extra()
-    from benchmarks.checkouts import compare as sides
-    from benchmarks.checkouts.sides import KINDS
-
-    chosen = _names(kinds)
-    if unknown := [kind for kind in chosen if kind not in KINDS]:
-        raise typer.BadParameter(f"There is no kind {unknown[0]!r}; there are {', '.join(KINDS)}.")
-    settings = sides.CheckoutSettings(base, chosen, rounds, prompts, repeats, new_tokens, threads)
-    console = report.new_console()
-    with report.Progress(console).running("checkouts", rounds * len(chosen)) as tick:
-        found = sides.run(settings, tick)
-    sides.show(console, found)
-    report.emit(sides.to_record(settings, found), output)
 
 
 @app.command()
@@ -210,7 +188,8 @@ def sweep(
     """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""
     require_bench_extra()
     from benchmarks import sweep_run
-    from benchmarks.report.terminal import show_sweep
+    from benchmarks.report.sections import of_sweep
+    from benchmarks.report.terminal import show_section
     from benchmarks.sweep_grid import GridSettings
 
     settings = GridSettings(
@@ -236,7 +215,7 @@ def sweep(
     console = report.new_console()
     told = partial(console.print, markup=False)
     found = _whole(console, sweep_run.run(settings, output, report.Progress(console), told))
-    show_sweep(console, found)
+    show_section(console, of_sweep(found.whole_file, "sweep"))
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
@@ -264,83 +243,14 @@ def make_report(
     report.emit({**told, "plots": [str(path) for path in written]}, None)
 
 
-@app.command()
-def profile(
-    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "pingpong",
-    new_tokens: NewTokens = 128,
-    threads: Threads = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    functions: Annotated[int, typer.Option(min=1, help="How many to list.")] = 25,
-    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
-    device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
-    nodes: Nodes = defaults.DEFAULT_NODES,
-    depth: Depth = defaults.DEFAULT_DEPTH,
-    branching: Branching = defaults.DEFAULT_BRANCHING,
-    output: Output = None,
-) -> None:
-    """Show where a round's time goes in one generation in process."""
-    report.check_output(output)
-    require_bench_extra()
-    from benchmarks import profile as profiling
-    from benchmarks.report.terminal import show_profile
-
-    chosen, shape = chosen_pair(pair, target, draft, dtype, device), Shape(nodes, depth, branching)
-    settings = profiling.ProfileSettings(mode, new_tokens, threads, temperature, seed, functions, chosen, shape)
-    console = report.new_console()
-    with report.Progress(console).running("profile", profiling.NUM_STEPS) as tick:
-        found = profiling.run(settings, tick)
-    show_profile(console, found)
-    report.emit(found, output)
-
-
-@app.command("trace")
-def make_trace(
-    output: Annotated[Path, typer.Option(help="The file of spans to write, for `report`.", dir_okay=False)],
-    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "overlap",
-    rtt_ms: Annotated[float, typer.Option(min=0, help="Round trip to add on the target's link.")] = 0.0,
-    new_tokens: NewTokens = 64,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
-    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
-) -> None:
-    """Record the spans of one generation over two local workers."""
-    require_bench_extra()
-    from benchmarks import traced
-
-    pair = chosen_pair(None, target, draft, "fp32", "cpu")
-    settings = traced.TraceSettings(mode, rtt_ms, new_tokens, threads, pair)
-    with report.Progress(report.new_console()).running("trace", traced.NUM_STEPS) as tick:
-        result = traced.run(settings, output, tick)
-    report.emit({"benchmark": "trace", "output": str(output), "num_rounds": result.num_rounds}, None)
-
-
-@app.command()
-def figures(
-    output: Annotated[Path, typer.Option(help="Folder of the results.", file_okay=False)] = Path("benchmarks/results"),
-    models: Annotated[Path, typer.Option(help="Folder of inflated targets.", file_okay=False)] = Path("build/bench"),
-    tiny: Annotated[bool, typer.Option("--tiny", help="See that every part works; the figures mean nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
-) -> None:
-    """Measure the whole set of figures and write their report; what is whole is not measured again."""
-    require_bench_extra()
-    from benchmarks import figures as figure_set
-
-    console = report.new_console()
-    sizes = figure_set.TINY if tiny else figure_set.FULL
-    code = figure_set.run(
-        output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
-    )
-    raise typer.Exit(code)
-
-
-app.command("network-bars")(network_bars)
 # Studies of benchmarks.research that `make bench` and the documentation name as sub-commands.
 app.command()(calibration)
+app.command()(checkouts)
+app.command()(figures)
+app.command("network-bars")(network_bars)
+app.command()(profile)
 app.command("sweep-tree")(sweep_tree)
+app.command("trace")(trace)
 
 
 def _whole(console: Console, found: T | None) -> T:

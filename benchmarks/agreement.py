@@ -6,7 +6,7 @@ Knows token ids only; the margin comes from whoever holds the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from benchmarks.systems import Sample, Task
 
@@ -36,15 +36,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields in JSON types."""
-        return {
-            "system": self.system,
-            "task": self.task,
-            "position": self.position,
-            "expected": self.expected,
-            "got": self.got,
-            "margin": self.margin,
-            "is_tie": self.is_tie,
-        }
+        return {**asdict(self), "is_tie": self.is_tie}
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, StrictInt, StrictStr, StringConstraints, ValidationError
 
 from specsplit.core.errors import InvalidRequest
 
@@ -27,13 +29,12 @@ SPEC_BENCH_TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reas
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KINDS = " or ".join(f"{kind}:PATH" for kind in KNOWN)
-Record = dict[str, object]
 Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, turn by turn; `category` is the data set's own word."""
+    """A question, turn by turn; `category` is the data set's own word."""
 
     id: str
     category: str
@@ -61,7 +62,7 @@ def load(spec: str, sha256: str | None = None, *, warn: Warn | None = None) -> l
     seen: dict[str, int] = {}
     for number, line in _lines(path, content):
         where = f"Line {number} of {path}"
-        question = _READERS[kind](_record(line, where), where, len(questions))
+        question = _question(kind, line, where, len(questions))
         if question.id in seen:
             raise _refused(f"{where} repeats the question {question.id} of line {seen[question.id]}.")
         seen[question.id] = number
@@ -109,60 +110,54 @@ def _check_sum(kind: str, path: Path, found: str, wanted: str | None, warn: Warn
 
 def _lines(path: Path, content: bytes) -> list[tuple[int, str]]:
     """Return the lines that are not blank with their numbers; only line feeds end one, as JSON lines have it."""
-    lines: list[tuple[int, str]] = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise _refused(f"Line {number} of {path} is not UTF-8 text.") from error
-        if text:
-            lines.append((number, text))
-    return lines
-
-
-def _record(line: str, where: str) -> Record:
     try:
-        record: object = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _refused(f"{where} is not JSON.") from error
-    if not isinstance(record, dict):
-        raise _refused(f"{where} is not a JSON object.")
-    return {str(name): value for name, value in record.items()}
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise _refused(f"Line {number} of {path} is not UTF-8 text.") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _field(record: Record, name: str, where: str) -> object:
-    if name not in record:
-        raise _refused(f"{where} has no {name}.")
-    return record[name]
+_Words = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"\S")]
 
 
-def _text(record: Record, name: str, where: str) -> str:
-    value = _field(record, name, where)
-    if not isinstance(value, str) or not value.strip():
-        raise _refused(f"{where} has a {name} that is no text.")
-    return value
+class _SpecBench(BaseModel):
+    question_id: StrictInt | StrictStr
+    category: _Words
+    turns: Annotated[list[_Words], Field(min_length=1)]
+
+    def question(self, index: int) -> Question:
+        return Question(str(self.question_id), self.category, tuple(self.turns))
 
 
-def _spec_bench(record: Record, where: str, index: int) -> Question:
-    identity, turns = _field(record, "question_id", where), _field(record, "turns", where)
-    if isinstance(identity, bool) or not isinstance(identity, int | str):
-        raise _refused(f"{where} has a question_id that is neither a whole number nor text.")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise _refused(f"{where} has turns that are no list of texts.")
-    return Question(str(identity), _text(record, "category", where), tuple(turns))
+class _HumanEval(BaseModel):
+    task_id: _Words
+    prompt: _Words
+
+    def question(self, index: int) -> Question:
+        return Question(self.task_id, HUMANEVAL, (self.prompt,))
 
 
-def _humaneval(record: Record, where: str, index: int) -> Question:
-    return Question(_text(record, "task_id", where), HUMANEVAL, (_text(record, "prompt", where),))
+class _Gsm8k(BaseModel):
+    question_text: _Words = Field(alias="question")
+    answer: _Words
+
+    def question(self, index: int) -> Question:
+        return Question(f"GSM8K/{index}", GSM8K, (self.question_text,))
 
 
-def _gsm8k(record: Record, where: str, index: int) -> Question:
-    _text(record, "answer", where)
-    return Question(f"GSM8K/{index}", GSM8K, (_text(record, "question", where),))
-
-
-_READERS: dict[str, Callable[[Record, str, int], Question]] = {
-    SPEC_BENCH: _spec_bench,
-    HUMANEVAL: _humaneval,
-    GSM8K: _gsm8k,
+_LINES: dict[str, type[_SpecBench | _HumanEval | _Gsm8k]] = {
+    SPEC_BENCH: _SpecBench,
+    HUMANEVAL: _HumanEval,
+    GSM8K: _Gsm8k,
 }
+"""The fields of a line that are read; others may stand beside them."""
+
+
+def _question(kind: str, line: str, where: str, index: int) -> Question:
+    try:
+        return _LINES[kind].model_validate_json(line).question(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the line"
+        raise _refused(f"{where} is no question of {kind}: {place}: {first['msg']}.") from error

@@ -7,7 +7,7 @@ rows (nodes and the token they hang on); r round trips on the way; h fraction of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -73,15 +73,7 @@ class Inputs:
 
     def to_dict(self) -> dict[str, float]:
         """Return the inputs by the letters of the formulas."""
-        return {
-            "A": self.tokens_per_round,
-            "D": self.num_levels,
-            "t_d": self.level_s,
-            "t_v_n": self.verify_s,
-            "t_v_1": self.verify_one_s,
-            "r": self.round_trip_s,
-            "h": self.hit_rate,
-        }
+        return dict(zip(("A", "D", "t_d", "t_v_n", "t_v_1", "r", "h"), astuple(self), strict=True))
 
 
 def autoregressive(inputs: Inputs) -> float:
@@ -120,6 +112,9 @@ def roof(inputs: Inputs) -> float:
     return min(by_target, tokens / (tokens - 1) / inputs.level_s)
 
 
+LIMITS = {"AR": autoregressive, "L0": pingpong, "L1": overlapped, "L1_streamed": streamed, "L2": roof}
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Tokens per second that the inputs allow, and the fractions of them that were reached."""
@@ -131,13 +126,7 @@ class Limits:
     def to_dict(self) -> dict[str, float | dict[str, float]]:
         """Return limits, fractions and inputs in JSON types."""
         inputs, rate = self.inputs, self.tokens_per_s
-        levels = {
-            "AR": autoregressive(inputs),
-            "L0": pingpong(inputs),
-            "L1": overlapped(inputs),
-            "L1_streamed": streamed(inputs),
-            "L2": roof(inputs),
-        }
+        levels = {name: limit(inputs) for name, limit in LIMITS.items()}
         first = levels["L1_streamed" if self.is_streamed else "L1"]
         reached = {"phi0": rate / levels["L0"], "phi1": rate / first, "phi2": rate / levels["L2"]}
         return {**levels, **reached, "tokens_per_s": rate, "inputs": inputs.to_dict()}

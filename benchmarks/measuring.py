@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ class Found:
     summary: Record
     was_interrupted: bool
 
+    @property
+    def whole_file(self) -> ResultsFile:
+        """Return the file with its summary, which an interrupted measurement does not write."""
+        return replace(self.file, summary=self.summary)
+
 
 def new_header(kind: str, settings: Record, prompts: Sequence[Prompt]) -> Record:
     """Return the facts of a measurement that are known before anything is loaded."""
@@ -51,11 +56,22 @@ def new_header(kind: str, settings: Record, prompts: Sequence[Prompt]) -> Record
     }
 
 
-def begun(output: Path | None, kind: str) -> ResultsFile | None:
-    """Return the content of a file that a measurement goes on with, None if there is none."""
+def begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | None:
+    """Return the content of a file that a measurement goes on with, None if there is none.
+
+    Raises:
+        InvalidRequest, InvalidSettings: it is damaged, or of another measurement.
+    """
     if output is None or not output.is_file() or not output.stat().st_size:
         return None
-    return results_file.read(output, kind)
+    found = results_file.read(output, header["kind"])
+    refuse_differences(found, header)
+    if found.is_whole:
+        tell(f"{found.path} is whole already; nothing was measured.")
+    else:
+        at = " at single points" if len(found.points) > 1 else ""
+        tell(f"Going on with {found.path}: {len(found.blocks)} of {found.num_wanted} rounds{at} are whole.")
+    return found
 
 
 def refuse_differences(file: ResultsFile, header: Record) -> None:

@@ -10,26 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.samples import RunSample, Told
 from benchmarks.statistics import quantile
-from specsplit.orchestrator.request import RequestTimings, SpeculativeDecoding
+from specsplit.orchestrator.request import Result, SpeculativeDecoding
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
-class Timed(Protocol):
-    """A run whose time is told by its parts: a Result, or the part of one that a results file keeps."""
-
-    @property
-    def timings(self) -> RequestTimings: ...
-
-    @property
-    def num_rounds(self) -> int: ...
-
-
-def overhead_ms(result: Timed) -> float:
+def overhead_ms(result: Told | Result) -> float:
     """Return the time of a round beside the models' forwards: wall time of decoding minus both, per round."""
     timings = result.timings
     return (timings.decode_s - timings.draft_device_s - timings.target_device_s) * 1e3 / result.num_rounds

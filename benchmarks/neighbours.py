@@ -17,7 +17,7 @@ class Neighbours:
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = (os.getpid(), *pids)
-        self._machine, self._own = _machine_ticks(), self._own_ticks()
+        self._machine, self._own = _machine_ticks(), sum(map(_process_ticks, self._pids))
 
     def share(self) -> float | None:
         """Return the fraction of all processor time that neither we used nor was idle; None if it is not known."""
@@ -26,10 +26,7 @@ class Neighbours:
             return None
         passed = [after - earlier for after, earlier in zip(now, before, strict=True)]
         busy = sum(passed) - sum(passed[column] for column in _IDLE)
-        return max(0.0, busy - (self._own_ticks() - self._own)) / max(1, sum(passed))
-
-    def _own_ticks(self) -> int:
-        return sum(_process_ticks(pid) for pid in self._pids)
+        return max(0.0, busy - (sum(map(_process_ticks, self._pids)) - self._own)) / max(1, sum(passed))
 
 
 def _machine_ticks() -> list[int] | None:

@@ -6,11 +6,10 @@ Knows no library: what a system is made of is imported by the process that serve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from benchmarks.pair import Pair
 from benchmarks.peers.factories import (
     serve_bare_forward,
     serve_completions,
@@ -19,8 +18,9 @@ from benchmarks.peers.factories import (
     serve_services,
     serve_transformers,
 )
-from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.peers.modes import ServedMode
 from benchmarks.processes import Factory
+from benchmarks.settings import Setup
 from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest
 
@@ -31,19 +31,6 @@ PLAIN, GENERATE, BARE = "plain", "generate", "bare"
 _WAYS = ("generate", "assisted", "assisted-constant", "lookup-4", "lookup-10")
 """Ways to use transformers; a system has the name of its way."""
 _SERVER = "openai:"
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The models, bounds and addresses that every system of a run is made from."""
-
-    pair: Pair = field(default=Pair())
-    threads: int = 1
-    shape: Shape = field(default=Shape())
-    lookup: bool = True
-    """Whether our own systems' trees hold lookup's nodes too."""
-    target_address: str | None = None
-    draft_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class ResultsFile:
     @property
     def is_whole(self) -> bool:
         """Whether the measurement came to its end; a file without a summary is part of one."""
-        return self.summary is not None
+        return self.summary is not None and self.summary.get("is_complete", True)
 
     @property
     def status(self) -> str:
@@ -173,7 +173,8 @@ def read(path: Path, kind: str = RUN) -> ResultsFile:
             raise KeyError(header["kind"])
         if header["schema"] != SCHEMA:
             raise InvalidRequest(f"{path} has schema {header['schema']}, not {SCHEMA}.", param="file")
-        found = ResultsFile(path, completed(header), num_kept_bytes=len(lines[0]) + 1)
+        header["settings"] = {**_SETTINGS_OF_OLDER_FILES, **header["settings"]}
+        found = ResultsFile(path, header, num_kept_bytes=len(lines[0]) + 1)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise InvalidRequest(f"{path} is no results file of `{kind}`.", param="file") from error
     open_block: list[Record] = []
@@ -199,11 +200,6 @@ def content_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"The results file {path} cannot be read ({error.strerror}).", param="file") from error
-
-
-def completed(header: Record) -> Record:
-    """Return the first line of a file with the settings that did not exist yet when it was written."""
-    return {**header, "settings": {**_SETTINGS_OF_OLDER_FILES, **header["settings"]}}
 
 
 _CHECKS: dict[str, Callable[[Record], object]] = {

@@ -14,14 +14,13 @@ from benchmarks import measuring, registry, summary, workloads
 from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, run_round
 from benchmarks.measuring import REFEREE, Found, Record, Tell
 from benchmarks.neighbours import Neighbours
-from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.factories import ServedMode, Shape, serve_modes
+from benchmarks.peers.factories import ServedMode, serve_modes
 from benchmarks.processes import Child
-from benchmarks.registry import Entry, Setup
+from benchmarks.registry import Entry
 from benchmarks.report.console import Progress
 from benchmarks.results_file import RUN, ResultsFile, Writer
 from benchmarks.samples import to_record
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
+from benchmarks.settings import Setup
 from benchmarks.systems import Sample, System, Task
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidRequest, LinkError, MissingExtra
@@ -31,32 +30,12 @@ NUM_WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RunSettings:
+class RunSettings(Setup):
     """The settings of a run; two runs of the same settings are the same measurement."""
 
     systems: tuple[str, ...]
-    workload: str = workloads.CODE
-    sha256: str | None = None
-    num_prompts: int | None = 6
-    num_new_tokens: int = 96
-    num_rounds: int = 5
-    threads: int = 2
     temperature: float = 0.0
-    seed: int = 0
     is_chat: bool = False
-    is_inflated: bool = False
-    """Whether to call the target inflated even if its config does not."""
-    pair: Pair = field(default=Pair())
-    shape: Shape = field(default=Shape())
-    lookup: bool = True
-    """Whether our systems' trees hold lookup's nodes too."""
-    target_address: str | None = None
-    draft_address: str | None = None
-
-    @property
-    def setup(self) -> Setup:
-        """Return the facts that every system is made from."""
-        return Setup(self.pair, self.threads, self.shape, self.lookup, self.target_address, self.draft_address)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -64,26 +43,8 @@ class RunSettings:
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types."""
-        return {
-            "systems": list(self.systems),
-            "workload": self.workload,
-            "num_prompts": self.num_prompts,
-            "num_new_tokens": self.num_new_tokens,
-            "num_rounds": self.num_rounds,
-            "num_warm_up_prompts": NUM_WARM_UPS,
-            "threads": self.threads,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "chat": self.is_chat,
-            "is_inflated": self.is_inflated or is_inflated(self.pair.target),
-            **self.pair.to_dict(),
-            **self.shape.to_dict(),
-            "lookup": self.lookup,
-            "target_address": self.target_address,
-            "draft_address": self.draft_address,
-            "bootstrap_seed": BOOTSTRAP_SEED,
-            "confidence": CONFIDENCE,
-        }
+        own = {"temperature": self.temperature, "chat": self.is_chat, "num_warm_up_prompts": NUM_WARM_UPS}
+        return {"systems": list(self.systems), **own, **Setup.to_dict(self)}
 
 
 def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Tell) -> Found | None:
@@ -95,14 +56,10 @@ def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Te
     """
     entries = _entries(settings)
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
-    begun = measuring.begun(output, RUN)
     header = measuring.new_header(RUN, settings.to_dict(), prompts)
-    if begun is not None:
-        measuring.refuse_differences(begun, header)
-        if begun.summary is not None:
-            tell(f"{begun.path} is whole already; nothing was measured.")
-            return Found(begun, begun.summary, was_interrupted=False)
-        tell(f"Going on with {begun.path}: {begun.num_rounds} of {settings.num_rounds} rounds are whole.")
+    begun = measuring.begun(output, header, tell)
+    if begun is not None and begun.summary is not None:
+        return Found(begun, begun.summary, was_interrupted=False)
     with ExitStack() as scope:
         bench = set_up(scope, settings, entries, prompts, progress)
         header |= bench.facts(prompts)
@@ -110,7 +67,7 @@ def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Te
             tell(line)
         if begun is not None:
             measuring.refuse_differences(begun, header)
-        file = begun or ResultsFile(output or Path(), header)
+        file = begun or ResultsFile(output or Path("this measurement"), header)
         with Writer(output, file.num_kept_bytes) as writer:
             if begun is None:
                 writer.add(header)
@@ -130,7 +87,7 @@ def _entries(settings: RunSettings) -> list[Entry]:
         raise InvalidRequest("Name at least one system with --systems.", param="systems")
     if len(set(settings.systems)) < len(settings.systems):
         raise InvalidRequest("A system is named twice in --systems; name each once.", param="systems")
-    return [registry.find(name, settings.setup) for name in settings.systems]
+    return [registry.find(name, settings) for name in settings.systems]
 
 
 @dataclass(slots=True)
@@ -175,7 +132,7 @@ def set_up(
     missing = {entry.name: entry.missing_package() for entry in entries}
     skipped = {name: f"the package {package} is not installed." for name, package in missing.items() if package}
     children = {
-        entry.name: scope.enter_context(Child(entry.name, entry.make(settings.setup)))
+        entry.name: scope.enter_context(Child(entry.name, entry.make(settings)))
         for entry in entries
         if entry.name not in skipped
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -57,19 +57,10 @@ class SmokeSettings:
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types."""
-        return {
-            "pair": "embedded",
-            "dtype": "fp32",
-            "temperature": 0,
-            "num_prompts": self.num_prompts,
-            "num_new_tokens": self.num_new_tokens,
-            "num_rounds": self.num_rounds,
-            "num_warm_up_prompts": NUM_WARM_UPS,
-            "threads": self.threads,
-            **self.shape.to_dict(),
-            "bootstrap_seed": BOOTSTRAP_SEED,
-            "confidence": CONFIDENCE,
-        }
+        sizes = {name: value for name, value in asdict(self).items() if name != "shape"}
+        fixed = {"pair": "embedded", "dtype": "fp32", "temperature": 0, "num_warm_up_prompts": NUM_WARM_UPS}
+        bootstrap = {"bootstrap_seed": BOOTSTRAP_SEED, "confidence": CONFIDENCE}
+        return {**fixed, **sizes, **self.shape.to_dict(), **bootstrap}
 
 
 def run(settings: SmokeSettings, progress: Progress) -> Record | None:

@@ -6,14 +6,12 @@ Knows no process and no file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
-from benchmarks import registry, workloads
-from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.modes import Shape
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
+from benchmarks import registry
+from benchmarks.settings import Setup
 from benchmarks.systems import Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest
@@ -35,7 +33,7 @@ class Point:
 
     def to_dict(self) -> dict[str, float]:
         """Return the point in JSON types."""
-        return {"rtt_ms": self.rtt_ms, "concurrency": self.concurrency, "temperature": self.temperature}
+        return asdict(self)
 
     @property
     def name(self) -> str:
@@ -43,7 +41,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class GridSettings:
+class GridSettings(Setup):
     """The settings of a sweep; two sweeps of the same settings are the same measurement."""
 
     modes: tuple[str, ...]
@@ -51,21 +49,6 @@ class GridSettings:
     concurrencies: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
     link: Link = "target"
-    workload: str = workloads.CODE
-    sha256: str | None = None
-    num_prompts: int = 4
-    num_new_tokens: int = 64
-    num_rounds: int = 5
-    threads: int = 1
-    """Threads of each worker."""
-    seed: int = 0
-    is_inflated: bool = False
-    pair: Pair = field(default=Pair())
-    shape: Shape = field(default=Shape())
-    lookup: bool = True
-    """Whether trees hold lookup's nodes too."""
-    target_address: str | None = None
-    draft_address: str | None = None
 
     @property
     def points(self) -> list[Point]:
@@ -109,7 +92,7 @@ class GridSettings:
                 raise InvalidRequest(f"--{what} names a value twice; name each once.", param=what)
         if min(*self.rtts_ms, *self.temperatures, 0) < 0:
             raise InvalidRequest("--rtt-ms and --temperature must not be negative.", param="rtt-ms")
-        uneven = [each for each in self.concurrencies if self.num_prompts % each]
+        uneven = [each for each in self.concurrencies if (self.num_prompts or 0) % each]
         if uneven:
             raise InvalidRequest(
                 f"--prompts ({self.num_prompts}) must be a multiple of each of --concurrency, and {uneven[0]} does not "
@@ -135,18 +118,5 @@ class GridSettings:
             "concurrency": list(self.concurrencies),
             "temperatures": list(self.temperatures),
             "link": self.link,
-            "workload": self.workload,
-            "num_prompts": self.num_prompts,
-            "num_new_tokens": self.num_new_tokens,
-            "num_rounds": self.num_rounds,
-            "threads": self.threads,
-            "seed": self.seed,
-            "is_inflated": self.is_inflated or is_inflated(self.pair.target),
-            **self.pair.to_dict(),
-            **self.shape.to_dict(),
-            "lookup": self.lookup,
-            "target_address": self.target_address,
-            "draft_address": self.draft_address,
-            "bootstrap_seed": BOOTSTRAP_SEED,
-            "confidence": CONFIDENCE,
+            **Setup.to_dict(self),
         }

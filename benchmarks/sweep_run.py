@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks import measuring, registry, summary, workloads
 from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, running_order
 from benchmarks.measuring import REFEREE, Found, Record, Tell
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.at_once import Batch, ServeNetwork, ServePoints
+from benchmarks.peers.at_once import Batch, Network, Points, PointsSetup
 from benchmarks.peers.factories import serve_modes
 from benchmarks.peers.modes import ServedMode
 from benchmarks.processes import Child
@@ -54,23 +55,17 @@ def run(settings: GridSettings, output: Path | None, progress: Progress, tell: T
     """
     settings.check()
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
-    begun = measuring.begun(output, SWEEP)
     header = measuring.new_header(SWEEP, settings.to_dict(), prompts)
     header["points"] = [point.to_dict() for point in settings.points]
-    if begun is not None:
-        measuring.refuse_differences(begun, header)
-        if begun.summary is not None:
-            tell(f"{begun.path} is whole already; nothing was measured.")
-            return Found(begun, begun.summary, was_interrupted=False)
-        tell(
-            f"Going on with {begun.path}: {len(begun.blocks)} of {begun.num_wanted} rounds at single points are whole."
-        )
+    begun = measuring.begun(output, header, tell)
+    if begun is not None and begun.summary is not None:
+        return Found(begun, begun.summary, was_interrupted=False)
     with ExitStack() as scope:
         bench = _set_up(scope, settings, prompts, progress)
         header |= _facts(bench, prompts)
         if begun is not None:
             measuring.refuse_differences(begun, header)
-        file = begun or ResultsFile(output or Path(), header)
+        file = begun or ResultsFile(output or Path("this measurement"), header)
         with Writer(output, file.num_kept_bytes) as writer:
             if begun is None:
                 writer.add(header)
@@ -91,7 +86,7 @@ def _facts(bench: _Bench, prompts: Sequence[Prompt]) -> Record:
 
 def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt], progress: Progress) -> _Bench:
     addresses = {"target": settings.target_address, "draft": settings.draft_address if settings.asks_draft else None}
-    serve = ServePoints(
+    setup = PointsSetup(
         settings.modes,
         settings.threads,
         max(settings.concurrencies),
@@ -102,9 +97,11 @@ def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt],
         tuple((role, address) for role, address in addresses.items() if address is not None),
     )
     plain = serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
-    points = scope.enter_context(Child("the workers", serve))
+    points = scope.enter_context(Child("the workers", partial(Points, setup)))
     referee = scope.enter_context(Child(REFEREE, plain))
-    network = scope.enter_context(Child("the network", ServeNetwork(settings.seed))) if any(settings.rtts_ms) else None
+    network = (
+        scope.enter_context(Child("the network", partial(Network, settings.seed))) if any(settings.rtts_ms) else None
+    )
     with progress.running("loading", 2 + len(settings.points)) as tick:
         for name, child in ((REFEREE, referee), ("workers", points)):
             child.wait_systems()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
@@ -52,8 +52,8 @@ class AtOnce(Ours):
 
 
 @dataclass(frozen=True, slots=True)
-class ServePoints:
-    """Makes the child: workers that it starts, or those at `addresses`, by role."""
+class PointsSetup:
+    """The workers that the child starts, or those at `addresses`, by role."""
 
     modes: tuple[str, ...]
     threads: int
@@ -64,17 +64,13 @@ class ServePoints:
     needs_draft: bool
     addresses: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self) -> Points:
-        """Start the workers."""
-        return Points(self)
-
 
 class Points:
     """The workers, and the connections of each point, for the length of a `with` block."""
 
     systems: Sequence[Ours] = ()
 
-    def __init__(self, setup: ServePoints) -> None:
+    def __init__(self, setup: PointsSetup) -> None:
         self._setup = setup
         self._loop = event_loop.runner()
         self._links = AsyncExitStack()
@@ -148,17 +144,6 @@ class Points:
             await workers.verifier.ping()
             times.append(time.perf_counter() - start_s)
         return {True: found, False: replace(found, level_s=None, round_trip_s=median(times))}
-
-
-@dataclass(frozen=True, slots=True)
-class ServeNetwork:
-    """Makes the child that is the network."""
-
-    seed: int = field(default=0)
-
-    def __call__(self) -> Network:
-        """Start its thread."""
-        return Network(self.seed)
 
 
 class Network:

@@ -11,20 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from benchmarks.pair import Pair
-from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.peers.modes import ServedMode
 from benchmarks.processes import Factory, Served
 from benchmarks.systems import System
-
-__all__ = [
-    "ServedMode",
-    "Shape",
-    "serve_bare_forward",
-    "serve_completions",
-    "serve_loopback",
-    "serve_modes",
-    "serve_services",
-    "serve_transformers",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.systems import Sample, Task
@@ -29,10 +29,6 @@ class Dialect:
     """Otherwise it gets the text, and tokenizes it as it likes."""
     goes_past_eos: bool = True
     """Otherwise it may stop before it has written all tokens, and tells no token ids."""
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields in JSON types."""
-        return asdict(self)
 
 
 _DIALECTS = (Dialect(), Dialect(goes_past_eos=False), Dialect(takes_token_ids=False), Dialect(False, False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
@@ -12,7 +11,7 @@ from benchmarks.peers import costs
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours import ours
 from benchmarks.proxy import Proxy
-from benchmarks.worker_process import ANY_PORT, WorkerProcess
+from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
@@ -27,21 +26,15 @@ _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
 
-def worker(
-    role: str,
-    threads: int,
-    pair: Pair,
-    listen: str = ANY_PORT,
-    *,
-    is_held: bool = False,
-    trace: Path | None = None,
-) -> WorkerProcess:
-    """Start a worker of the pair; it writes its spans to the file `trace`."""
+def worker_arguments(role: str, threads: int, pair: Pair) -> list[str]:
+    """Return the command line of a worker of the pair."""
     source = pair.target if role == "target" else pair.draft
-    options = ["--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
-    if trace is not None:
-        options += ["--trace-file", str(trace)]
-    return WorkerProcess(role, *options, listen=listen, is_held=is_held)
+    return [role, "--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
+
+
+def worker(role: str, threads: int, pair: Pair, *more: str) -> WorkerProcess:
+    """Start a worker of the pair, with more options."""
+    return WorkerProcess(*worker_arguments(role, threads, pair), *more)
 
 
 async def connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Workers:

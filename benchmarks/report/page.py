@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results_file, trace
+from benchmarks import results_file
 from benchmarks.report import plots, sections
 from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
 from benchmarks.report.tables import Section
 from benchmarks.research import sections as studies
 from benchmarks.research.calibration.section import of_calibration
 from benchmarks.research.drafts.section import of_draft_kinds
+from benchmarks.research.rounds import trace
+from benchmarks.research.rounds.section import of_profile, of_trace
 from benchmarks.results_file import RUN, SWEEP
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
@@ -26,7 +28,7 @@ _KINDS = (
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "smoke": sections.of_smoke,
-    "profile": sections.of_profile,
+    "profile": of_profile,
     "sweep-tree": studies.of_tree,
     "coupling_study": studies.of_coupling,
     "stage_sessions": studies.of_stage_sessions,
@@ -58,7 +60,7 @@ def build(files: Sequence[Path], tick: Callable[[str], None]) -> list[Section]:
             name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
             found += _sections(path, first, _unique(name, used))
         tick(path.name)
-    return found + [sections.of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
+    return found + [of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
 
 
 def _unique(name: str, used: set[str]) -> str:

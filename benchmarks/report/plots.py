@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from benchmarks.trace import Timeline
-
 Spread = Mapping[str, Any]
 """median, low, high."""
 WIDTH_IN = 8.0
@@ -71,7 +69,7 @@ class Plot:
 
 
 @contextmanager
-def _canvas(palette: Palette, title: str, height_in: float) -> Iterator[tuple[Figure, Axes]]:
+def canvas(palette: Palette, title: str, height_in: float) -> Iterator[tuple[Figure, Axes]]:
     """Give empty axes in the palette's colours."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -99,14 +97,14 @@ def _canvas(palette: Palette, title: str, height_in: float) -> Iterator[tuple[Fi
         yield figure, axes
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """Put the names of the series below the axes, where they hide nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         figure.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 5))
 
 
-def _whiskers(values: Sequence[Spread]) -> list[list[float]]:
+def whiskers(values: Sequence[Spread]) -> list[list[float]]:
     return [
         [max(0.0, value["median"] - value["low"]) for value in values],
         [max(0.0, value["high"] - value["median"]) for value in values],
@@ -127,7 +125,7 @@ def bars(
     def draw(palette: Palette) -> Figure:
         rows = list(order or dict.fromkeys(name for values in groups.values() for name in values))
         width = 0.8 / len(groups)
-        with _canvas(palette, title, 1.3 + 0.26 * len(rows) * max(1.6, len(groups))) as (figure, axes):
+        with canvas(palette, title, 1.3 + 0.26 * len(rows) * max(1.6, len(groups))) as (figure, axes):
             for index, (group, values) in enumerate(groups.items()):
                 places = [rows.index(name) + (index - (len(groups) - 1) / 2) * width for name in values]
                 spreads = list(values.values())
@@ -135,7 +133,7 @@ def bars(
                 medians = [value["median"] for value in spreads]
                 axes.barh(places, medians, width * 0.9, color=colour, label=group)
                 axes.errorbar(
-                    medians, places, xerr=_whiskers(spreads), fmt="none", ecolor=palette.ink, elinewidth=1, capsize=2
+                    medians, places, xerr=whiskers(spreads), fmt="none", ecolor=palette.ink, elinewidth=1, capsize=2
                 )
                 for place, value in zip(places, spreads, strict=True):
                     axes.annotate(
@@ -155,7 +153,7 @@ def bars(
             axes.margins(x=0.12)
             axes.set_xlabel(label)
             axes.grid(axis="x", linewidth=0.6)
-            _legend(figure, axes)
+            legend(figure, axes)
             return figure
 
     return draw
@@ -169,7 +167,7 @@ def columns(
     def draw(palette: Palette) -> Figure:
         width = 0.8 / len(series)
         longest = max(map(len, series.values()))
-        with _canvas(palette, title, 3.4) as (figure, axes):
+        with canvas(palette, title, 3.4) as (figure, axes):
             for index, (name, values) in enumerate(series.items()):
                 places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(values))]
                 axes.bar(places, values, width * 0.92, color=palette.series[index % len(palette.series)], label=name)
@@ -178,7 +176,7 @@ def columns(
             axes.set_xlabel(x_label)
             axes.set_ylabel(y_label)
             axes.grid(axis="y", linewidth=0.6)
-            _legend(figure, axes)
+            legend(figure, axes)
             return figure
 
     return draw
@@ -186,30 +184,18 @@ def columns(
 
 def by_depth(title: str, series: Mapping[str, Sequence[float | None]]) -> Callable[[Palette], Figure]:
     """Return the conditional acceptance over depth, counted from 1."""
-
-    def draw(palette: Palette) -> Figure:
-        with _canvas(palette, title, 3.4) as (figure, axes):
-            deepest = max(map(len, series.values()))
-            for index, (name, rates) in enumerate(series.items()):
-                points = [(depth, rate) for depth, rate in enumerate(rates, 1) if rate is not None]
-                axes.plot(
-                    [depth for depth, _ in points],
-                    [rate for _, rate in points],
-                    **_marks(palette, index),
-                    label=name,
-                )
-            axes.set_xticks(range(1, deepest + 1))
-            axes.set_ylim(0, 1.04)
-            axes.set_xlabel("depth")
-            axes.set_ylabel("accepted, of what was reached")
-            axes.grid(axis="y", linewidth=0.6)
-            _legend(figure, axes)
-            return figure
-
-    return draw
+    points = {
+        name: [
+            (depth, {"median": rate, "low": rate, "high": rate})
+            for depth, rate in enumerate(rates, 1)
+            if rate is not None
+        ]
+        for name, rates in series.items()
+    }
+    return lines(title, points, "depth", "accepted, of the rounds that got there")
 
 
-def _marks(palette: Palette, index: int) -> dict[str, Any]:
+def marks(palette: Palette, index: int) -> dict[str, Any]:
     return {
         "color": palette.series[index % len(palette.series)],
         "marker": "osD^vPX*"[index % 8],
@@ -224,97 +210,24 @@ def lines(
     """Return medians over x with their intervals."""
 
     def draw(palette: Palette) -> Figure:
-        with _canvas(palette, title, 3.8) as (figure, axes):
+        with canvas(palette, title, 3.8) as (figure, axes):
             for index, (name, points) in enumerate(series.items()):
                 values = [value for _, value in points]
                 axes.errorbar(
                     [x for x, _ in points],
                     [value["median"] for value in values],
-                    yerr=_whiskers(values),
+                    yerr=whiskers(values),
                     capsize=3,
                     elinewidth=1,
                     label=name,
-                    **_marks(palette, index),
+                    **marks(palette, index),
                 )
             axes.set_xticks(sorted({x for points in series.values() for x, _ in points}))
             axes.set_ylim(bottom=0)
             axes.set_xlabel(x_label)
             axes.set_ylabel(y_label)
             axes.grid(axis="y", linewidth=0.6)
-            _legend(figure, axes)
-            return figure
-
-    return draw
-
-
-def reliability(title: str, series: Mapping[str, Sequence[Mapping[str, float]]]) -> Callable[[Palette], Figure]:
-    """Return the share that was right over the mean estimate, a point per bin, beside where the two are equal."""
-
-    def draw(palette: Palette) -> Figure:
-        with _canvas(palette, title, 5.6) as (figure, axes):
-            axes.plot([0, 1], [0, 1], color=palette.ink, linewidth=0.8, linestyle="--", label="estimate = share")
-            for index, (name, bins) in enumerate(series.items()):
-                shares = [{"median": each["observed"], "low": each["low"], "high": each["high"]} for each in bins]
-                axes.errorbar(
-                    [each["predicted"] for each in bins],
-                    [each["observed"] for each in bins],
-                    yerr=_whiskers(shares),
-                    capsize=2,
-                    elinewidth=0.9,
-                    label=name,
-                    **_marks(palette, index),
-                )
-            axes.set_xlim(-0.02, 1.02)
-            axes.set_ylim(-0.02, 1.02)
-            axes.set_aspect("equal")
-            axes.set_xlabel("estimate, mean of a bin")
-            axes.set_ylabel("share of the bin that was right")
-            axes.grid(linewidth=0.6)
-            _legend(figure, axes)
-            return figure
-
-    return draw
-
-
-def rounds(title: str, timeline: Timeline, num_rounds: int = 8) -> Callable[[Palette], Figure]:
-    """Return who did what in the middle `num_rounds` of a generation, a lane each; what is pale is idle."""
-    from benchmarks.trace import minus, overlap
-
-    def draw(palette: Palette) -> Figure:
-        first = max(0, (len(timeline.rounds) - num_rounds) // 2)
-        shown = timeline.rounds[first : first + num_rounds]
-        window = [(shown[0][0], shown[-1][1])]
-        wire = palette.series[2]
-        lanes = {
-            "target": ("verify", timeline.verify, palette.series[0]),
-            "wire to target": ("wire, queues, hand-over", timeline.to_target, wire),
-            "draft": ("draft", timeline.draft, palette.series[1]),
-            "wire to draft": (None, timeline.to_draft, wire),
-        }
-        with _canvas(palette, title, 3.3) as (figure, axes):
-            for row, (verb, lane, colour) in enumerate(lanes.values()):
-                for busy, shade, label in ((False, palette.faint, None if row else "idle"), (True, colour, verb)):
-                    pieces = overlap(window, lane) if busy else minus(window, lane)
-                    spans = [(start - window[0][0], end - start) for start, end in pieces]
-                    axes.broken_barh(
-                        spans, (row - 0.3, 0.6), facecolor=shade, linewidth=0, alpha=1 if busy else 0.45, label=label
-                    )
-            for number, (start, _) in enumerate(shown):
-                at = start - window[0][0]
-                axes.axvline(at, color=palette.ink, linewidth=0.7, linestyle=":")
-                axes.annotate(
-                    f"{first + number + 1}",
-                    (at, -0.62),
-                    (3, 0),
-                    textcoords="offset points",
-                    fontsize=8,
-                    color=palette.ink,
-                )
-            axes.set_yticks(range(len(lanes)), list(lanes))
-            axes.set_ylim(len(lanes) - 0.5, -0.8)
-            axes.set_xlim(0, window[0][1] - window[0][0])
-            axes.set_xlabel("ms; dotted lines begin a round, with its number")
-            _legend(figure, axes)
+            legend(figure, axes)
             return figure
 
     return draw

@@ -1,4 +1,4 @@
-"""One section of the page per file: runs, sweeps, the smoke run, traces, profiles."""
+"""One section of the page per file: runs, sweeps, the smoke run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks import summary, sweep_run, trace
+from benchmarks import summary, sweep_run
 from benchmarks.report import plots, systems
 from benchmarks.report.console import BUSY_SHARE
 from benchmarks.report.plots import Plot
 from benchmarks.report.tables import Record, Section, Table, inflated, models_of, number, shown, spread
 from benchmarks.results_file import ResultsFile
 from benchmarks.sweep_grid import AXES
-from benchmarks.trace import Timeline
-from specsplit.core.errors import InvalidRequest
 
 _AXIS_LABELS = {"rtt_ms": "round trip added, ms", "concurrency": "sessions at once", "temperature": "temperature"}
 _AXIS_NAMES = {"rtt_ms": "round trip", "concurrency": "sessions at once", "temperature": "temperature"}
@@ -176,10 +174,19 @@ def of_smoke(record: Record, path: Path, name: str) -> Section:
         section.warn(f"Not whole: it was interrupted after {record['num_rounds']} rounds.")
     warn(section, record, record)
     title = "Tokens per second, prompt included"
-    rates = {"tokens/s": record["tokens_per_s"]}
-    section.add(
-        [Plot(f"{name}-rates", title, plots.bars(title, rates, "tokens/s", digits=0)), bar_table(record["bars"])]
+    rates, decoding, accepted = record["tokens_per_s"], record["decode_tokens_per_s"], record["acceptance"]
+    section.add([Plot(f"{name}-rates", title, plots.bars(title, {"tokens/s": rates}, "tokens/s", digits=0))])
+    fastest = sorted(rates.items(), key=lambda item: -item[1]["median"])
+    rows = [(system, spread(value, 0), spread(decoding.get(system), 0)) for system, value in fastest]
+    section.table("Tokens per second", ("system", "with the prompt", "decoding only"), rows)
+    section.add([bar_table(record["bars"])])
+    section.text(
+        f"{accepted['mean_acceptance_length']:.2f} tokens a round (bonus included), "
+        f"{accepted['path_acceptance_rate']:.1%} of the drafted path accepted, "
+        f"{accepted['node_acceptance_rate']:.1%} of the nodes, by depth {' '.join(map(number, accepted['by_depth']))}."
     )
+    section.text(systems.agreement(record))
+    section.add([systems.differences(record)])
     section.origin(record)
     return section
 
@@ -197,52 +204,3 @@ def bar_table(bars: Sequence[Record]) -> Table:
         for bar in bars
     ]
     return Table("Bars", ("bar", "found", "wanted", "met", "note"), rows)
-
-
-def of_profile(record: Record, path: Path, name: str) -> Section:
-    """Return the section of a profile."""
-    section = Section(f"{path.name}: time of a round by part, mode {record['settings']['mode']}")
-    section.text(
-        f"{models_of(record['settings'])}; {record['num_rounds']} rounds, median "
-        f"{record['round_ms']:.2f} ms; in process."
-    )
-    section.add(profile_tables(record))
-    section.origin(record)
-    return section
-
-
-def profile_tables(record: Record) -> list[Table]:
-    """Return the parts of a round, and the functions that take most of it."""
-    parts = [(part, number(each["ms"], 3), f"{each['share']:.0%}") for part, each in record["parts"].items()]
-    functions = [(each["function"], number(each["calls"], 1), number(each["ms"], 3)) for each in record["functions"]]
-    return [
-        Table("Parts of the time", ("part", "ms per round", "share"), parts),
-        Table(
-            "Exclusive time by function, with the profiler's own cost",
-            ("function", "calls per round", "ms per round"),
-            functions,
-            is_folded=True,
-        ),
-    ]
-
-
-def of_trace(path: Path, all_paths: Sequence[Path], name: str) -> Section:
-    """Return the section of the first request in `path`, with the spans that any of `all_paths` adds to it.
-
-    Raises:
-        InvalidRequest: it has no more than one round.
-    """
-    found: Timeline | None = trace.timeline(trace.read([path, *(each for each in all_paths if each != path)]))
-    if found is None:
-        raise InvalidRequest(f"The request in {path} has no second round; generate more tokens.", param="file")
-    section = Section(f"{path.name}: a timeline of rounds")
-    title = f"{path.name}: rounds of one request ({len(found.rounds)} in all, the middle ones shown)"
-    section.add([Plot(f"{name}-timeline", title, plots.rounds(title, found))])
-    shares = found.shares()
-    per_round = found.span_ms / len(found.rounds)
-    section.table(
-        "Shares of the time",
-        ("lane", "share", "ms per round"),
-        [(lane, f"{share:.0%}", number(share * per_round)) for lane, share in shares.items()],
-    )
-    return section

@@ -124,7 +124,7 @@ def agreement(summary: Record) -> str:
     return f"{len(summary['differences'])} differences from the reference's text, {summary['num_ties']} of them ties."
 
 
-def differences(summary: Record, points: Sequence[str] = (), *, is_folded: bool = True) -> Table:
+def differences(summary: Record, points: Sequence[str] = ()) -> Table:
     """Return the places where texts part, with the margin of the target's best two scores there."""
     return Table(
         "Differences",
@@ -139,20 +139,18 @@ def differences(summary: Record, points: Sequence[str] = (), *, is_folded: bool 
             )
             for item in summary["differences"]
         ],
-        is_folded,
     )
 
 
 def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]:
     """Return the plots of systems measured beside each other; `name` begins their files' names."""
     pooled = {system: found["pooled"] for system, found in systems.items()}
-    over_plain = {system: own_plain(system, block["speedup"]) for system, block in pooled.items()}
-    over_generate = {system: block["speedup"].get(GENERATE) for system, block in pooled.items()}
-    groups = {
-        label: {system: value for system, value in values.items() if value is not None}
-        for label, values in (("over plain, same engine", over_plain), ("over transformers generate", over_generate))
+    ratios = {
+        "over plain, same engine": {system: own_plain(system, block["speedup"]) for system, block in pooled.items()},
+        "over transformers generate": {system: block["speedup"].get(GENERATE) for system, block in pooled.items()},
     }
-    groups = {label: values for label, values in groups.items() if values}
+    known = {label: {name: each for name, each in by.items() if each is not None} for label, by in ratios.items()}
+    groups = {label: values for label, values in known.items() if values}
     order = [system for system in pooled if any(system in values for values in groups.values())]
     accepting = {
         system: block["acceptance"]
@@ -175,8 +173,8 @@ def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]
             system: [count / each["num_rounds"] for count in each["histogram"]] for system, each in accepting.items()
         }
         add("lengths", title, plots.columns(title, shares, "drafted tokens accepted in a round", "share of rounds"))
-    if known := _known_limits(systems):
+    if limited := _known_limits(systems):
         title = f"Fraction of the limit that was reached{suffix}"
-        reached = {phi: {system: found[phi] for system, found in known.items()} for phi in _PHIS}
+        reached = {phi: {system: found[phi] for system, found in limited.items()} for phi in _PHIS}
         add("limit", title, plots.bars(title, reached, "of the limit", line=1.0))
     return made

@@ -6,11 +6,13 @@ import sys
 
 import typer
 
-from benchmarks.research import context_growth, critical_path, inflate, tree_shapes
+from benchmarks.research import context_growth, figures, inflate, network_bars, tree_shapes
 from benchmarks.research.app import app
 from benchmarks.research.calibration import study as calibration
+from benchmarks.research.checkouts import compare as checkouts
 from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
+from benchmarks.research.rounds import critical_path, profile, traced
 from benchmarks.research.stages import cost as stage_cost
 from benchmarks.research.stages import sessions as stage_sessions
 from benchmarks.research.train_pair.commands import app as train_pair
@@ -18,8 +20,8 @@ from benchmarks.research.train_pair.workspace import Interrupted
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
-STUDIES = (calibration, context_growth, coupling, critical_path, draft_kinds, inflate)
-STUDIES_OF_SHAPES = (stage_cost, stage_sessions, tree_shapes)
+STUDIES = (calibration, context_growth, coupling, critical_path, draft_kinds, inflate, network_bars, profile)
+STUDIES_TOO = (checkouts, figures, stage_cost, stage_sessions, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

@@ -156,6 +156,6 @@ def test_another_measurement_does_not_go_on_with_the_file(measure: Measure, tmp_
     path = tmp_path / "a.jsonl"
     measure(path, lambda count: signal.raise_signal(signal.SIGINT) if count == 9 else None)
     before = path.read_bytes()
-    with pytest.raises(InvalidSettings, match=r"threads was 2, now 1.*temperature was 0.0, now 1.0"):
-        measure(path, threads=1, temperature=1.0)
+    with pytest.raises(InvalidSettings, match=r"temperature was 0.0, now 1.0.*threads was 1, now 3"):
+        measure(path, threads=3, temperature=1.0)
     assert path.read_bytes() == before

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import profile, summary, trace
+from benchmarks import summary
 from benchmarks.__main__ import app
 from benchmarks.report import page, plots
 from benchmarks.report.plots import Plot
 from benchmarks.report.tables import Section
+from benchmarks.research.rounds import profile, trace
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from tests.support.bench_runs import made_file, made_header, round_records, write_lines
 

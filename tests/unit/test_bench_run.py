@@ -29,9 +29,9 @@ from benchmarks.pair import Pair, chosen_pair, is_inflated
 from benchmarks.peers.factories import serve_modes
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.openai_completions import Completions, first_model
-from benchmarks.registry import Setup
 from benchmarks.results_file import Run, read
 from benchmarks.samples import RunSample
+from benchmarks.settings import Setup
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, WorkerFailed, WorkerUnreachable

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks import registry, summary
 from benchmarks.peers.openai_completions import Completions, Dialect, connect
-from benchmarks.registry import Setup
+from benchmarks.settings import Setup
 from benchmarks.systems import Task
 from specsplit.core.errors import InvalidRequest, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import SamplingParams
@@ -60,7 +60,7 @@ def test_a_server_that_takes_less_is_asked_in_the_way_that_it_takes(
         assert sample.token_ids == (0, 1, 2, 3)
     else:
         assert (sample.token_ids, sample.num_tokens) == (None, 3), "it stopped early, and what it made counts"
-    told = summary.reservations("s", system.dialect.to_dict())
+    told = summary.reservations("s", asdict(system.dialect))
     assert ("no token ids" in " ".join(told), "it may stop" in " ".join(told)) == (
         not takes_token_ids,
         not takes_extra_fields,

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import figures, sweep_run
+from benchmarks import sweep_run
 from benchmarks.__main__ import app
 from benchmarks.report import page, sections
 from benchmarks.report.tables import Text
+from benchmarks.research import figures
 from benchmarks.research.__main__ import app as research
 from benchmarks.results_file import SWEEP, ResultsFile, read
 from benchmarks.samples import to_record

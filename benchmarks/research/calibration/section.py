@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import plots
 from benchmarks.report.plots import Plot
 from benchmarks.report.tables import NONE, Section, number
+from benchmarks.research.calibration.diagram import reliability
 from benchmarks.research.calibration.merits import title_of
 from benchmarks.results_file import SCHEMA
 from specsplit.core.errors import InvalidRequest
@@ -108,7 +108,7 @@ def _run(section: Section, record: Record, name: str) -> None:
     found = record["drafted"]
     title = f"Reliability, {title_of(record)}: {found['num_nodes']} nodes"
     series = {_NAMES[estimate]: values["bins"] for estimate, values in found["estimates"].items()}
-    section.add([Plot(name, title, plots.reliability(title, series))])
+    section.add([Plot(name, title, reliability(title, series))])
     section.table(
         f"Bins, {title_of(record)}",
         ("estimate", "nodes", "mean estimate", "right", "from", "to"),

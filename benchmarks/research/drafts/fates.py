@@ -15,7 +15,8 @@ from typing import Literal
 from benchmarks.pair import Pair
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours import Ours, ours, request_of
-from benchmarks.peers.ours_remote import connect, worker
+from benchmarks.peers.ours_remote import connect, worker, worker_arguments
+from benchmarks.research.drafts.held import HeldProcess
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
 from specsplit.core import event_loop
@@ -33,8 +34,8 @@ class DraftProcess:
 
     def __init__(self, threads: int, pair: Pair) -> None:
         self._threads, self._pair = threads, pair
-        self._process = worker("draft", threads, pair)
-        self._next: WorkerProcess | None = None
+        self._process: WorkerProcess = worker("draft", threads, pair)
+        self._next: HeldProcess | None = None
         self._is_ready = False
         self.address = ""
 
@@ -56,14 +57,14 @@ class DraftProcess:
     def stand_by(self) -> None:
         """Have another process do its imports, so that `replace` takes no longer than loading the model."""
         if self._next is None:
-            self._next = worker("draft", self._threads, self._pair, self.address, is_held=True)
+            self._next = HeldProcess(worker_arguments("draft", self._threads, self._pair), self.address)
 
     def replace(self) -> None:
         """Let the one that stands by take the place of the one that was killed."""
         assert self._next is not None, "it stands by"
         self._process.end()
+        self._next.release()
         self._process, self._next = self._next, None
-        self._process.release()
 
     def end(self) -> None:
         """End all its processes."""

@@ -15,7 +15,6 @@ from typer import BadParameter
 
 from benchmarks import environment, results_file
 from benchmarks.alternation import Measurement
-from benchmarks.network_bars import bars_of
 from benchmarks.pair import Pair
 from benchmarks.peers.modes import Shape
 from benchmarks.peers.ours import request_of
@@ -27,6 +26,7 @@ from benchmarks.research.drafts.fates import DraftProcess, Fateful, ServeFate
 from benchmarks.research.drafts.kinds import KindSettings, held_kinds
 from benchmarks.research.drafts.made import MadeDraft, Making, write_useless
 from benchmarks.research.inflate import inflated
+from benchmarks.research.network_bars import bars_of
 from benchmarks.results_file import SWEEP, read
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.research import context_growth, critical_path
+from benchmarks.research import context_growth
+from benchmarks.research.rounds import critical_path
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.orchestrator.request import RequestTimings, Result

@@ -17,6 +17,7 @@ import typer
 from benchmarks import registry, results_file
 from benchmarks.bars import Bar
 from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.results_file import SWEEP, ResultsFile
 from benchmarks.statistics import Estimate, estimate, median, paired_speedup
 from benchmarks.sweep_run import derive
@@ -122,6 +123,7 @@ def rates(found: ResultsFile) -> list[dict[str, Any]]:
     return rows
 
 
+@app.command("network-bars")
 def network_bars(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results files of sweep.")],
 ) -> None:

@@ -13,8 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from benchmarks.environment import commit
+import typer
+
+from benchmarks.environment import commit, require_bench_extra
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from benchmarks.results_file import SCHEMA
 from specsplit.core.errors import InvalidSettings, ResourceError
 
@@ -25,7 +30,7 @@ OVER_A_NETWORK = "plain,pingpong,overlap,stream,auto"
 REPORT_MINUTES = 0.6
 KEPT = ("coupling_study.jsonl", "stage-sessions.jsonl")
 """Part of the report; each has a command of its own."""
-_SHIPPED = Path(__file__).parent / "results"
+_SHIPPED = Path(__file__).parents[1] / "results"
 PEERS = "generate,assisted,assisted-constant,lookup-4,lookup-10,bare"
 
 
@@ -200,3 +205,20 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = process.wait()
         return INTERRUPTED if code in (0, INTERRUPTED, -2) else code
+
+
+@app.command()
+def figures(
+    output: Annotated[Path, typer.Option(help="Folder of the results.", file_okay=False)] = Path("benchmarks/results"),
+    models: Annotated[Path, typer.Option(help="Folder of inflated targets.", file_okay=False)] = Path("build/bench"),
+    tiny: Annotated[bool, typer.Option("--tiny", help="See that every part works; the figures mean nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
+) -> None:
+    """Measure the whole set of figures and write their report; what is whole is not measured again."""
+    require_bench_extra()
+    console = report.new_console()
+    sizes = TINY if tiny else FULL
+    code = run(
+        output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
+    )
+    raise typer.Exit(code)

@@ -12,14 +12,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from benchmarks import trace, workloads
-from benchmarks.environment import provenance
-from benchmarks.pair import Pair, is_inflated
+import typer
+
+from benchmarks import workloads
+from benchmarks.environment import provenance, require_bench_extra
+from benchmarks.pair import Pair, chosen_pair, is_inflated
 from benchmarks.peers.modes import ServedMode, Shape
+from benchmarks.report import console as report
+from benchmarks.research.app import app
+from benchmarks.research.rounds import trace
+from benchmarks.research.rounds.section import show_profile
+from benchmarks.research.rounds.trace import Timeline
 from benchmarks.systems import Task
-from benchmarks.trace import Timeline
+from specsplit.core import defaults
+from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
 from specsplit.orchestrator.request import Result
@@ -164,3 +172,33 @@ def by_package(functions: list[Record]) -> dict[str, float]:
     for each in functions:
         found[each["package"]] = found.get(each["package"], 0.0) + each["ms"]
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+@app.command()
+def profile(
+    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "pingpong",
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens.")] = 128,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    functions: Annotated[int, typer.Option(min=1, help="How many to list.")] = 25,
+    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
+    device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
+    nodes: Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")] = defaults.DEFAULT_NODES,
+    depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = defaults.DEFAULT_DEPTH,
+    branching: Annotated[int, typer.Option(min=1, help="Children of a node.")] = defaults.DEFAULT_BRANCHING,
+    output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
+) -> None:
+    """Show where a round's time goes in one generation in process."""
+    report.check_output(output)
+    require_bench_extra()
+    chosen, shape = chosen_pair(pair, target, draft, dtype, device), Shape(nodes, depth, branching)
+    settings = ProfileSettings(mode, new_tokens, threads, temperature, seed, functions, chosen, shape)
+    console = report.new_console()
+    with report.Progress(console).running("profile", NUM_STEPS) as tick:
+        found = run(settings, tick)
+    show_profile(console, found)
+    report.emit(found, output)

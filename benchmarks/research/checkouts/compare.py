@@ -12,15 +12,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from benchmarks.checkouts.sides import Answer, Side, check
-from benchmarks.environment import provenance
+from benchmarks.environment import provenance, require_bench_extra
 from benchmarks.report import console as report
+from benchmarks.research.app import app
+from benchmarks.research.checkouts.sides import KINDS, Answer, Side, check
 from benchmarks.workloads import CODE_PROMPTS, Prompt, read_prompts
 
-HERE = Path(__file__).parents[2]
+HERE = Path(__file__).parents[3]
 MEDIAN_BAR, LOWEST_BAR = 0.98, 0.94
 
 
@@ -134,3 +137,28 @@ def to_record(settings: CheckoutSettings, found: dict[str, KindFound]) -> dict[s
         "bounds": {"median": MEDIAN_BAR, "lowest": LOWEST_BAR},
         "kinds": {kind: figures.to_dict() for kind, figures in found.items()},
     }
+
+
+@app.command()
+def checkouts(
+    base: Annotated[Path, typer.Option(help="Folder of the checkout to compare this one with.", file_okay=False)],
+    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = "plain,pingpong,auto,loopback auto,two stages",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 7,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of a prompt in a measurement; their median counts.")] = 3,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 96,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each model.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
+) -> None:
+    """Compare the speed of this checkout with another's, in alternating processes."""
+    report.check_output(output)
+    require_bench_extra()
+    chosen = tuple(name.strip() for name in kinds.split(",") if name.strip())
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
+        raise typer.BadParameter(f"There is no kind {unknown[0]!r}; there are {', '.join(KINDS)}.")
+    settings = CheckoutSettings(base, chosen, rounds, prompts, repeats, new_tokens, threads)
+    console = report.new_console()
+    with report.Progress(console).running("checkouts", rounds * len(chosen)) as tick:
+        found = run(settings, tick)
+    show(console, found)
+    report.emit(to_record(settings, found), output)

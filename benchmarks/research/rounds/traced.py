@@ -7,12 +7,18 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from benchmarks import workloads
-from benchmarks.pair import Pair
+from benchmarks.environment import require_bench_extra
+from benchmarks.pair import Pair, chosen_pair
 from benchmarks.peers.at_once import Network
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours_remote import connect, worker
+from benchmarks.report import console as report
+from benchmarks.research.app import app
 from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
@@ -60,7 +66,7 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
         paths = [Path(folder) / f"{name}.jsonl" for name in ("orchestrator", *settings.roles)]
         with ExitStack() as scope:
             started = {
-                role: worker(role, settings.threads, settings.pair, trace=path)
+                role: worker(role, settings.threads, settings.pair, "--trace-file", str(path))
                 for role, path in zip(settings.roles, paths[1:], strict=True)
             }
             for process in started.values():
@@ -94,3 +100,22 @@ async def _generate(settings: TraceSettings, addresses: dict[str, str], path: Pa
             return await orchestrator.generate(
                 Request(prompt_ids=prompt_ids, max_new_tokens=settings.num_new_tokens, ignore_eos=True)
             )
+
+
+@app.command("trace")
+def trace(
+    output: Annotated[Path, typer.Option(help="The file of spans to write, for `report`.", dir_okay=False)],
+    mode: Annotated[str, typer.Option(help="Of the orchestrator.")] = "overlap",
+    rtt_ms: Annotated[float, typer.Option(min=0, help="Round trip to add on the target's link.")] = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
+) -> None:
+    """Record the spans of one generation over two local workers."""
+    require_bench_extra()
+    pair = chosen_pair(None, target, draft, "fp32", "cpu")
+    settings = TraceSettings(mode, rtt_ms, new_tokens, threads, pair)
+    with report.Progress(report.new_console()).running("trace", NUM_STEPS) as tick:
+        result = run(settings, output, tick)
+    report.emit({"benchmark": "trace", "output": str(output), "num_rounds": result.num_rounds}, None)
