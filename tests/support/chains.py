@@ -1,4 +1,4 @@
-"""Chains of real stages in one process, over links that write every packet to bytes and can be told to misbehave."""
+"""Chains of real stages in one process, over links that write every packet to bytes and can be made to misbehave."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Fault = Literal["corrupt", "lost", "twice", "restart", "again-later"]
 def save_deeper(folder: Path, family: str, num_layers: int) -> Path:
     """Write a random model of a family with more layers than the zoo's, their kinds in the same pattern."""
     config = FAMILIES[family]()
-    told = config.to_dict()
-    patterns = {name: told[name] for name in ("layer_types", "no_rope_layers") if told.get(name)}
+    values = config.to_dict()
+    patterns = {name: values[name] for name in ("layer_types", "no_rope_layers") if values.get(name)}
     changes = {name: [kinds[index % len(kinds)] for index in range(num_layers)] for name, kinds in patterns.items()}
-    count = "n_layer" if "n_layer" in told else "num_hidden_layers"
-    return save_model(folder, type(config).from_dict({**told, count: num_layers, **changes}), seed=1)
+    count = "n_layer" if "n_layer" in values else "num_hidden_layers"
+    return save_model(folder, type(config).from_dict({**values, count: num_layers, **changes}), seed=1)
 
 
 @dataclass

@@ -288,7 +288,7 @@ class _Tree:
     nodes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     grown: set[int] = field(default_factory=set)
     log_probs: dict[int, float] = field(default_factory=dict)
-    """What the draft says of each node, given its parent's acceptance."""
+    """The draft's estimate for each node, given its parent's acceptance."""
 
     def reroot(self, token_ids: Sequence[int]) -> _Tree:
         """Return the subtree that hangs below `token_ids`; empty if they are not in the tree."""

@@ -26,7 +26,7 @@ DEADLINE_S = 40 * UNIT_S
 
 
 class Engine(Protocol):
-    """What a host runs: a port with sessions to count and to evict."""
+    """A host runs one: a port with sessions to count, to evict and to damage."""
 
     @property
     def num_sessions(self) -> int: ...
@@ -54,7 +54,7 @@ class Net:
         self.failures: list[str] = []
         """Errors of code, as against those of the error tree."""
         self.counts: Counter[str] = Counter()
-        """What was done to whom."""
+        """The faults so far, and who had them."""
         self.trace: deque[str] = deque(maxlen=400)
 
     @property

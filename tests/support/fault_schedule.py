@@ -83,7 +83,7 @@ class LetterTokenizer:
 
 
 class _Errors(logging.Handler):
-    """What our code logs as an error: a mistake in the background, which no request shows."""
+    """Collects errors that our code logs: mistakes in the background, which no request shows."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -124,7 +124,7 @@ class Schedule:
         self._draft_s = rng.choice((5, 15, 60)) * UNIT_S
         self._ledger, self._runners = Ledger(), list[HashRunner]()
         self.counts: Counter[str] = Counter()
-        """What the results report, and how much was speculated."""
+        """The incidents that the results report, and how much was speculated."""
         self.ended_s = 0.0
         """When the last request had ended, in virtual time."""
         self.net: Net
@@ -246,18 +246,18 @@ class Schedule:
 
     def _check_text(self, request: Request, result: Result) -> None:
         """Check that it is plain decoding's text; with near ties, that every token is one of the two tied picks."""
-        told, eos_ids = result.token_ids, request.eos_ids or ()
+        text, eos_ids = result.token_ids, request.eos_ids or ()
         params = SessionParams(request.sampling, result.seed, request.choice, len(request.prompt_ids), eos_ids)
         models = (target_logits, tied_logits) if self._tie else (target_logits,)
-        truths = [picks_along(params, request.prompt_ids, told, logits) for logits in models]
+        truths = [picks_along(params, request.prompt_ids, text, logits) for logits in models]
         _require(
-            all(any(truth[index] == token for truth in truths) for index, token in enumerate(told)),
-            f"output: not plain decoding's text: {told} and not {truths[0]}",
+            all(any(truth[index] == token for truth in truths) for index, token in enumerate(text)),
+            f"output: not plain decoding's text: {text} and not {truths[0]}",
         )
-        ends = [index for index, token in enumerate(told, 1) if token in eos_ids]
-        _require(ends in ([], [len(told)]), "output: it goes on behind its end")
+        ends = [index for index, token in enumerate(text, 1) if token in eos_ids]
+        _require(ends in ([], [len(text)]), "output: it goes on behind its end")
         room = min(request.max_new_tokens, self._contexts["target"] - len(request.prompt_ids))
-        is_whole = result.finish_reason == "stop" if ends else len(told) == room
+        is_whole = result.finish_reason == "stop" if ends else len(text) == room
         _require(is_whole, "output: it ends too early")
 
     def _check_books(self, results: Sequence[Result | None]) -> None:
@@ -275,16 +275,16 @@ class Schedule:
         self.counts.update(f"{phase.worker} {phase.reason}" for phase in result.degraded)
         self.counts["accepted"] += result.speculative_decoding.num_accepted_draft_tokens
         self.counts["tokens"] += len(result.token_ids)
-        told = [(resync.worker, resync.round, resync.reason, resync.num_tokens) for resync in result.resyncs]
+        reported = [(resync.worker, resync.round, resync.reason, resync.num_tokens) for resync in result.resyncs]
         seen = account.resyncs[: account.num_reported]
         is_streamed = "stream" in result.rounds_by_mode or self._mode == "stream"
         if is_streamed:  # an epoch may begin as a matter of course
             is_true = True
         elif self._mode in ("pingpong", "lookup"):  # a propose that nobody waits for any more may end a round later
-            is_true = len(told) == len(seen) and _agree(told, seen, len(seen))
+            is_true = len(reported) == len(seen) and _agree(reported, seen, len(seen))
         else:
-            is_true = _agree(told, account.resyncs, account.num_reported)
-        _require(is_true, f"report: resyncs {told}, and {seen} were seen")
+            is_true = _agree(reported, account.resyncs, account.num_reported)
+        _require(is_true, f"report: resyncs {reported}, and {seen} were seen")
         without_draft, without_target = _rounds(result, "draft"), _rounds(result, "target")
         _require(account.failed_rounds <= without_target, "report: a round without the target is not said")
         # Pings belong to no session: round 0 may have waited for the first one, a round that lost its slot for another.
@@ -295,7 +295,7 @@ class Schedule:
             "report: a round had a tree, and is said to have had no draft",
         )
         if self._is_calm:
-            _require(not told and not result.degraded, f"report: {result.degraded} and {told} of a calm run")
+            _require(not reported and not result.degraded, f"report: {result.degraded} and {reported} of a calm run")
 
     async def _check_bounds(self) -> None:
         """Check that after the time to live nothing is left, also of sessions that lost their client."""
@@ -310,14 +310,14 @@ class Schedule:
         _require(calls == 0, f"bounded: {calls} calls are still under way")
 
 
-def _agree(told: Sequence[_Resync], seen: Sequence[_Resync], num_reported: int) -> bool:
+def _agree(reported: Sequence[_Resync], seen: Sequence[_Resync], num_reported: int) -> bool:
     """Compare resyncs where the draft works while rounds end: it may be counted to the round before or after.
 
-    What it was told to send again when the last verdict came may never have been sent, or not have been told.
+    A replay that was due when the last verdict came may never have been sent, or not have been reported.
     """
-    if not num_reported <= len(told) <= len(seen) + 1:
+    if not num_reported <= len(reported) <= len(seen) + 1:
         return False
-    pairs = list(zip(told, seen, strict=False))
+    pairs = list(zip(reported, seen, strict=False))
     return all(abs(a[1] - b[1]) <= (a[0] == "draft") and (a[0], *a[2:]) == (b[0], *b[2:]) for a, b in pairs)
 
 

@@ -42,16 +42,16 @@ class FaultyStream:
         while not self._incoming:
             self._has_incoming.clear()
             await self._has_incoming.wait()
-        told = self._incoming.popleft()
-        if isinstance(told, SpecSplitError):
-            self._incoming.append(told)
-            if isinstance(told, LinkError | NoFreeSlot):
+        answer = self._incoming.popleft()
+        if isinstance(answer, SpecSplitError):
+            self._incoming.append(answer)
+            if isinstance(answer, LinkError | NoFreeSlot):
                 self._ledger.failed(self._turn)
-            raise told
-        if told is not None:
-            self._ledger.committed(self._turn, told, is_first=self._is_first)
+            raise answer
+        if answer is not None:
+            self._ledger.committed(self._turn, answer, is_first=self._is_first)
             self._is_first = False
-        return told
+        return answer
 
     async def close(self, *, keeps_slot: bool = False) -> None:
         if keeps_slot:

@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 class Fault(Enum):
-    """What happens to one propose or verify."""
+    """The fault of one propose or verify."""
 
     REFUSED = auto()
     """Nothing is executed; the link says so."""

@@ -21,7 +21,7 @@ from specsplit.sampling.sampler import Sampler
 
 VOCAB_SIZE = 40
 START = 1
-"""What the row before the first one would hold."""
+"""The hash that a row before the first one would hold."""
 _BEST, _SECOND = 8.0, 7.0
 _NUM_NOISES = 251
 _NOISE = torch.rand(_NUM_NOISES, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 2
@@ -32,7 +32,7 @@ class Violation(AssertionError):
 
 
 class Row(NamedTuple):
-    """What one KV row holds: the hash of its prefix, and the hash before its own token."""
+    """One KV row: the hash of its prefix, and the hash before its own token."""
 
     value: int
     before: int

@@ -1,4 +1,4 @@
-"""What the config.json files of well-known models say, as far as it counts for their size."""
+"""The config.json files of well-known models, as far as they determine the size."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.support.forked import ROOT, ForkedProcess
 LIMIT_S = 120
 """Nothing takes longer, however busy the machine, so a test that waits so long waits in vain."""
 SILENT_S = 45
-"""By then a keepalive has told of a peer that fell silent; without one gRPC does after a minute (ADR 0004)."""
+"""By then a keepalive has found a silent peer; without keepalives gRPC takes a minute (ADR 0004)."""
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -66,7 +66,7 @@ class StageHost:
         """Told of every packet; one for which it is True is never computed."""
         self.num_starts = 0
         self.tasks: list[asyncio.Future[None]] = []
-        """What is done to this host beside the test."""
+        """Faults of this host that run beside the test."""
         self.is_serving = False
         self._stack = AsyncExitStack()
 

@@ -25,7 +25,7 @@ class SteeredRunner(Runner):
     steps: list[list[SequenceInput]]
     """The entries of every step so far, failed ones included."""
     logits: list[list[Tensor]]
-    """What those steps gave, failed ones left out."""
+    """The logits of those steps, without the failed ones."""
     failures: dict[int, Exception]
     """Steps to come, counted from 0, that raise instead."""
     _entered: threading.Event

@@ -29,7 +29,7 @@ from tests.support.rpc_servers import wait_until
 from tests.support.stage_models import largest_difference
 
 Fate = Callable[[int, int], str | None]
-"""What happens to packet `request_id` when it first comes over hop `hop`, the last hop being the way back."""
+"""Returns the fault of packet `request_id` when it first comes over hop `hop`; the last hop is the way back."""
 
 
 def serene(request_id: int, hop: int) -> str | None:
@@ -89,7 +89,7 @@ class Farm:
         crossed, arrived = set[tuple[int, int]](), set[tuple[int, int]]()
         latest = 0
 
-        def told(seen: set[tuple[int, int]], request_id: int, hop: int) -> str | None:
+        def fault_of(seen: set[tuple[int, int]], request_id: int, hop: int) -> str | None:
             if (request_id, hop) in seen or (only_latest and request_id < latest):
                 return None
             seen.add((request_id, hop))
@@ -99,14 +99,14 @@ class Farm:
             nonlocal latest
             latest = max(latest, packet.request_id)
             hop = len(self.own) if packet.is_answer else packet.stage_to
-            fault = told(crossed, packet.request_id, hop)
+            fault = fault_of(crossed, packet.request_id, hop)
             if fault in get_args(LinkFault):
                 self.fired.append(fault)
                 return fault  # type: ignore[return-value]
             return None
 
         def of_stage(host: StageHost, other: StageHost, packet: Packet) -> bool:
-            fault = told(arrived, packet.request_id, packet.stage_to)
+            fault = fault_of(arrived, packet.request_id, packet.stage_to)
             if fault not in ("restart", "replace") or (host.tasks and not host.tasks[-1].done()):
                 return False
             self.fired.append(fault)

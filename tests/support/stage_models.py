@@ -32,7 +32,7 @@ class Chain:
         self.stages = stages
         self._all = [*stages] if ends is None else [ends[0], *stages, ends[1]]
         self.boundaries: dict[int, Tensor] = {}
-        """Of the last step: hidden states [T, H] by number of layers behind."""
+        """Hidden states [T, H] of the last step by the number of layers before them."""
 
     @classmethod
     def load(

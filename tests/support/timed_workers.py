@@ -16,7 +16,7 @@ from tests.support.language import Guess, good_guess
 
 @dataclass
 class Diary:
-    """What happened in which order: `("verify", "begins")` and so on, with the virtual time."""
+    """The events in their order, such as `("verify", "begins")`, with the virtual time."""
 
     entries: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
 
@@ -60,10 +60,10 @@ class DelayedStream:
         while not self._commits:
             self._has_commits.clear()
             await self._has_commits.wait()
-        told = self._commits.popleft()
-        if isinstance(told, Exception):
-            raise told
-        return told
+        answer = self._commits.popleft()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def close(self, *, keeps_slot: bool = False) -> None:
         stream = await self._stream
@@ -81,21 +81,21 @@ class DelayedStream:
             stream.propose(proposal, is_more_coming=is_more_coming)
 
     async def _read(self) -> None:
-        stream, told = await asyncio.shield(self._stream), None
+        stream, answer = await asyncio.shield(self._stream), None
         while True:
             try:
-                told = await stream.next_commit()
+                answer = await stream.next_commit()
             except SpecSplitError as error:
-                told = error
-            self._made.put_nowait((self._loop.time() + self._way_s, told))
-            if not isinstance(told, Verdict):
+                answer = error
+            self._made.put_nowait((self._loop.time() + self._way_s, answer))
+            if not isinstance(answer, Verdict):
                 return
 
     async def _pump_down(self) -> None:
         while True:
-            due_s, told = await self._made.get()
+            due_s, answer = await self._made.get()
             await asyncio.sleep(due_s - self._loop.time())
-            self._commits.append(told)
+            self._commits.append(answer)
             self._has_commits.set()
 
 

@@ -1,6 +1,6 @@
 """Real engines under watch: every forward says what its session's rows ought to be, every answer is checked.
 
-What ought to be is told by the orchestrator's own turns (`Ledger`). Knows nothing of faults: they only choose which
+The orchestrator's own turns say what ought to be (`Ledger`). It knows nothing of faults: they only choose which
 turns arrive, and when.
 """
 
@@ -56,7 +56,7 @@ class Account:
     openings: dict[str, SessionParams] = field(default_factory=dict[str, SessionParams])
     last: dict[str, Turn] = field(default_factory=dict[str, Turn])
     behind: dict[str, int] = field(default_factory=dict[str, int])
-    """What a worker said to hold, until the turn that sends the rest."""
+    """The length that a worker reported, until the turn that sends the rest."""
     resyncs: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
     """Worker, round, reason, tokens; as the result has them."""
     num_reported: int = 0
@@ -159,7 +159,7 @@ class Ledger:
 
 
 class _Watch:
-    """What one engine, from its start to its crash, did for each session."""
+    """Follows what one engine does for each session, from its start to its crash."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

@@ -20,7 +20,7 @@ Work = Generator[SequenceInput, Tensor, str]
 
 @dataclass
 class Diary:
-    """What the works of a test did, in the order in which they did it."""
+    """Records what the works of a test did, in that order."""
 
     lines: list[str] = field(default_factory=list[str])
 
