@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specsplit.model.attention.metadata import OneTokenMetadata, SequenceInput, make_metadata
-from specsplit.model.backends import Backend
+from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import RecordedCpuBackend, StepShape, try_record
 from specsplit.model.kv_cache import KVCache

@@ -38,7 +38,7 @@ def test_sessions_share_what_is_known_of_a_draft() -> None:
     assert draft.num_pings < 16
 
 
-def test_orchestrators_over_the_same_workers_share_what_is_known_of_a_draft() -> None:
+def test_orchestrators_of_the_same_workers_share_the_draft_peer() -> None:
     target, draft = workers()
     draft.after, draft.late_s = Fault.LATE, 0.4
 

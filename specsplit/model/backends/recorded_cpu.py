@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specsplit.model.backends import Backend
+from specsplit.model.backends.base import Backend
 from specsplit.model.fused_linear import fuse_linears
 
 _TOLERANCE = 1e-5
