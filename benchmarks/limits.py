@@ -11,19 +11,19 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 ROWS = (1, 2, 4, 8, 16, 32)
-"""Where t_v is measured."""
+"""The numbers of rows for which t_v is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was measured beside a system, in seconds."""
+    """The costs measured beside a system, in seconds."""
 
     verify_s: Mapping[int, float]
     """t_v by rows."""
     level_s: float | None
     """t_d of a level of one row, the least a level can take; None without a draft."""
     round_trip_s: float
-    """Of all links of a round together; 0 in process."""
+    """The sum over all links of a round; 0 in process."""
     context_tokens: int
 
     def to_dict(self) -> dict[str, object]:

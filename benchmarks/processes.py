@@ -18,7 +18,7 @@ from specsplit.core.errors import ResourceError, SpecSplitError
 
 
 class Served(Protocol):
-    """What a child offers: systems, and for some more methods that the parent may `ask` for."""
+    """A child offers systems, and some offer more methods that the parent may `ask` for."""
 
     @property
     def systems(self) -> Sequence[System]: ...

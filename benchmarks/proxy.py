@@ -19,7 +19,7 @@ _WINDOW_CHUNKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What happens to the bytes of one direction; may be exchanged while they flow."""
+    """The treatment of the bytes of one direction; it may be exchanged while they flow."""
 
     latency_s: float = 0.0
     """One way: a round trip takes twice as long."""

@@ -1,7 +1,4 @@
-"""What a run found: every number of docs/performance.md per system, per task and pooled, derived from its samples.
-
-Pure functions over a results file; what measured and what prints is not known here.
-"""
+"""Every number of docs/performance.md for a run, per system, per task and pooled; pure functions over samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: tasks, the systems that do them, and what one system's run on one task gives.
+"""The things that are measured: tasks, the systems that do them, and what one system's run on one task gives.
 
 Knows no model and no library; the adapters under `peers/` implement System.
 """
@@ -25,7 +25,7 @@ class Task:
     sampling: SamplingParams = field(default=SamplingParams())
     seed: int = 0
     text: str | None = None
-    """What `prompt_ids` encode, where it was a text."""
+    """The text that `prompt_ids` encode, if it was one."""
 
 
 @dataclass(frozen=True, slots=True)

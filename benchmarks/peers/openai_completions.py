@@ -18,7 +18,7 @@ from specsplit.core.errors import InvalidRequest, MissingExtra, WorkerFailed, Wo
 _TIMEOUT_S = 600.0
 _EXTRA_FIELDS = {"ignore_eos": True, "return_token_ids": True}
 _REFUSED = (400, 422)
-"""Of HTTP: the request is not what the server takes."""
+"""The HTTP statuses of a request that the server does not take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _DPI = 144
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """What is drawn in which colour."""
+    """The colours of a drawing by their roles."""
 
     paper: str
     ink: str
@@ -63,7 +63,7 @@ class Plot:
     """A figure that can be drawn in any palette."""
 
     name: str
-    """Of its files; letters, digits and dashes."""
+    """The name of its files; letters, digits and dashes."""
     title: str
     draw: Callable[[Palette], Figure]
 
