@@ -33,7 +33,6 @@ NOTHING_WHOLE = "Interrupted before the first round was whole; there is nothing 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
-Prompts = Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl, counted from its first.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the same for every system.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine and of transformers.")]
@@ -55,7 +54,7 @@ def describe() -> None:
 
 @app.command()
 def smoke(
-    prompts: Prompts = 6,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 6,
     new_tokens: NewTokens = 96,
     rounds: Rounds = 5,
     threads: Threads = 2,

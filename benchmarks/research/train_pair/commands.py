@@ -68,7 +68,7 @@ def _prepare(run: Run, corpus: Path | None, pip_arguments: str, max_megabytes: f
 @app.command("all")
 def run_all(
     work: Work,
-    minutes: Minutes = 260,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long training may take in all.")] = 260,
     device: Device = "auto",
     threads: Threads = CORES,
     compiled: Compile = None,
