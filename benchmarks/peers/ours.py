@@ -107,8 +107,8 @@ class Ours:
         self.name = name
         self._loop, self._orchestrator = loop, orchestrator
 
-    def generate(self, task: Task) -> Sample:
-        return self._loop.run(self._timed(request_of(task)))
+    def generate(self, task: Task, note: Callable[[int], None] | None = None) -> Sample:
+        return self._loop.run(self._timed(request_of(task), note))
 
     async def _timed(self, request: Request, note: Callable[[int], None] | None = None) -> Sample:
         """Do the request; `note` hears of each arrival how many tokens there are by then."""

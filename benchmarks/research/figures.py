@@ -141,7 +141,7 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
             tell(f"[{number}/{len(listed) + 1}] {part.what}: {part.output} is there already.")
             continue
         tell(f"[{number}/{len(listed) + 1}] {part.what}: {command_line(part.arguments)}")
-        code = _run(part.arguments)
+        code = run_command(part.arguments)
         if code == INTERRUPTED:
             tell("Interrupted; what is whole is kept, and the same command goes on.")
             return INTERRUPTED
@@ -151,10 +151,10 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
             )
     files = [str(part.output) for part in listed if part.output.suffix == ".jsonl"] + kept(folder)
     page = ("--output", str(folder / "report.html"), "--plots", str(folder / "plots"))
-    code = _run(("benchmarks", "report", *files, *page))
+    code = run_command(("benchmarks", "report", *files, *page))
     if code not in (0, INTERRUPTED):
         raise ResourceError("The report failed, see above.")
-    if code == 0 and _run(("benchmarks", "network-bars", str(folder / "round-trip.jsonl"))) != 0:
+    if code == 0 and run_command(("benchmarks", "network-bars", str(folder / "round-trip.jsonl"))) != 0:
         raise ResourceError("The bars could not be checked, see above.")
     tell(f"{folder / 'report.html'} after {(time.monotonic() - start_s) / 60:.1f} minutes.")
     return code
@@ -197,7 +197,7 @@ def _commit_of(part: Part) -> str:
         return "" if not part.resumes else "unknown"
 
 
-def _run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Run a part; Ctrl-C reaches it as well, and it ends when its run is whole."""
     process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.DEVNULL)
     try:

@@ -134,16 +134,16 @@ def _load(path: Path, config: Any) -> Any:
 def _transplant(before: Any, after: Any, places: Sequence[int]) -> None:
     """Put the original weights where they belong, and zeros where what was added would reach the residual stream."""
     for place, layer in enumerate(after.model.layers):
-        _silence(layer.mlp.down_proj)
+        silence(layer.mlp.down_proj)
         if place not in places:
-            _silence(layer.self_attn.o_proj)
+            silence(layer.self_attn.o_proj)
     for layer, place in zip(before.model.layers, places, strict=True):
         _copy_into(layer, after.model.layers[place])
     for part in ("model.embed_tokens", "model.norm", "lm_head"):
         _copy_into(before.get_submodule(part), after.get_submodule(part))
 
 
-def _silence(projection: nn.Module) -> None:
+def silence(projection: nn.Module) -> None:
     for parameter in projection.parameters():
         parameter.zero_()
 

@@ -50,15 +50,15 @@ class DraftEngine(Engine):
             if isinstance(session.answer, Proposal):
                 return session.answer
             grower = session.kept
-            if not isinstance(grower, _Grower):
-                grower = session.kept = _Grower(self._model, session)
+            if not isinstance(grower, Grower):
+                grower = session.kept = Grower(self._model, session)
             session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
             return proposal
         finally:
             self._sessions.leave(session)
 
 
-class _Grower:
+class Grower:
     """The tree of one session in one epoch; the slot's rows are [committed tokens | forwarded nodes | free]."""
 
     def __init__(self, model: LoadedModel, session: WorkerSession) -> None:

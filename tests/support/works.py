@@ -61,6 +61,6 @@ def alive_work() -> list[object]:
     return [
         kept
         for kept in gc.get_objects()
-        if type(kept).__name__ in ("WorkerSession", "_Grower", "Task", "SessionQueue")
+        if type(kept).__name__ in ("WorkerSession", "Grower", "Task", "SessionQueue")
         and type(kept).__module__.startswith("specsplit")
     ]

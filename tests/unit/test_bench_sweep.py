@@ -254,7 +254,7 @@ def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Pat
         ran.append(arguments)
         return 0
 
-    monkeypatch.setattr(figures, "_run", note)
+    monkeypatch.setattr(figures, "run_command", note)
     kept = tmp_path / "stage-sessions.jsonl"
     kept.touch()
     assert figures.run(tmp_path, tmp_path / "m", figures.FULL, is_fresh=False, tell=lambda line: None) == 0
@@ -279,7 +279,7 @@ def test_figures_keep_whole_parts_of_this_commit_only(tmp_path: Path, monkeypatc
         ran.append(arguments)
         return 0 if len(ran) < 4 else figures.INTERRUPTED
 
-    monkeypatch.setattr(figures, "_run", note)
+    monkeypatch.setattr(figures, "run_command", note)
     told: list[str] = []
     assert figures.run(tmp_path, tmp_path / "m", figures.TINY, is_fresh=False, tell=told.append) == figures.INTERRUPTED
     assert mine.exists()

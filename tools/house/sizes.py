@@ -75,7 +75,9 @@ def _parameter_counts() -> Iterator[_Size]:
 
 
 def _is_command(function: Function) -> bool:
-    """Return whether typer calls the function: one of its parameters is annotated as an option."""
+    """Return whether typer calls the function: it is decorated as a command or has an annotated option."""
+    if any(last_name(decorator) == "command" for decorator in function.decorator_list):
+        return True
     annotations = [argument.annotation for argument in function.args.args if argument.annotation is not None]
     return any(_OPTION.search(ast.unparse(annotation)) for annotation in annotations)
 

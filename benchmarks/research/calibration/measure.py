@@ -51,7 +51,7 @@ Words = dict[tuple[int, ...], dict[int, Word]]
 def overheard(words: Words) -> Generator[None]:
     """Write down in `words` what the drafts of this process say, for the length of the block."""
 
-    class Overheard(draft_engine._Grower):
+    class Overheard(draft_engine.Grower):
         def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
             num_before = len(self._tree)
             super()._expand(frontier, logits, branching)
@@ -68,12 +68,12 @@ def overheard(words: Words) -> Generator[None]:
             rank = sum(tree.parents[other] == tree.parents[node] for other in range(node))
             said[token_id] = Word(quantised_log_prob(tree.log_probs[node]), shares[token_id].item(), rank)
 
-    grower = draft_engine._Grower
-    draft_engine._Grower = Overheard
+    grower = draft_engine.Grower
+    draft_engine.Grower = Overheard
     try:
         yield
     finally:
-        draft_engine._Grower = grower
+        draft_engine.Grower = grower
 
 
 @torch.inference_mode()
@@ -94,14 +94,14 @@ class WatchedExperience(SpeculationStats):
         self.nodes: list[Node] = []
         self.num_late = 0
         """Nodes of proposals that came when their tokens were committed already; no tree ever held them."""
-        self._words = words
+        self.words = words
         self._frozen: Sequence[float] | None = None
         self._text: list[int] = []
         self._prompt = -1
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Take note that a session begins, that of the next prompt."""
-        self._words.clear()
+        self.words.clear()
         self._text = list(prompt_ids)
         self._prompt += 1
 
@@ -122,7 +122,7 @@ class WatchedExperience(SpeculationStats):
 
     def _node(self, tree: SpeculationTree, node: int, rank: int, *, is_right: bool) -> Node:
         position, cell = tree.root_position + tree.nodes.depths[node], tree.cells[node]
-        word = self._words[tuple(self._text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
+        word = self.words[tuple(self._text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
         source: Source = "draft" if cell < _FIRST_AGREED else "both" if cell < _FIRST_LOOKUP else "lookup"
         return Node(
             prompt=self._prompt,
@@ -157,10 +157,10 @@ def load(settings: StudySettings) -> Models:
     Raises:
         SpecSplitError: it cannot be loaded, or a mode is unknown.
     """
-    return load_models(_settings(settings, settings.modes[0]))
+    return load_models(worker_settings(settings, settings.modes[0]))
 
 
-def _settings(settings: StudySettings, mode: str) -> Settings:
+def worker_settings(settings: StudySettings, mode: str) -> Settings:
     loading = {"dtype": "fp32", "threads": settings.threads}
     shape = settings.shape
     chosen = override(
@@ -193,7 +193,7 @@ async def _measure(
     temperature: float,
     tick: Callable[[str], None],
 ) -> Found:
-    chosen, words = _settings(settings, mode), Words()
+    chosen, words = worker_settings(settings, mode), Words()
     sampling, experience, num_tokens = SamplingParams(temperature=temperature), WatchedExperience(words), 0
     with overheard(words):
         async with open_workers(chosen, models) as workers:

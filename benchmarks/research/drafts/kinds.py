@@ -139,10 +139,10 @@ def run(
         }
         tick = scope.enter_context(progress.running("measuring", steps * len(missing)))
         for kind in missing:
-            made = _made(kind, settings, drafts)
-            measured, share = _measured(kind, settings, made, tasks, tick, should_stop)
+            made = make_draft(kind, settings, drafts)
+            measured, share = measure_kind(kind, settings, made, tasks, tick, should_stop)
             if measured.rounds:
-                judged = _judged(settings, measured, tasks, referee)
+                judged = judge_kind(settings, measured, tasks, referee)
                 own = {"kind_of_draft": kind, "draft": made.to_dict(), "neighbours_share": share}
                 found.append({**header, **facts, **own, **judged})
                 report.emit(found[-1], output)
@@ -200,7 +200,7 @@ def _tasks(settings: KindSettings, referee: Child, prompts: Sequence[workloads.P
     return tasks
 
 
-def _made(kind: Kind, settings: KindSettings, drafts: Path) -> MadeDraft:
+def make_draft(kind: Kind, settings: KindSettings, drafts: Path) -> MadeDraft:
     """Return the draft of that kind; what has to be made is made in a process of its own."""
     if kind not in ("useless", "slow"):
         return MadeDraft(settings.draft)
@@ -216,7 +216,7 @@ def _made(kind: Kind, settings: KindSettings, drafts: Path) -> MadeDraft:
         return making.ask("slow", settings.draft, folder, settings.slowness, settings.threads)
 
 
-def _measured(
+def measure_kind(
     kind: Kind, settings: KindSettings, made: MadeDraft, tasks: Sequence[Task], tick: Tick, should_stop: ShouldStop
 ) -> tuple[Measurement, float | None]:
     """Measure one kind; the share that others had of the machine is known where all processes live on."""
@@ -236,7 +236,7 @@ def _measured(
         return measured, neighbours.share() if fate == "steady" else None
 
 
-def _judged(settings: KindSettings, measured: Measurement, tasks: Sequence[Task], referee: Child) -> Record:
+def judge_kind(settings: KindSettings, measured: Measurement, tasks: Sequence[Task], referee: Child) -> Record:
     """Return what the pairs say."""
     plain, auto = measured.samples(PLAIN), measured.samples(AUTO)
     ratio = paired_speedup(decode_times(plain), decode_times(auto))
@@ -280,7 +280,7 @@ def _compact(sample: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in sample.items() if name not in ("token_ids", "arrivals", "kind")}
 
 
-def _kinds(text: str) -> list[Kind]:
+def parse_kinds(text: str) -> list[Kind]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     chosen = [kind for kind in KINDS if kind in names]
     unknown = [name for name in names if name not in KINDS]
@@ -309,7 +309,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Append the JSON lines to this file.", dir_okay=False)] = None,
 ) -> None:
     """Hold `auto` against plain decoding with good, useless, slow, dying and returning drafts."""
-    chosen, shape = _kinds(kind), Shape(nodes, depth, branching)
+    chosen, shape = parse_kinds(kind), Shape(nodes, depth, branching)
     settings = KindSettings(
         prompts, new_tokens, pairs, threads, temperature, seed, slowness, target, draft, shape, lookup
     )

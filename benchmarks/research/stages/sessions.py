@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -84,10 +85,19 @@ async def tokens_per_s(owner: Orchestrator, sessions: int, num_tokens: int, numb
     return sessions * num_tokens / (perf_counter() - began_s)
 
 
-async def run(
-    rtts_ms: Sequence[float], num_stages: int, sessions: int, nodes: int, num_tokens: int, num_rounds: int, tick: Any
-) -> dict[str, Rates]:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The chain and the sessions that decode on it at once."""
+
+    num_stages: int
+    num_sessions: int
+    nodes: int
+    num_tokens: int
+
+
+async def run(rtts_ms: Sequence[float], load: Load, num_rounds: int, tick: Any) -> dict[str, Rates]:
     """Measure both ways in turns at every round trip, after one round that is not counted."""
+    num_stages, sessions, nodes = load.num_stages, load.num_sessions, load.nodes
     found: dict[str, Rates] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -101,7 +111,7 @@ async def run(
                 }
                 for number in range(num_rounds + 1):
                     for way in list(WAYS) if number % 2 else list(WAYS)[::-1]:
-                        rate = await tokens_per_s(owners[way], sessions, num_tokens, number)
+                        rate = await tokens_per_s(owners[way], sessions, load.num_tokens, number)
                         tick(f"{way}, {rtt_ms:g} ms")
                         if number:
                             rates[way].append(rate)
@@ -124,7 +134,7 @@ def main(
     console = report.new_console()
     rtts = [float(value) for value in rtt_ms.split(",")]
     with report.Progress(console).running("measuring", len(rtts) * len(WAYS) * (rounds + 1)) as tick:
-        found = asyncio.run(run(rtts, stages, sessions, nodes, tokens, rounds, tick))
+        found = asyncio.run(run(rtts, Load(stages, sessions, nodes, tokens), rounds, tick))
     before, after = WAYS
     listed = report.table(f"{sessions} sessions on {stages} stages, tokens/s in all", "round trip", *WAYS, "ratio")
     ratios: dict[str, Estimate] = {}

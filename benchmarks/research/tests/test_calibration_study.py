@@ -244,7 +244,7 @@ def test_the_first_halfs_table_learns_no_more():
     learned = experience.acceptance.log_probs[draft_cell(-2.0, 1)]
     for _ in range(3):
         experience.begin([1, 4, 9])
-        experience._words.update(SAID)
+        experience.words.update(SAID)
         experience.observe_tree(_grown(experience), [6])
     wrong, right = experience.nodes[-2:]
     assert (wrong.prompt, right.prompt) == (3, 3)
@@ -254,16 +254,16 @@ def test_the_first_halfs_table_learns_no_more():
 
 
 def test_the_draft_is_left_as_it_was_even_after_an_error():
-    before = draft_engine._Grower
+    before = draft_engine.Grower
 
     def fail() -> None:
         with overheard({}):
-            assert draft_engine._Grower is not before
+            assert draft_engine.Grower is not before
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert draft_engine._Grower is before
+    assert draft_engine.Grower is before
 
 
 # --- on the embedded pair
@@ -280,7 +280,7 @@ def _texts(models: Models, temperature: float) -> list[list[int]]:
     """Return prompts and texts of the study's requests, written without anybody listening."""
 
     async def write() -> list[list[int]]:
-        settings = measuring._settings(SETTINGS, "plain")
+        settings = measuring.worker_settings(SETTINGS, "plain")
         texts: list[list[int]] = []
         async with open_workers(settings, models) as workers:
             orchestrator = workers.orchestrator(settings.orchestrator)

@@ -17,7 +17,6 @@ from benchmarks import environment, results_file
 from benchmarks.alternation import Measurement
 from benchmarks.pair import Pair
 from benchmarks.peers.modes import Shape
-from benchmarks.peers.ours import request_of
 from benchmarks.report import page
 from benchmarks.report.console import Progress
 from benchmarks.research.drafts import kinds as draft_kinds
@@ -59,7 +58,7 @@ def test_a_draft_is_killed_or_comes_back_in_the_middle_of_each_generation(monkey
         plain, auto = served.systems
         assert isinstance(auto, Fateful)
         counts: list[int] = []
-        expected = plain._loop.run(plain._timed(request_of(task), counts.append))
+        expected = plain.generate(task, counts.append)
         assert counts[0] == 1
         assert counts[-1] == 24
         assert counts == sorted(counts)
@@ -123,7 +122,7 @@ def _measured(seconds: Sequence[float], *, was_interrupted: bool = False) -> Mea
 
 def _judged(measured: Measurement, num_pairs: int = 9) -> dict[str, Any]:
     settings = KindSettings(num_prompts=2, num_pairs=num_pairs)
-    return draft_kinds._judged(settings, measured, TASKS, Referee())
+    return draft_kinds.judge_kind(settings, measured, TASKS, Referee())
 
 
 def test_the_bar_needs_the_median_the_lower_bound_and_enough_pairs():
@@ -168,10 +167,10 @@ def _run(
         return measured[kind], None
 
     monkeypatch.setattr(draft_kinds, "Child", Referee)
-    monkeypatch.setattr(draft_kinds, "_made", lambda kind, settings, drafts: MadeDraft(kind))
-    monkeypatch.setattr(draft_kinds, "_measured", measure)
+    monkeypatch.setattr(draft_kinds, "make_draft", lambda kind, settings, drafts: MadeDraft(kind))
+    monkeypatch.setattr(draft_kinds, "measure_kind", measure)
     settings = KindSettings(num_prompts=2, num_pairs=2, num_new_tokens=11)
-    kinds = draft_kinds._kinds(",".join(measured))
+    kinds = draft_kinds.parse_kinds(",".join(measured))
     found, was_interrupted = draft_kinds.run(kinds, settings, Path(), output, QUIET, lambda line: None)
     return asked, [record["kind_of_draft"] for record in found], was_interrupted
 
@@ -211,7 +210,7 @@ def test_other_files_are_refused_and_so_are_other_kinds(tmp_path: Path):
         held_kinds(damaged, header)
     for names in ("good,bad", "good,good", ""):
         with pytest.raises(BadParameter, match="each kind once"):
-            draft_kinds._kinds(names)
+            draft_kinds.parse_kinds(names)
 
 
 def test_the_sweep_with_a_useless_draft_from_before_is_still_read():

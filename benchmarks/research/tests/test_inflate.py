@@ -127,7 +127,7 @@ def test_a_copy_that_is_not_the_same_function_never_appears(
     def forgetful(projection: torch.nn.Linear) -> None:
         projection.weight.mul_(0.5)
 
-    monkeypatch.setattr(inflated_model, "_silence", forgetful)
+    monkeypatch.setattr(inflated_model, "silence", forgetful)
     with pytest.raises(ModelDamaged, match="not the same model"):
         inflated(tiny, tmp_path / "large", extra_layers=1, mlp_factor=1.0)
     assert list(tmp_path.iterdir()) == []

@@ -300,7 +300,7 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_did(stream: Stream, tmp_path:
         signal.raise_signal(signal.SIGTERM)
         return TargetTask.backward(task, position, fraction)
 
-    loop._task = SimpleNamespace(model=task.model, backward=stopping)
+    loop.task = SimpleNamespace(model=task.model, backward=stopping)
     with pytest.raises(Interrupted, match=r"target stopped at 10.0%"):
         loop.run()
     assert target_loop(stream, tmp_path, 20)[0].state.step == steps + 1

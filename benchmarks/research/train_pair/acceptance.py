@@ -159,16 +159,7 @@ async def _measured(
 
 
 def measure(
-    target: Path,
-    draft: Path,
-    code: Sequence[Prompt],
-    held_out: Sequence[Prompt],
-    *,
-    threads: int,
-    num_table_prompts: int,
-    tell: Tell,
+    models: Models, code: Sequence[Prompt], held_out: Sequence[Prompt], num_table_prompts: int, tell: Tell
 ) -> dict[str, object]:
-    """Return acceptance of chains of 4 on both sets of prompts, the table, ten answers, and the loading time."""
-    models, loading_s = load_pair(target, draft, threads)
-    found = event_loop.run(_measured(models, code, held_out, num_table_prompts, tell))
-    return {"loading_s": loading_s, **found}
+    """Return acceptance of chains of 4 on both sets of prompts, the table, and ten answers."""
+    return event_loop.run(_measured(models, code, held_out, num_table_prompts, tell))

@@ -36,16 +36,15 @@ def evaluate(run: Run) -> dict[str, Any]:
     losses["target_without_headers"] = bare.loss(target)
     agreement = held_out.agreement(target, draft)
     documents = corpus.read(space.require(space.corpus, "corpus"))
+    models, loading_s = acceptance.load_pair(space.target, space.draft, machine.threads)
     measured = acceptance.measure(
-        space.target,
-        space.draft,
+        models,
         workloads.read_prompts(workloads.CODE_PROMPTS, recipe.num_prompts),
         acceptance.held_out_prompts(documents, recipe.num_prompts),
-        threads=machine.threads,
-        num_table_prompts=recipe.num_table_prompts,
-        tell=run.tell,
+        recipe.num_table_prompts,
+        run.tell,
     )
-    found: dict[str, Any] = {"loss": losses, "agreement_on_human_text": agreement, **measured}
+    found: dict[str, Any] = {"loss": losses, "agreement_on_human_text": agreement, "loading_s": loading_s, **measured}
     found["weight_bytes"] = sum(path.stat().st_size for path in space.pair.rglob("*.safetensors"))
     found["bars"] = bars(found, space.record())
     write_whole(space.evaluation, json.dumps(found, indent=1).encode())

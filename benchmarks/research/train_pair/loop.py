@@ -70,7 +70,7 @@ class Loop:
     def __init__(
         self, name: str, task: Task, optimizers: Optimizers, budget: Budget, folder: Path, console: Console
     ) -> None:
-        self._name, self._task, self._optimizers, self._budget = name, task, optimizers, budget
+        self._name, self.task, self._optimizers, self._budget = name, task, optimizers, budget
         self._checkpoint = folder / f"{name}.checkpoint.pt"
         self._log = folder / f"{name}.log.jsonl"
         self._console = console
@@ -111,7 +111,7 @@ class Loop:
     def _step(self) -> None:
         start_s = time.monotonic()
         state, fraction = self.state, self.fraction
-        loss, moved, tokens = self._task.backward(state.position, fraction)
+        loss, moved, tokens = self.task.backward(state.position, fraction)
         self._optimizers.step(fraction)
         state.step += 1
         state.position += moved
@@ -143,7 +143,7 @@ class Loop:
     def _save(self) -> None:
         state = self.state
         record: dict[str, Any] = {
-            "model": self._task.model.state_dict(),
+            "model": self.task.model.state_dict(),
             "optimizers": self._optimizers.state_dict(),
             "rng": torch.get_rng_state(),
             "state": [state.step, state.position, state.tokens, state.elapsed_s, state.loss],
@@ -153,9 +153,9 @@ class Loop:
         beside.replace(self._checkpoint)
 
     def _load(self) -> None:
-        device = next(self._task.model.parameters()).device
+        device = next(self.task.model.parameters()).device
         record = torch.load(self._checkpoint, map_location=device, weights_only=True)
-        self._task.model.load_state_dict(record["model"])
+        self.task.model.load_state_dict(record["model"])
         self._optimizers.load_state_dict(record["optimizers"])
         torch.set_rng_state(record["rng"].cpu())
         self.state = State(*record["state"])
