@@ -246,16 +246,17 @@ class _Costs:
     def fit(self, budgets: Sequence[int], cap: int) -> bool:
         """Return whether every budget holds its stage, with at most `cap` layers in each.
 
-        As many layers as possible in every stage, save one for each stage behind it: nothing reaches further.
+        One layer at least goes to each stage, so that a longer range in front is not always better: all ends count.
         """
-        # Greedy is exact: if the stages so far reach a layer at all, the longest ranges reach the furthest one.
-        start, end = 0, self._shape.num_layers
+        reached, num_layers = {0}, self._shape.num_layers
         for later, budget in zip(reversed(range(len(budgets))), budgets, strict=True):
-            reached = self.furthest(start, budget, min(start + cap, end - later))
-            if reached == start:
-                return False
-            start = reached
-        return start == end
+            limit = num_layers - later
+            reached = {
+                end
+                for start in reached
+                for end in range(start + 1, self.furthest(start, budget, min(start + cap, limit)) + 1)
+            }
+        return num_layers in reached
 
     def furthest(self, start: int, budget: int, limit: int) -> int:
         """Return the end, at most `limit`, of the longest range from `start` that `budget` holds; `start` if none."""

@@ -211,6 +211,14 @@ def _tiny(num_layers: int, dense_layers: int) -> ModelShape:
     return replace(shape, layers=(light,) * dense_layers + (heavy,) * (num_layers - dense_layers))
 
 
+def test_a_small_budget_between_larger_ones_gets_the_light_layer():
+    """The stage in front could take both light layers, and would leave a heavy one to the small budget."""
+    shape, workload = _tiny(num_layers=4, dense_layers=2), Workload()
+    ranges = (range(0, 1), range(1, 2), range(2, 4))
+    front, middle, back = (stage.total_bytes for stage in plan_ranges(shape, ranges, workload).stages)
+    assert plan_memory(shape, [2 * front, middle, back], workload).ranges == ranges
+
+
 def _best_by_trying(shape: ModelShape, budgets: list[int], workload: Workload) -> tuple[int, int] | None:
     """Return the fewest layers of the largest stage and the smallest sum of squares over all cuts that fit."""
     best: tuple[int, int] | None = None
