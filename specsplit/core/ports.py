@@ -16,7 +16,7 @@ class Drafter(Protocol):
     async def ping(self) -> Identity: ...
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
-        """Grow the session's tree and return the nodes numbered above `known_nodes`.
+        """Grow the session's tree and return the nodes numbered above `known_nodes`, the last number received.
 
         `budget.max_branching` limits the nodes that grow now; those of an earlier, wider call may be among the answer.
 

@@ -45,11 +45,12 @@ class DraftEngine(Engine):
             raise InvalidRequest(f"The draft offers at most {self._model.node_limit} nodes.", param="max_new_nodes")
 
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
+        """Do one propose as work of the scheduler: yield each forward's input, get its logits, return the nodes."""
         session = self._sessions.enter(turn, (known_nodes, budget))
         try:
             if isinstance(session.answer, Proposal):
-                return session.answer
-            grower = session.kept
+                return session.answer  # the same round again
+            grower = session.kept  # the draft's state between rounds: the tree
             if not isinstance(grower, Grower):
                 grower = session.kept = Grower(self._model, session)
             session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)

@@ -47,7 +47,7 @@ class WorkerSession:
         self.answer: object = None
         """The answer of this round, None while it runs: a repeat of the round gets it again."""
         self.kept: object = None
-        """The engine's own state beside the slot through an epoch; it goes with the session."""
+        """The engine's own state of this epoch: the draft's tree, or the last node number that the target verified."""
         self.last_used_s = 0.0
         self.is_in_use = False
 

@@ -34,7 +34,7 @@ class _InvalidProposal(SpecSplitError):
 
 
 class DraftClient:
-    """One session's draft. Between `enter` and `close` its peer is looked after.
+    """One session's draft. Between `enter` and `close` a draft that fails is pinged until it answers.
 
     A tree is waited for as long as the verifies of its depth take, and at least `draft_s` of the retry policy.
     One tokenizer may come with embeddings of two sizes: once the target has picked a token beyond the draft's
@@ -56,7 +56,7 @@ class DraftClient:
         self._verify = _MeanVerify()
 
     def enter(self) -> None:
-        """Have the peer looked after while this session lives."""
+        """Count this session with the peer, which pings a failing draft as long as a session could use it."""
         self._peer.enter()
 
     @property
@@ -96,8 +96,8 @@ class DraftClient:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
 
         A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
-        says nothing against the draft. Any other ends when its caller is cancelled. A probe leaves the times of calls
-        out of the statistics: how long a rare call takes beside other work says nothing.
+        does not count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left
+        out of the statistics, since a rare call beside other work is not typical.
         """
         draft = self._peer.identity
         if draft is not None:

@@ -1,7 +1,7 @@
 """One round: plan it, obtain a token tree, have it verified in one target call, commit the tokens, learn from it.
 
-The round's plan names a mode, and a mode is a `Source` of trees. The prompt is a round without a tree. What rounds add
-up to is counted here, too; how the tokens become text is the answer's business.
+The round's plan names a mode, and a mode is a `Source` of trees. The prompt is a round without a tree. `Tally` counts
+the rounds here; `Answer` (text.py) turns the tokens into text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SessionWorkers:
 
     target: TargetClient
     draft: DraftClient | None
-    """None if the session's mode asks none."""
+    """None if there is no draft, or the session's mode never asks one."""
     stats: SpeculationStats
 
 
@@ -82,7 +82,7 @@ class Rounds:
         )
 
     async def _run(self) -> RoundResult:
-        """Run one round, and commit its tokens."""
+        """Run one round up to what it teaches: plan, tree, verify, commit, learn."""
         target, draft, stats, number = self._workers.target, self._workers.draft, self._workers.stats, self.number
         history, events = target.contract.history, target.contract.events
         events.round = number
@@ -101,7 +101,7 @@ class Rounds:
             self._source = source
         make_input = source.next_input if number else source.first_input
         speculation = await make_input(plan, target.next_node)
-        verdict = speculation.commit
+        verdict = speculation.commit  # a streaming target has verified already
         if verdict is None:
             verifying = target.verify(speculation.proposal)
             if spans.is_on:
@@ -125,9 +125,9 @@ class Rounds:
 
 
 class Tally:
-    """Counts the rounds of one request, before any stop cuts the tokens.
+    """Counts the rounds of one request; tokens that a stop condition cuts off are counted, too.
 
-    `max_depth` is how deep trees are meant to be, 0 without speculation.
+    The histograms begin with places for `max_depth` levels, 0 without speculation; a deeper tree adds places.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -160,7 +160,7 @@ class Tally:
             self._trees.add(result)
 
     def add_drafted(self, drafted: Timings) -> None:
-        """Count work of the draft for a tree that no round was offered."""
+        """Count work of the draft whose nodes came after the last round's tree was made."""
         self.draft_forwards += drafted.num_forwards
         self.draft_device_ms += drafted.device_ms
 
@@ -189,7 +189,7 @@ class _TreeCounts:
     histogram: list[int]
     """Rounds by the number of accepted nodes."""
     tested: list[int]
-    """Rounds by depth in which the target scored a node below the accepted one above."""
+    """Per depth, the rounds in which the target scored a node there whose parent it accepted."""
     num_nodes: int = 0
     num_path_nodes: int = 0
 

@@ -1,7 +1,7 @@
 """A session's view of its target: verdicts on trees, asked for or streamed, as long as the request allows.
 
-A stream opens with the first commit that is wanted, and again after whatever broke it. What the target committed in a
-broken stream and nobody heard of comes again, since picks depend on nothing but the text. Knows neither draft nor mode.
+A stream is opened by the first `next_commit`, and again after it broke. Commits that were lost with a broken stream
+are made again and are the same, since picks depend on nothing but the text. Knows neither draft nor mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NodeFeed(Protocol):
     """The supplier of a stream's nodes; the stream source is one."""
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
-        """Return the nodes that the stream has not got yet, numbered so, and whether more are under way."""
+        """Return the nodes not yet sent, numbered from `first_node`, and whether the draft is at work on more."""
         ...
 
     def forget_sent(self) -> None:
@@ -37,7 +37,7 @@ class NodeFeed(Protocol):
 
 @dataclass(slots=True)
 class _OpenStream:
-    """A stream, and what was said in it."""
+    """A stream, where its nodes come from, and what was sent last."""
 
     stream: VerifyStream
     feed: NodeFeed
@@ -133,7 +133,8 @@ class TargetClient:
     async def _resume(self, error: SpecSplitError, believed: int) -> None:
         """Agree with the target again on where the session is.
 
-        A stale round or epoch is an attempt of ours that nobody waits for, and that got further than we know.
+        StaleRound or StaleEpoch means that the target has seen a later turn of ours than we know of: an attempt that
+        was given up reached it after all.
         """
         if not isinstance(error, SlotBehind):
             self._raise_epoch()

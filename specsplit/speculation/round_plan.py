@@ -28,10 +28,10 @@ from specsplit.speculation.statistics import SpeculationStats
 
 @record
 class RoundPlan:
-    """How a round is run. A plan without `limit` has no tree, one without `budget` does not wait for the draft.
+    """How a round is run. Without `limit` it offers no nodes; without `budget`, or in mode `lookup`, it uses no draft.
 
-    Mode `auto` says why in `decision`: lookup's tree overrides it in a round for which it predicts more tokens per
-    second, and only nodes that are worth their rows are verified.
+    In `auto`, `decision` is the reason. Nodes that need no wait for the draft replace the planned tree if they predict
+    more tokens per second (`Speculator.look_up_first`). Of any tree only nodes worth their rows are verified.
     """
 
     mode: RoundMode
@@ -45,15 +45,16 @@ class RoundPlan:
     """A tree that the draft is asked for and nobody waits for, to learn what the draft is worth."""
 
 
+# The last token leaves no room for a tree; a session in a stream takes it from there, so that nothing is reopened.
 _PLAIN, _STREAMED_PLAIN = RoundPlan("plain"), RoundPlan("stream")
 
 
 class RoundPlanner:
     """Plans every round of one session: the user's mode and shape, or in `auto` what predicts most tokens per second.
 
-    `modes` are those that `auto` compares with plain decoding: with a draft it runs the first one until something
-    is known, without a draft only a stream gains anything. `end` is the number of tokens, prompt included, at which
-    the session must stop; `max_nodes` is the target's limit.
+    `modes` are those that `auto` compares with plain decoding. With a draft it runs the first one until the draft has
+    answered a few times; without a draft it compares `stream` only. `end` is the number of tokens, prompt included, at
+    which the session must stop; `max_nodes` is the target's limit.
 
     Beyond the draft's context a fixed mode goes on with lookup alone, and `auto` as it does without a draft.
     """
@@ -77,7 +78,7 @@ class RoundPlanner:
         self._without_draft = (
             RoundPlan("lookup", self._fixed.budget, self._fixed.limit) if speculation.lookup else _PLAIN
         )
-        self._followed = _PLAIN
+        self._decided_plan = _PLAIN
         self._num_rounds = 0
         self._num_without_draft = 0
         self._is_streaming = mode == "stream"
@@ -85,8 +86,8 @@ class RoundPlanner:
     def plan_round(self, num_committed: int, draft_context: int, *, has_draft: bool = True) -> RoundPlan:
         """Return the plan of the round that follows `num_committed` tokens.
 
-        The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too. Without
-        `has_draft` the draft is known to be of no use at present.
+        The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
+        `has_draft` is False if the draft would not be asked now; a fixed mode plans with it all the same.
         """
         # [committed | tree | bonus token] ends at `end` at the latest; the draft needs a place behind its tree, too.
         room = self._end - num_committed - 1
@@ -106,10 +107,10 @@ class RoundPlanner:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
         is_explored = stats.times.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
-        # Nothing is known of a draft that never answered; one that stays silent ends the exploration by its rounds.
+        # Explore: let the draft answer a few times before plans are compared, for a bounded number of rounds.
         if has_draft and modes and not is_explored:
             return RoundPlan(modes[0], self._first, self._first)
-        if not stats.times.has_seen_plain:
+        if not stats.times.has_seen_plain:  # plans are compared with it; most targets measure it at their start
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
         if self._num_rounds % DECIDE_EVERY == 1 or decision is None:
@@ -117,16 +118,17 @@ class RoundPlanner:
         if decision is None:
             return _PLAIN
         # A decision stands for several rounds, so its plan is built once.
-        if decision is not self._followed.decision:
-            self._followed = self._follow(decision, has_draft=has_draft and bool(modes))
+        if decision is not self._decided_plan.decision:
+            self._decided_plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
         if decision.nodes == 0:
             self._num_without_draft += 1
             if has_draft and modes and self._is_probe_due(decision):
                 self._num_without_draft = 0
-                return replace(self._followed, probe=self._first)
-        return self._followed
+                return replace(self._decided_plan, probe=self._first)
+        return self._decided_plan
 
-    def _follow(self, decision: Decision, *, has_draft: bool) -> RoundPlan:
+    def _plan_of(self, decision: Decision, *, has_draft: bool) -> RoundPlan:
+        """Return the plan that follows `decision`; lookup may add nodes up to its own limit, even to a plain one."""
         limits = self._limits
         budget = Budget(decision.nodes, decision.depth, limits.branching) if decision.nodes and has_draft else None
         max_nodes = max(decision.nodes, min(LOOKUP_NODES, limits.nodes[-1]))
@@ -160,7 +162,7 @@ def _auto_limits(max_nodes: int, branching: int) -> Limits:
 
 @lru_cache(maxsize=64)
 def _fixed_plan(speculation: Speculation, mode: Mode) -> RoundPlan:
-    """Return the plan of every round of a fixed mode; in `auto` its shape is unused."""
+    """Return the plan of every round of a fixed mode; `auto` makes no use of it."""
     budget = Budget(speculation.nodes, speculation.depth, speculation.branching)
     return RoundPlan("plain" if mode == "auto" else mode, budget, budget)
 

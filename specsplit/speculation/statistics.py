@@ -171,8 +171,8 @@ class RatePredictor:
 class SpeculationStats:
     """Measured times and counted outcomes of rounds; older ones count less, so that they follow a change.
 
-    `auto` and streams need all of it, fixed modes only the acceptance: the rest is counted only if it `plans`. For
-    `times` that is the caller's part.
+    `plans` says whether these statistics serve `auto` or a stream. Those need all of it; other modes need only the
+    acceptance, so the rest is not counted for them. Callers check `plans` before they add to `times`.
     """
 
     def __init__(self, *, plans: bool = True) -> None:

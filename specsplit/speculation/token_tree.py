@@ -191,7 +191,7 @@ class SpeculationTree:
     """The orchestrator's tree: the nodes below the token at `root_position` that are not yet decided.
 
     The tree outlives a round if the text goes on inside it. Tokens from `vocab_size` on are the draft's alone and are
-    not taken. `acceptance` turns what a source says about a node into an estimate.
+    not taken. `acceptance` turns what draft or lookup says about a node into an estimate.
     """
 
     def __init__(self, root_position: int, vocab_size: int, acceptance: Acceptance) -> None:
@@ -211,9 +211,9 @@ class SpeculationTree:
         return len(self.cells)
 
     def take(self, proposal: Proposal, max_nodes: int, epoch: int) -> int:
-        """Add the draft's first `max_nodes` nodes, those whose parents are held; return how many hang here.
+        """Add a proposal's first `max_nodes` nodes if their parents are here; return how many drafted nodes are new.
 
-        The proposal may have been asked for before the text went on: then it names the root by its old number.
+        If it was asked for before the text went on, it names the root by the number that it had as a node.
         """
         drafted = self.drafted
         if epoch != drafted.epoch:

@@ -30,14 +30,14 @@ class TargetEngine(Engine):
     _name = "target"
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        """Score the tree in one forward, keep the accepted path, answer it and the bonus token."""
+        """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
         verdict, timings = await self._work.run(turn.session, self._verify(turn, proposal), this_round)
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
-        """Begin to commit without being asked, from `turn` on; the slot stays as long as the stream is open."""
+        """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
         session, epoch = turn.session, turn.epoch
         stream = TargetStream(
             self.verify,
@@ -96,10 +96,11 @@ class TargetEngine(Engine):
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(self, turn: Turn, proposal: Proposal) -> Generator[SequenceInput, Tensor, Verdict]:
+        """Do one verify as work of the scheduler: yield each forward's input, get its logits, return the verdict."""
         session = self._sessions.enter(turn, proposal)
         try:
             if isinstance(session.answer, Verdict):
-                return session.answer
+                return session.answer  # the same round again
             if proposal.token_ids:
                 _check_numbers(session, proposal)
             length = turn.base_length + len(turn.tail)
@@ -137,7 +138,7 @@ class TargetEngine(Engine):
             self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
             session.extend(token_ids[:-1])
         first, num_nodes = proposal.first_node, len(proposal.token_ids)
-        session.kept = first + num_nodes - 1
+        session.kept = first + num_nodes - 1  # the target's state between rounds: the last node number
         return Verdict(
             accepted=tuple([first + node for node in accepted]),
             token_ids=tuple(token_ids),

@@ -198,7 +198,7 @@ class TargetStream:
         return is_at_end or not set(bounds.eos_ids).isdisjoint(verdict.token_ids)
 
     async def _wait_for_the_client(self, committed_s: float) -> None:
-        """Wait while commits are too far ahead, and for nodes as long as that predicts more than a step now."""
+        """Wait while too many commits are unacknowledged, and for nodes if that predicts more than a step now."""
         await asyncio.sleep(0)  # so that messages which have arrived already are taken in first
         while True:
             waited_s = self._loop.time() - committed_s

@@ -17,12 +17,12 @@ from specsplit.orchestrator.request import Reason
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 6
-"""The draft's part of the tree holds at most so many times a round's nodes: those verified, and what may follow.
+"""The draft stops when the tree has this many times a round's nodes of it: those being verified, and what may follow.
 
-For a streaming target it is more, by what the target does while messages travel.
+For a streaming target the limit is higher by the steps that the target takes while messages travel.
 """
 AHEAD_BRANCHING = 3
-"""Children of a node if several are allowed: a further one is an outcome more, and costs the draft no forward."""
+"""Children of a node if several are allowed: each covers one more outcome, and costs the draft no forward."""
 MAX_CAUGHT_UP_TOKENS = 64
 """With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
 
@@ -36,7 +36,7 @@ class NodeSink(Protocol):
         ...
 
     def take(self, proposal: Proposal, budget: Budget) -> int:
-        """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""
+        """Merge a proposal into the tree; return how many drafted nodes it adds below the committed tokens."""
         ...
 
 
@@ -45,11 +45,11 @@ class BackgroundDrafting:
 
     def __init__(self, draft: DraftClient, sink: NodeSink) -> None:
         self.is_probe = False
-        """Whether the last task's nodes are only to be compared with the text."""
+        """Whether the last task is a probe: a single call, whose nodes nobody waits for."""
         self.on_nodes: Callable[[], None] | None = None
         """Called when nodes have come, or when none will come."""
         self.task: asyncio.Task[None] | None = None
-        """The task that was begun and not ended, be it done or not."""
+        """The last task, running or done; None after `end`."""
         self._draft, self._sink = draft, sink
         self._loop = asyncio.get_running_loop()
         self._is_late = False
@@ -127,12 +127,12 @@ class BackgroundDrafting:
         return self._sink.take(proposal, budget)
 
     def cut(self) -> None:
-        """Let the draft stop what it does below tokens that the text has left, unless it still takes in the text."""
+        """Cancel the call under way, whose nodes are of no use any more, unless the draft is still taking in text."""
         if self.task is not None and not self.is_probe and self._draft.num_missing <= MAX_CAUGHT_UP_TOKENS:
             self.task.cancel()
 
     async def wait_for_nodes(self, max_depth: int) -> Reason | None:
-        """Wait for what the draft still grows, since one call is under way at a time.
+        """Wait until the call under way brings nodes or ends, since the draft takes one call at a time.
 
         Return None if nodes came or nothing is under way any more, else why the wait was in vain.
         """

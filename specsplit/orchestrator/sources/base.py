@@ -16,21 +16,24 @@ from specsplit.speculation.round_plan import RoundPlan
 
 @record
 class SpeculationInput:
-    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
+    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`.
+
+    A node has one number on the target's link, which the proposal and the verdict use, and another on the draft's.
+    """
 
     proposal: Proposal
     depths: Sequence[int] = ()
     """1 for the root's children."""
     draft_numbers: Sequence[int] = ()
-    """The draft's numbers of the same nodes."""
+    """The draft's numbers of the same nodes, 0 for one that only lookup proposes."""
     is_kept: bool | None = None
-    """Whether the tree was drafted before the last verdict came; None if nothing was drafted ahead."""
+    """Whether the last verdict's tokens were in the tree that was drafted ahead; None if nothing was drafted ahead."""
     is_looked_up: bool = False
-    """Whether lookup's tree replaced the one that was planned."""
+    """In `auto`, whether lookup has a part in nodes that are verified without waiting for the planned tree."""
     waited_device_ms: float = 0.0
-    """Work of the draft's device during waits for it, at least."""
+    """Lower bound of the draft's device time that fell into waits for the draft."""
     commit: Verdict | None = None
-    """The verdict of a streaming target, which has verified these nodes without being asked."""
+    """The verdict of a streaming target, which has verified these nodes already; None if the round has to ask."""
 
 
 @record
@@ -43,15 +46,15 @@ class RoundResult:
     verify_s: float
     """Seconds from the verify to its verdict."""
     mode: RoundMode
-    """How the round was run in the end."""
+    """The plan's mode, or `lookup` if lookup's nodes replaced the planned tree."""
     num_accepted: int
 
 
 class Source(Protocol):
-    """One mode's way to obtain trees. Background work ends with the session's speculator, not with a source."""
+    """One mode's way to obtain trees. Background drafting outlives a source: the next one uses it or cancels it."""
 
     async def first_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
-        """Return the input of the prompt's round, in which nothing can be verified yet."""
+        """Return the input of the prompt's round, which has no nodes."""
         ...
 
     async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
@@ -63,5 +66,5 @@ class Source(Protocol):
         ...
 
     async def leave(self) -> None:
-        """End what only this source uses: another one serves the next round."""
+        """Release what only this source uses, since another one serves the next round."""
         ...

@@ -11,7 +11,7 @@ class LookupSource(TreeSource):
     """Serves lookup rounds, and the plain rounds of sessions that may speculate."""
 
     async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
-        """Return lookup's tree; for a plain plan only if it predicts more tokens per second."""
+        """Return the best nodes that are there; for a plain plan only if they predict more tokens per second."""
         speculator = self._speculator
         background = speculator.background
         if plan.budget is None and background is not None:

@@ -47,7 +47,7 @@ class OverlapSource(TreeSource):
         return speculator.make_input(nodes, first_node, is_looked_up=is_looked_up)
 
     async def _wait_for_nodes(self, budget: Budget) -> None:
-        """Make the tree have nodes of the draft, if any can be had in time."""
+        """Wait until the tree has nodes of the draft: of the call under way if there is one, else of a new call."""
         reason = await self._background.wait_for_nodes(budget.max_depth)
         if reason is None and not self._speculator.num_drafted:
             answer = await self._draft.ask(budget)

@@ -13,7 +13,7 @@ from specsplit.speculation.round_plan import RoundPlan
 
 
 class PingPongSource(TreeSource):
-    """Asks the draft for a new tree in every round, unless lookup's nodes alone are worth more."""
+    """Asks the draft for more nodes in every round, unless in `auto` those that are there already are worth more."""
 
     def __init__(self, speculator: Speculator, draft: DraftClient, events: RequestEvents) -> None:
         super().__init__(speculator)
@@ -21,7 +21,7 @@ class PingPongSource(TreeSource):
         self._loop = asyncio.get_running_loop()
 
     async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
-        """Return a tree of the draft's nodes, merged with lookup's."""
+        """Return the best nodes of the tree, to which lookup and the draft have added theirs."""
         speculator, budget, limit = self._speculator, plan.budget, plan.limit
         assert budget is not None, "the planner asks this mode for a tree"
         assert limit is not None, "a budget has one"
@@ -30,7 +30,7 @@ class PingPongSource(TreeSource):
             waits, background = speculator.waits, speculator.background
             waits.began_s = self._loop.time()
             if background is not None and background.task is not None:
-                await background.end()  # begun by an earlier source; one call is under way at a time
+                await background.end()  # an earlier source began it, and the draft takes one call at a time
             answer = await self._draft.ask(budget)
             # None means that the draft cannot follow the text any more, which is no trouble to report.
             if isinstance(answer, Proposal):

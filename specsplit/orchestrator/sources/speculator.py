@@ -2,7 +2,7 @@
 
 When a verdict comes, the tree is rooted anew at the bonus token. If that token was in the tree, the subtree below it is
 kept and may be verified next at once; if not, the tree is dropped and begins again at the committed tokens. Since all
-sources share the tree, `auto` may change the mode between any two rounds. Knows neither text nor end.
+sources share the tree, `auto` may change the mode between any two rounds. Knows token ids, not what they spell.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Speculator:
         self._loop = asyncio.get_running_loop()
         self._trial = _LookupTrial()
         self._is_kept: bool | None = None
-        """Whether the last outcome was in the tree; None if nothing was drafted ahead."""
+        """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
 
     @property
     def num_drafted(self) -> int:
@@ -62,10 +62,11 @@ class Speculator:
             self._trial.begin(found)
 
     def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
-        """Add lookup's nodes, and return nodes to verify at once, without waiting for the draft.
+        """Add lookup's nodes; in `auto`, return nodes to verify at once, without waiting for the draft.
 
-        In `auto` these are nodes that predict more tokens per second than the decision does; there are none in a fixed
-        mode. The second value says whether lookup has a part in them.
+        The whole tree is weighed, lookup's nodes and those kept from earlier rounds. Its best nodes are returned if
+        they predict more tokens per second than the decision does, else none. The second value says whether a node of
+        lookup alone is among them.
         """
         limit, decision = plan.limit, plan.decision
         if limit is None:
@@ -117,7 +118,7 @@ class Speculator:
     # ---------------------------------------------------------------- the draft's answers
 
     def take(self, proposal: Proposal, budget: Budget) -> int:
-        """Put a proposal into the tree; return how many of its nodes hang below the committed tokens."""
+        """Merge a proposal into the tree; return how many drafted nodes it adds below the committed tokens."""
         draft, drafted, timings = self.draft, self.drafted, proposal.timings
         assert draft is not None, "it answered"
         self.drafted = Timings(
@@ -128,13 +129,13 @@ class Speculator:
         if self.waits.began_s is not None:
             self.waits.count_work(timings.device_ms, draft.asked_s, self._loop.time())
         epoch = draft.contract.epoch
-        # Asked for before the last verdict, a proposal hangs on a token that is committed by now.
+        # A late proposal, asked for before the last verdict, hangs on a token that is not the root any more.
         if proposal.root_position < self.tree.root_position:
             self._compare(proposal, budget, epoch)
         return self.tree.take(proposal, budget.max_new_nodes, epoch)
 
     def _compare(self, proposal: Proposal, budget: Budget, epoch: int) -> None:
-        """Judge a proposal that comes late by what the text has become."""
+        """Compare a late proposal with the tokens committed since its root, for the statistics."""
         past = SpeculationTree(proposal.root_position, self.tree.vocab_size, self.stats.acceptance)
         past.take(proposal, budget.max_new_nodes, epoch)
         self.stats.observe_tree(past, self._history.ids[proposal.root_position + 1 :])
@@ -142,7 +143,7 @@ class Speculator:
     # ---------------------------------------------------------------- after a verdict
 
     def observe_verify(self, result: RoundResult) -> None:
-        """Count the times of a round whose verify was asked for and waited for."""
+        """Count the times of a round that is not streamed: its verify, and its rest without waits for the draft."""
         now_s, waits = self._loop.time(), self.waits
         # The prompt's round comes before the first one that counts.
         if waits.round_ended_s is not None and self.stats.plans:
@@ -152,7 +153,7 @@ class Speculator:
         waits.round_ended_s, waits.waited_s = now_s, 0.0
 
     def end_round(self) -> None:
-        """Do the same for a round whose verify nobody asked for."""
+        """Restart the clock of rounds after a streamed one, of which the stream source counts the times."""
         self.waits.round_ended_s, self.waits.waited_s = self._loop.time(), 0.0
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
@@ -170,7 +171,7 @@ class Speculator:
         stats.observe_tree(tree, token_ids)
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
         if found is not None:
-            stats.observe_lookup(found, self._trial.spelled)
+            stats.observe_lookup(found, self._trial.committed)
         path = tree.nodes.walk(token_ids)
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
@@ -225,7 +226,7 @@ class DraftWaits:
         self.began_s: float | None = None
         """When the wait under way began."""
         self.device_ms = 0.0
-        """Work of the draft's device in the waits since the last input, at least."""
+        """Lower bound of the draft's device time that fell into waits since the last input."""
 
     def end(self, now_s: float) -> None:
         """End the wait under way."""
@@ -234,10 +235,10 @@ class DraftWaits:
         self.began_s = None
 
     def count_work(self, device_ms: float, asked_s: float, now_s: float) -> None:
-        """Count as much of a call's device work as must have been done in the wait under way."""
+        """Count the part of a call's device time that cannot have been spent before the wait under way began."""
         assert self.began_s is not None, "asked only then"
         #  asked        wait began            now
-        #    |--- before ---|---- waited ------|      work that fits into `before` may have been done there
+        #    |--- before ---|---- waited ------|      device time up to `before` may have been spent there
         waited_s = self.waited_s + now_s - self.began_s
         before_s = max(0.0, self.began_s - asked_s)
         worked_ms = self.device_ms + max(0.0, device_ms - before_s * 1e3)
@@ -245,28 +246,28 @@ class DraftWaits:
 
 
 class _LookupTrial:
-    """Lookup's tree for the round under way, until the text decides what it was worth.
+    """Lookup's tree as it was when asked for, kept until the committed tokens show how much of it was right.
 
-    A stream's commits may be shorter than that; then the trial goes on until the text has left the tree.
+    One round's tokens decide that, except in a stream: there the trial goes on until the text has left the tree.
     """
 
     def __init__(self) -> None:
-        self.spelled: list[int] = []
+        self.committed: list[int] = []
         """Tokens committed since lookup was asked."""
         self._found: LookupTree | None = None
 
     def begin(self, found: LookupTree) -> None:
         """Try what was found, unless a trial is under way."""
         if self._found is None:
-            self._found, self.spelled = found, []
+            self._found, self.committed = found, []
 
     def end(self, token_ids: Sequence[int], *, waits_for_more: bool) -> LookupTree | None:
         """Return what was found if `token_ids` decide the trial, None if it goes on or there is none."""
         found = self._found
         if found is None:
             return None
-        self.spelled += token_ids
-        if waits_for_more and found.num_spelled(self.spelled) == len(self.spelled):
+        self.committed += token_ids
+        if waits_for_more and found.num_spelled(self.committed) == len(self.committed):
             return None
         self._found = None
         return found

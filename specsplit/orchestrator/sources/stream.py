@@ -19,7 +19,7 @@ class StreamSource(TreeSource):
         super().__init__(speculator)
         self._target = target
         self._is_concurrent = False
-        """Whether the draft was at work when a commit was last waited for."""
+        """Whether the draft was at work when the last wait for a commit began."""
 
     async def first_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
         """Let draft and target take in the prompt at the same time, and return the first commit."""
@@ -28,13 +28,15 @@ class StreamSource(TreeSource):
 
     async def next_input(self, plan: RoundPlan, first_node: int) -> SpeculationInput:
         """Grow nodes for the target's next steps without waiting, and return its next commit."""
-        if not self._target.has_commit:  # otherwise the text is already further on
+        # With a commit already here, nodes below the present root would only come late: take the commit first.
+        if not self._target.has_commit:
             if plan.limit is not None:
-                self._speculator.look_up(plan.limit)  # the target takes what is worth its rows
+                self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)
         return await self._next_commit()
 
     def _grow(self, plan: RoundPlan) -> None:
+        """Have the draft grow the tree in the background; every answer is sent to the target as it comes."""
         background, budget = self._speculator.background, plan.budget
         if background is None:
             return
@@ -68,7 +70,7 @@ class StreamSource(TreeSource):
     # The stream takes its nodes from here; see `target_client.NodeFeed`.
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
-        """Return the nodes that the stream has not got yet, numbered so, and whether more are under way."""
+        """Return the nodes not yet sent, numbered from `first_node`, and whether the draft is at work on more."""
         background = self._speculator.background
         is_more_coming = background is not None and background.is_growing
         return self._speculator.tree.take_unsent(first_node), is_more_coming
