@@ -128,11 +128,11 @@ class LookupShare:
 
 
 class RatePredictor:
-    """Expected tokens per second of each mode: the model's prediction, what its rounds made of it, and lookup's share.
+    """Predicts tokens per second of each mode: the cost model's rate, corrected by its rounds, and lookup's share.
 
-    Two corrections are kept by mode: over all rounds of a plan, which says what the mode makes of this text, and over
-    those that lookup did not take over, which says what lookup has to beat. Decisions with and without a draft have a
-    predictor each, since the same mode means something else in each; lookup's share is common to both.
+    Each mode has two corrections. One is learned from all rounds planned in the mode, those that lookup took over
+    included; the other from the rest, and gives the rate that lookup has to beat. Decisions with and without a draft
+    have a predictor each, since a mode's rate differs between them; lookup's share is common to both.
     """
 
     def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
@@ -151,7 +151,7 @@ class RatePredictor:
         self._own_rounds.forgive(current)
 
     def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
-        """Return the tokens per second to expect of `mode`, for which the model predicts so many."""
+        """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
         corrected = predicted * self._all_rounds.factor(mode)
         # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
         # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
@@ -164,7 +164,7 @@ class RatePredictor:
         return corrected if self._has_draft else max(corrected, with_lookup)
 
     def predict_without_lookup(self, mode: RoundMode, predicted: float) -> float:
-        """Return the same for rounds that lookup has nothing for."""
+        """Return the same for rounds that lookup does not take over."""
         return predicted * self._own_rounds.factor(mode)
 
 
@@ -209,7 +209,7 @@ class SpeculationStats:
             self._predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
 
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
-        """Count what a round of plain decoding would have made of lookup's nodes here, whatever was done."""
+        """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
         verify = self.times.verify
         if not self.plans or verify is None:
             return
