@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The command line sets it for itself, which is too late where it is called in a process that has gRPC already.
+os.environ["GRPC_VERBOSITY"] = "NONE"
 # Beside another process of `make test`, a second thread would only wait for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 for name in list(os.environ):

@@ -214,7 +214,7 @@ def _tiny(num_layers: int, dense_layers: int) -> ModelShape:
 def test_a_small_budget_between_larger_ones_gets_the_light_layer():
     """The stage in front could take both light layers, and would leave a heavy one to the small budget."""
     shape, workload = _tiny(num_layers=4, dense_layers=2), Workload()
-    ranges = (range(0, 1), range(1, 2), range(2, 4))
+    ranges = (range(1), range(1, 2), range(2, 4))
     front, middle, back = (stage.total_bytes for stage in plan_ranges(shape, ranges, workload).stages)
     assert plan_memory(shape, [2 * front, middle, back], workload).ranges == ranges
 
