@@ -123,6 +123,8 @@ class DraftPeer:
             raise
         except Exception as error:  # noqa: BLE001 - no draft, no error
             self.trouble = _reason_of_silence(error)
+            # Sessions of other orchestrators may be running, and none of them would begin to ping.
+            self._start_recovery()
             _log.warning(
                 "the draft cannot be used, decoding plainly until it can: %s", str(error) or "no answer to a ping"
             )

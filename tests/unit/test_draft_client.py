@@ -54,6 +54,22 @@ def test_orchestrators_of_the_same_workers_share_the_draft_peer() -> None:
     assert then - calls <= 1
 
 
+def test_a_first_ping_in_vain_stops_running_sessions_only_for_a_moment() -> None:
+    target, draft = workers()
+    target.late_s = 0.1
+    one, other = orchestrator(target, draft), orchestrator(target, draft)
+
+    async def main() -> Result:
+        running = asyncio.create_task(collect(one, request(200)))
+        await asyncio.sleep(0.25)
+        draft.away.append((0.25, 0.3))
+        await other.connect()
+        return (await running)[1]
+
+    result = run_virtual(main)
+    assert [(phase.reason, phase.last_round < 8) for phase in result.degraded] == [("unreachable", True)]
+
+
 def test_peers_are_shared_as_long_as_anybody_uses_them() -> None:
     target, draft = workers()
     rng = random.Random(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from specsplit.core.defaults import Mode
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result
 from specsplit.speculation.options import Speculation
@@ -182,3 +184,16 @@ async def test_a_request_is_one_trace_of_rounds_with_propose_and_verify() -> Non
     )
     accepted = [(span.attributes or {})["accepted"] for span in finished if span.name == "round"]
     assert accepted == [0, 4, 4, 4, 3]
+
+
+@pytest.mark.parametrize(("mode", "name"), [("pingpong", "verify"), ("stream", "commit")])
+async def test_every_verify_and_every_commit_names_its_round(mode: Mode, name: str) -> None:
+    async def run() -> None:
+        speculation = replace(CHAIN, mode=mode)
+        await Orchestrator(FakeTarget(), FakeDraft(perfect_guess), FakeTokenizer(), speculation).generate(REQUEST)
+
+    finished = (await record_spans(run)).get_finished_spans()
+    numbers = {
+        kind: [(span.attributes or {})["round"] for span in finished if span.name == kind] for kind in ("round", name)
+    }
+    assert numbers[name] == numbers["round"] == list(range(len(numbers["round"])))

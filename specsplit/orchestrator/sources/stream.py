@@ -52,7 +52,8 @@ class StreamSource(TreeSource):
     async def _next_commit(self) -> SpeculationInput:
         committing = self._target.next_commit(self)
         if spans.is_on:
-            committing = spans.around(committing, "commit", _span_attributes)
+            number = self._target.contract.events.round
+            committing = spans.around(committing, "commit", _span_attributes, round=number)
         return self._scored(await committing)
 
     def _scored(self, commit: Verdict) -> SpeculationInput:
