@@ -47,10 +47,6 @@ class Cooldown:
             self._counted_s, self.until_s = now_s, now_s + min(pause_s, MOST_COOLDOWN_S)
             self.num_failures += 1
 
-    def why_not(self, now_s: float) -> Reason | None:
-        """Return why it is too early to ask, None if it is not."""
-        return self.reason if now_s < self.until_s else None
-
 
 class TargetPeer:
     """One target, and what was learned about it and about the drafts in front of it."""
