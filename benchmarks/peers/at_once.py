@@ -6,7 +6,6 @@ Each point has its own connections and orchestrators, so that what one learns of
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,12 @@ from benchmarks.pair import Pair
 from benchmarks.peers import costs
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours import Ours, request_of
-from benchmarks.peers.ours_remote import connect, worker
+from benchmarks.peers.ours_remote import WithWorkers, connect
 from benchmarks.proxy import Conditions, Proxy
-from benchmarks.statistics import median
 from benchmarks.systems import Sample, Task
-from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.workers import Workers
-from specsplit.core import defaults, event_loop
+from specsplit.core import defaults
 
-_NUM_PINGS = 7
 _SPARE_SESSIONS = 2
 """Beside those that generate: the one that measures costs, and one whose close is still on its way."""
 
@@ -65,44 +61,18 @@ class PointsSetup:
     addresses: tuple[tuple[str, str], ...] = ()
 
 
-class Points:
-    """The workers, and the connections of each point, for the length of a `with` block."""
-
-    systems: Sequence[Ours] = ()
+class Points(WithWorkers):
+    """The workers, and the connections of each point."""
 
     def __init__(self, setup: PointsSetup) -> None:
+        super().__init__(dict(setup.addresses))
         self._setup = setup
-        self._loop = event_loop.runner()
-        self._links = AsyncExitStack()
         self._workers: dict[int, Workers] = {}
-        self._systems: dict[tuple[int, str], AtOnce] = {}
-        self._processes: dict[str, WorkerProcess] = {}
-        self._addresses = dict(setup.addresses)
-
-    def __enter__(self) -> Points:
-        roles = () if self._addresses else ("target", "draft") if self._setup.needs_draft else ("target",)
-        sessions = max(defaults.SERVED_SESSIONS, self._setup.sessions + _SPARE_SESSIONS)
-        for role in roles:  # this process is the workers' only parent, and has no settings of its own
-            os.environ[f"{defaults.ENV_PREFIX}{role.upper()}_SESSIONS"] = str(sessions)
-        try:
-            self._processes = {role: worker(role, self._setup.threads, self._setup.pair) for role in roles}
-            self._addresses |= {role: process.wait_ready() for role, process in self._processes.items()}
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            self._loop.run(self._links.aclose())
-            self._loop.close()
-        finally:
-            for process in self._processes.values():
-                process.end()
-
-    def pids(self) -> list[int]:
-        """Return the workers' processes."""
-        return [process.pid for process in self._processes.values()]
+        self._points: dict[tuple[int, str], AtOnce] = {}
+        if not setup.addresses:
+            roles = ("target", "draft") if setup.needs_draft else ("target",)
+            sessions = max(defaults.SERVED_SESSIONS, setup.sessions + _SPARE_SESSIONS)
+            self._start(roles, setup.threads, setup.pair, "--sessions", str(sessions))
 
     def addresses(self) -> dict[str, str]:
         """Return where the workers listen, by role."""
@@ -117,15 +87,15 @@ class Points:
         self._loop.run(self._connect(point, addresses))
 
     async def _connect(self, point: int, addresses: Mapping[str, str]) -> None:
-        workers = await connect(self._links, addresses)
+        workers = await connect(self._scope, addresses)
         for mode in self._setup.modes:
             served = ServedMode(mode, mode, self._setup.shape, self._setup.lookup)
-            self._systems[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(served.settings()))
+            self._points[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(served.settings()))
         self._workers[point] = workers
 
     def batch(self, point: int, mode: str, tasks: Sequence[Task]) -> Batch:
         """Do the tasks at once, under the conditions of the point."""
-        return self._loop.run(self._systems[point, mode].batch(tasks))
+        return self._loop.run(self._points[point, mode].batch(tasks))
 
     def costs(self, point: int, context_tokens: int) -> dict[bool, Costs]:
         """Return the costs of a verify, a draft level and the round trips at the point, by whether the draft is asked.
@@ -138,12 +108,8 @@ class Points:
         found = await costs.measure(workers, context_tokens, travels=True)
         if workers.drafter is None:
             return {False: found, True: found}
-        times: list[float] = []
-        for _ in range(_NUM_PINGS):
-            start_s = time.perf_counter()
-            await workers.verifier.ping()
-            times.append(time.perf_counter() - start_s)
-        return {True: found, False: replace(found, level_s=None, round_trip_s=median(times))}
+        alone_s = await costs.round_trip(workers.verifier.ping)
+        return {True: found, False: replace(found, level_s=None, round_trip_s=alone_s)}
 
 
 class Network:

@@ -30,7 +30,7 @@ async def measure(workers: Workers, context_tokens: int, *, travels: bool) -> Co
     verify_s = await _verifies(verifier, committed, rows, vocab_size)
     level_s = await _level(drafter, committed, vocab_size) if drafter is not None else None
     pings = [verifier.ping, *([drafter.ping] if drafter is not None else [])]
-    round_trip_s = sum([await _round_trip(ping) for ping in pings]) if travels else 0.0
+    round_trip_s = sum([await round_trip(ping) for ping in pings]) if travels else 0.0
     return Costs(verify_s, level_s, round_trip_s, context_tokens)
 
 
@@ -81,7 +81,8 @@ async def _level(drafter: Drafter, committed: tuple[int, ...], vocab_size: int) 
     return median(times)
 
 
-async def _round_trip(ping: Callable[[], Awaitable[object]]) -> float:
+async def round_trip(ping: Callable[[], Awaitable[object]]) -> float:
+    """Return the median time of a ping."""
     times: list[float] = []
     for _ in range(_NUM_PINGS):
         start_s = time.perf_counter()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from typing import Self
 
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
@@ -26,24 +27,43 @@ from specsplit.orchestrator.request import Request, Result
 from specsplit.sampling.sampler import Sampler
 
 
-class InProcess:
-    """Both models and their engines, for the length of a `with` block; the systems share them."""
+class OnLoop:
+    """An event loop and everything that `_open` puts into `_scope`, for the length of a `with` block."""
 
-    def __init__(self, threads: int, modes: Sequence[ServedMode], pair: Pair) -> None:
-        self._settings = _settings(threads, modes, pair)
-        self._models = load_models(self._settings)
-        self._modes = modes
+    systems: Sequence[Ours] = ()
+
+    def __init__(self) -> None:
         self._loop = event_loop.runner()
-        self._engines = AsyncExitStack()
+        self._scope = AsyncExitStack()
 
-    def __enter__(self) -> InProcess:
-        self._workers = self._loop.run(self._engines.enter_async_context(open_workers(self._settings, self._models)))
-        self.systems = [ours(mode, self._loop, self._workers) for mode in self._modes]
+    async def _open(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            self._loop.run(self._open())
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._loop.run(self._engines.aclose())
+        self._loop.run(self._scope.aclose())
         self._loop.close()
+
+
+class InProcess(OnLoop):
+    """Both models and their engines; the systems share them."""
+
+    def __init__(self, threads: int, modes: Sequence[ServedMode], pair: Pair) -> None:
+        super().__init__()
+        self._settings = _settings(threads, modes, pair)
+        self._models = load_models(self._settings)
+        self._modes = modes
+
+    async def _open(self) -> None:
+        self._workers = await self._scope.enter_async_context(open_workers(self._settings, self._models))
+        self.systems = [ours(mode, self._loop, self._workers) for mode in self._modes]
 
     def encode(self, text: str, is_chat: bool = False) -> tuple[int, ...]:
         """Return the ids that every system gets for `text`, or for a chat with that one message."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from benchmarks.limits import Costs
 from benchmarks.pair import Pair
 from benchmarks.peers import costs
 from benchmarks.peers.modes import ServedMode, Shape
-from benchmarks.peers.ours import ours
+from benchmarks.peers.ours import OnLoop, ours
 from benchmarks.proxy import Proxy
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
-from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
@@ -51,30 +50,38 @@ async def connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Worker
     return await stack.enter_async_context(remote_workers(settings))
 
 
-class Services:
-    """One mode over workers elsewhere, by their addresses, for the length of a `with` block."""
+class WithWorkers(OnLoop):
+    """Workers elsewhere, by their addresses, or in processes that this one starts and ends."""
 
-    def __init__(self, mode: ServedMode, addresses: Mapping[str, str]) -> None:
-        self._mode, self._addresses = mode, dict(addresses)
-        self._loop = event_loop.runner()
-        self._links = AsyncExitStack()
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        super().__init__()
+        self._addresses = dict(addresses)
+        self._processes: dict[str, WorkerProcess] = {}
 
-    def __enter__(self) -> Services:
-        try:
-            self._workers = self._loop.run(connect(self._links, self._addresses))
-        except BaseException:
-            self.__exit__()
-            raise
-        self.systems = [ours(self._mode, self._loop, self._workers)]
-        return self
+    def _start(self, roles: Sequence[str], threads: int, pair: Pair, *options: str) -> None:
+        for role in roles:
+            self._processes[role] = worker(role, threads, pair, *options)
+            self._scope.callback(self._processes[role].end)
 
-    def __exit__(self, *raised: object) -> None:
-        self._loop.run(self._links.aclose())
-        self._loop.close()
+    async def _open(self) -> None:
+        self._addresses |= {role: process.wait_ready() for role, process in self._processes.items()}
 
     def pids(self) -> list[int]:
         """Return the processes that work for this one, as far as they are known."""
-        return []
+        return [process.pid for process in self._processes.values()]
+
+
+class Services(WithWorkers):
+    """One mode over workers elsewhere."""
+
+    def __init__(self, mode: ServedMode, addresses: Mapping[str, str]) -> None:
+        super().__init__(addresses)
+        self._mode = mode
+
+    async def _open(self) -> None:
+        await super()._open()
+        self._workers = await connect(self._scope, self._addresses)
+        self.systems = [ours(self._mode, self._loop, self._workers)]
 
     def costs(self, context_tokens: int) -> Costs:
         """Return the costs of a verify, a draft level and a round trip behind `context_tokens` tokens."""
@@ -90,27 +97,7 @@ class Loopback(Services):
     def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
         super().__init__(mode, {})
         roles = ("target",) if mode.mode in DRAFTLESS else ("target", "draft")
-        share = max(1, threads // len(roles))
-        self._processes = {role: worker(role, share, pair) for role in roles}
-
-    def __enter__(self) -> Loopback:
-        try:
-            self._addresses = {role: process.wait_ready() for role, process in self._processes.items()}
-        except BaseException:
-            self.__exit__()
-            raise
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            super().__exit__(*raised)
-        finally:
-            for process in self._processes.values():
-                process.end()
-
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
+        self._start(roles, max(1, threads // len(roles)), pair)
 
     def wire_bytes(self, prompt_ids: tuple[int, ...], num_tokens: int) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.

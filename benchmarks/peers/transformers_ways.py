@@ -20,7 +20,13 @@ from specsplit.model.loader import DTYPES
 NUM_CONSTANT_TOKENS = 4
 
 
-def load(role: str, pair: Pair) -> PreTrainedModel:
+def load(threads: int, ways: Mapping[str, str], pair: Pair) -> list[TransformersSystem]:
+    """Return a system for each name in `ways`, over one instance of the target."""
+    target = load_model("target", pair)
+    return [TransformersSystem(name, target, threads, WAYS[way](pair)) for name, way in ways.items()]
+
+
+def load_model(role: str, pair: Pair) -> PreTrainedModel:
     """Return an own instance that runs past end-of-sequence tokens, as all systems do here.
 
     Without an end-of-sequence id nothing has to be suppressed, so no logits processor stands in its way.
@@ -38,11 +44,11 @@ def load(role: str, pair: Pair) -> PreTrainedModel:
 
 
 def _assisted(pair: Pair) -> dict[str, Any]:
-    return {"assistant_model": load("draft", pair)}
+    return {"assistant_model": load_model("draft", pair)}
 
 
 def _assisted_constant(pair: Pair) -> dict[str, Any]:
-    draft = load("draft", pair)  # its own: the options live in the draft's generation config
+    draft = load_model("draft", pair)  # its own: the options live in the draft's generation config
     draft.generation_config.num_assistant_tokens = NUM_CONSTANT_TOKENS
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0

@@ -1,4 +1,4 @@
-"""What a round costs behind a longer and longer context (P14), and its law: a constant and so much per token.
+"""Measures the cost of a round behind a longer and longer context (P14), and its law: a constant and so much per token.
 
 Plain decoding and ping-pong of the embedded pair in one process, measured in turns behind prompts of each length; what
 counts is the median round, since the first one of ping-pong also brings the prompt to the draft.

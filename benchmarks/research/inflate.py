@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RECORD = "inflated.json"
 """The facts, left in the folder; that the model is inflated, its config says too (`inflated_from`)."""
 TOLERANCE = 1e-5
-"""Of the copy's logits, relative to the largest one where that is above 1."""
+"""Largest deviation of the copy's logits, relative to the largest one where that is above 1."""
 MAX_SIZES = 4
 """Sizes that are tried for one time."""
 CLOSE_ENOUGH = 0.05
@@ -55,7 +55,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class InflatedFacts:
-    """What was written, and what was found when it was checked and measured."""
+    """Facts of a written model, and the results of its check and measurement."""
 
     source: str
     folder: str

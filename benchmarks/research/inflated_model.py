@@ -75,7 +75,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What stands in a folder."""
+    """Content of a model's folder."""
 
     num_parameters: int
     weight_bytes: int

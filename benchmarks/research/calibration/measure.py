@@ -1,4 +1,4 @@
-"""What the nodes of real rounds promised and what became of them: listens to draft and orchestrator while they work.
+"""Records what the nodes of real rounds promised, and the outcome: listens to draft and orchestrator while they work.
 
 Changes nothing that they do. Knows neither statistics nor files.
 """
@@ -35,16 +35,16 @@ _FIRST_AGREED = agreed_cell(0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a draft said of a token, natural logarithms, and its place among the parent's children (0 the best)."""
+    """Estimates of a draft for a token, natural logarithms, and its place among the parent's children (0 the best)."""
 
     sent: float
     own: float
-    """By its processed logits alone, without noise."""
+    """Log probability from its processed logits alone, without noise."""
     rank: int
 
 
 Words = dict[tuple[int, ...], dict[int, Word]]
-"""By all tokens before, then by token id."""
+"""Keyed by all tokens before, then by token id."""
 
 
 @contextmanager

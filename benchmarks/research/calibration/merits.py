@@ -51,11 +51,11 @@ class Node(NamedTuple):
     calibrated: float
     """The tree's, as it stood before the tokens were known."""
     sent: float | None
-    """By the perturbed score gap, as it travels; None of lookup's nodes."""
+    """Estimate from the perturbed score gap, as it travels; None for lookup's nodes."""
     own: float | None
-    """Of the draft's softmax without noise; None of lookup's nodes."""
+    """Probability from the draft's softmax without noise; None for lookup's nodes."""
     frozen: float | None
-    """By the calibration table as the first half of the prompts left it; None of their own nodes."""
+    """Estimate from the table as the first half of the prompts left it; None for their own nodes."""
 
 
 @dataclass(frozen=True, slots=True)

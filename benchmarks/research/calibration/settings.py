@@ -17,14 +17,14 @@ MODES = tuple(mode for mode in get_args(Mode) if mode not in DRAFTLESS)
 
 @dataclass(frozen=True, slots=True)
 class StudySettings:
-    """What is looked at, and on how much."""
+    """Settings of the study: modes, models and sizes."""
 
     modes: tuple[str, ...] = ("overlap",)
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     num_prompts: int = DEFAULT_PROMPTS
     num_new_tokens: int = 96
     seed: int = 0
-    """Of the first prompt; the next ones have the next seeds."""
+    """Seed of the first prompt; the next ones have the next seeds."""
     threads: int = 1
     target: str = EMBEDDED
     draft: str = EMBEDDED

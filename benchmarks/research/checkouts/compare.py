@@ -29,7 +29,7 @@ MEDIAN_BAR, LOWEST_BAR = 0.98, 0.94
 
 @dataclass(frozen=True, slots=True)
 class CheckoutSettings:
-    """What is measured."""
+    """Settings of the comparison."""
 
     base: Path
     kinds: tuple[str, ...]
@@ -42,7 +42,7 @@ class CheckoutSettings:
 
 @dataclass(slots=True)
 class KindFound:
-    """What was measured of one kind, one entry per round."""
+    """Results of one kind, one entry per round."""
 
     new_tokens_per_s: list[float] = field(default_factory=list[float])
     base_tokens_per_s: list[float] = field(default_factory=list[float])

@@ -1,4 +1,4 @@
-"""Where two models' logits meet: positions of the target's own text, and what each scheme does at one of them.
+"""Measures where two models' logits meet: positions of the target's own text, and what each scheme does at one of them.
 
 Uses the package's runner, noise, scores and picks as they serve. Legend: V vocabulary, S draws, k candidates.
 """

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What one scheme did at one position."""
+    """Outcome of one scheme at one position."""
 
     acceptance: Tensor
     """float64 [S]: the probability that one of the draw's candidates is accepted; exact where a scheme has that."""

@@ -36,7 +36,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StudySettings:
-    """What is compared, on how much."""
+    """Settings of the study: schemes, models and sizes."""
 
     target: str = EMBEDDED
     draft: str = EMBEDDED
@@ -69,9 +69,9 @@ class Mean:
 
     value: float
     draws_error: float
-    """Of the finite number of draws at these positions; 0 where the expectation is exact."""
+    """Error from the finite number of draws at these positions; 0 if the expectation is exact."""
     prompts_error: float
-    """Of the finite number of prompts; positions of one prompt are not independent."""
+    """Error from the finite number of prompts; positions of one prompt are not independent."""
     by_prompt: tuple[float, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -116,12 +116,12 @@ class Tally:
     acceptance: dict[Scheme, Sums] = field(default_factory=dict["Scheme", Sums])
     chi_square: dict[Scheme, ChiSquare] = field(default_factory=dict["Scheme", "ChiSquare"])
     measured: dict[int, Sums] = field(default_factory=dict[int, Sums])
-    """Of coupled picks with the noise that serves, by candidates; `acceptance` has exact values for 1 and 2."""
+    """Acceptance of coupled picks with the noise that serves, by candidates; `acceptance` has exact values for 1, 2."""
     differences: dict[Scheme, Sums] = field(default_factory=dict["Scheme", Sums])
     """Coupled picks minus the scheme, with as many candidates."""
     bounds: dict[str, Sums] = field(default_factory=dict[str, Sums])
     bias: dict[int, Sums] = field(default_factory=dict[int, Sums])
-    """By candidates: total variation of what `independent tests` emit from the target's law."""
+    """Total variation of what `independent tests` emit from the target's law, by candidates."""
     num_outside_bounds: int = 0
 
 

@@ -58,13 +58,13 @@ _FATES: dict[Kind, Fate] = {"dying": "dying", "returning": "returning"}
 
 @dataclass(frozen=True, slots=True)
 class KindSettings:
-    """What is measured; the same settings on the same machine are the same measurement."""
+    """Settings of the measurement; the same settings on the same machine are the same measurement."""
 
     num_prompts: int = 2
     num_new_tokens: int = 192
     num_pairs: int = ENOUGH_PAIRS
     threads: int = 1
-    """Of each worker."""
+    """Threads of each worker."""
     temperature: float = 0.0
     seed: int = 0
     slowness: float = 10.0

@@ -25,7 +25,7 @@ class MadeDraft:
 
     folder: str
     forward_ms: float | None = None
-    """Of one token over 256 rows, in fp32; None where it is the source's."""
+    """Duration of one token over 256 rows, in fp32; None if it is the source's."""
     source_forward_ms: float | None = None
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What a round costs beside the models (P4), mode by mode: in one process, and with two workers on loopback.
+"""Measures the cost of a round beside the models (P4), mode by mode: in one process, and with two workers on loopback.
 
 Where draft and target take turns that is the time of decoding without the forwards of both, over the rounds: in
 ping-pong, and in one process with a target as fast as the embedded one. Where the draft works ahead or is asked beside
@@ -53,7 +53,7 @@ class Settled:
     num_new_tokens: int = 96
     num_rounds: int = 7
     threads: int = 2
-    """Of both models together."""
+    """Threads that both models share."""
 
     def tasks(self, encode: Callable[[str], Sequence[int]]) -> list[Task]:
         """Return what is generated, greedily."""

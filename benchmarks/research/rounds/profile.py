@@ -40,7 +40,7 @@ _PACKAGES = ("specsplit", "torch", "transformers", "asyncio", "benchmarks")
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is profiled."""
+    """Settings of a profile."""
 
     mode: str
     num_new_tokens: int = 128

@@ -1,4 +1,4 @@
-"""What cutting a target costs: plain decoding and a long prefill over 1, 2 and 4 stages on loopback (P11, P12, P13).
+"""Costs of cutting a target: plain decoding and a long prefill over 1, 2 and 4 stages on loopback (P11, P12, P13).
 
 The model is 8 layers x 256 with random weights: only its time matters, and nothing is said of acceptance. Every
 placement is a set of real processes, one thread each, measured in turns.
@@ -57,7 +57,7 @@ class Measured:
     """Seconds by placement, one per round."""
 
     token_s: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
-    """Of a token of plain decoding."""
+    """Seconds of a token in plain decoding."""
     prefill_s: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     """From the request to the first token behind `PREFILL_TOKENS`."""
 

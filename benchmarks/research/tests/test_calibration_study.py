@@ -66,7 +66,7 @@ def probabilities(nodes: Sequence[Node]) -> judging.Floats:
 # --- arithmetic
 
 FIVE = [node(0.9, True), node(0.8, False), node(0.8, True), node(0.3, False), node(0.1, True)]
-"""Of the six pairs of a right and a wrong node 3.5 are in order: .9 above both, .8 above one and level with one."""
+"""3.5 of the six pairs of a right and a wrong node are in order: .9 above both, .8 above one and level with one."""
 
 
 def test_metrics_of_five_nodes_are_those_by_hand():

@@ -1,4 +1,4 @@
-"""What a round costs: beside the models by mode (P4), and behind a longer context (P14)."""
+"""Cost of a round: beside the models by mode (P4), and behind a longer context (P14)."""
 
 from __future__ import annotations
 

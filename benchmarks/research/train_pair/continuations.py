@@ -20,12 +20,12 @@ from benchmarks.research.train_pair.data import BLOCK_TOKENS, Stream
 PROMPT_TOKENS = 128
 ROW_TOKENS = 512
 TEMPERATURES = (0.0, 1.0, 0.0, 1.0, 0.6)
-"""Of one batch after the other."""
+"""Temperatures of successive batches, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """Where rows go and how they are made; `batch` rows at a time."""
+    """Folder of the rows and the way they are made, `batch` rows at a time."""
 
     path: Path
     batch: int

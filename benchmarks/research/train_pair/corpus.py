@@ -31,7 +31,7 @@ from benchmarks.research.train_pair.sources import Package, Source, download, pa
 from specsplit.core.errors import InvalidSettings
 
 MAX_PACKAGE_BYTES = 5_000_000
-"""Of one package's training text, and of its held-out text as many percent of that as are held out at all, so that no
+"""Limit of one package's training text; its held-out text gets the percentage that is held out at all, so that no
 style outweighs the others; the files that stay are those first by hash."""
 Tell = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""What the pair's models do on held-out human text: loss per byte and by position, and how often the two agree.
+"""Measures the pair's models on held-out human text: loss per byte and by position, and how often the two agree.
 
 Teacher-forced, through the training forward in fp32. Knows no engine.
 """

@@ -21,7 +21,7 @@ QUERY_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What attention needs beside weights: head counts, rotary tables [1, T, 1, D], and masks for blocks of queries."""
+    """Inputs of attention beside weights: head counts, rotary tables [1, T, 1, D], and masks for blocks of queries."""
 
     num_heads: int
     num_kv_heads: int

@@ -16,7 +16,7 @@ from benchmarks.research.train_pair.stages import Run
 BARS = {"cpu": {"loss": 0.70, "greedy": 3.2, "coupled": 2.4}, "cuda": {"loss": 0.60, "greedy": 3.5, "coupled": 2.6}}
 """Held-out nats per byte at most; mean acceptance lengths of a chain of 4 at T=0 and T=1 at least."""
 MIN_GAP = 0.10
-"""By how many nats per byte the draft is worse: a pair that agrees because both are bad does not count."""
+"""Nats per byte by which the draft is worse: a pair that agrees because both are bad does not count."""
 MAX_LOADING_S = 1.0
 MAX_WEIGHT_BYTES = 32_000_000
 

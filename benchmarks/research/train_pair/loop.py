@@ -43,7 +43,7 @@ class Budget:
 
 
 class Task(Protocol):
-    """What is trained."""
+    """Model under training."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -55,7 +55,7 @@ class Task(Protocol):
 
 @dataclass(slots=True)
 class State:
-    """What a checkpoint holds beside weights and optimizers."""
+    """Content of a checkpoint beside weights and optimizers."""
 
     step: int = 0
     position: int = 0

@@ -78,7 +78,7 @@ RECIPES: dict[Device, Recipe] = {"cpu": CPU, "cuda": CUDA}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the recipe runs."""
+    """Hardware on which the recipe runs."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Where the text comes from: the standard library, and pinned packages as installed here or as pip downloads them.
+"""Sources of the text: the standard library, and pinned packages as installed here or as pip downloads them.
 
 Nothing is built or run: only the `.py` members of wheels and of installed packages are read. Knows no filter.
 """

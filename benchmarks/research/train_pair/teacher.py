@@ -1,4 +1,4 @@
-"""What the draft is taught: blocks of one text and the target's hidden states there, which are computed once and kept.
+"""Lessons of the draft: blocks of one text and the target's hidden states there, which are computed once and kept.
 
 The target's forward is half the time of a step of distillation on a CPU, and a state takes 512 bytes; so it pays there
 to go several times over fewer blocks.

@@ -1,4 +1,4 @@
-"""What can be said of a generated text by counting: loops, brackets, indentation. Pure functions."""
+"""Judges a generated text by counting: loops, brackets, indentation. Pure functions."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Workspace:
 
     @property
     def pair(self) -> Path:
-        """What is exported: two checkpoints and the model card."""
+        """Return the files that are exported: two checkpoints and the model card."""
         return self.root / "pair"
 
     @property
