@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any
+
+from pydantic import TypeAdapter
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """The numbers of rows for which t_v is measured."""
@@ -26,21 +27,6 @@ class Costs:
     """The sum over all links of a round; 0 in process."""
     context_tokens: int
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields in JSON types."""
-        return {
-            "verify_s": {str(rows): value for rows, value in self.verify_s.items()},
-            "level_s": self.level_s,
-            "round_trip_s": self.round_trip_s,
-            "context_tokens": self.context_tokens,
-        }
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> Costs:
-        """Return what `to_dict` wrote."""
-        verify_s = {int(rows): float(value) for rows, value in record["verify_s"].items()}
-        return Costs(verify_s, record["level_s"], float(record["round_trip_s"]), int(record["context_tokens"]))
-
     def verify_seconds(self, rows: float) -> float:
         """Return t_v between the measured points linearly, beyond the last one as it rose before it."""
         points = sorted(self.verify_s.items())
@@ -50,6 +36,10 @@ class Costs:
         (x0, y0), (x1, y1) = points[index - 1], points[index]
         slope = (y1 - y0) / (x1 - x0)
         return y0 + slope * (rows - x0) if rows <= x1 else y1 + max(0.0, slope) * (rows - x1)
+
+
+read_costs = TypeAdapter(Costs).validate_python
+"""Return the costs of a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +105,9 @@ def roof(inputs: Inputs) -> float:
 LIMITS = {"AR": autoregressive, "L0": pingpong, "L1": overlapped, "L1_streamed": streamed, "L2": roof}
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Tokens per second that the inputs allow, and the fractions of them that were reached."""
-
-    inputs: Inputs
-    tokens_per_s: float
-    is_streamed: bool
-
-    def to_dict(self) -> dict[str, float | dict[str, float]]:
-        """Return limits, fractions and inputs in JSON types."""
-        inputs, rate = self.inputs, self.tokens_per_s
-        levels = {name: limit(inputs) for name, limit in LIMITS.items()}
-        first = levels["L1_streamed" if self.is_streamed else "L1"]
-        reached = {"phi0": rate / levels["L0"], "phi1": rate / first, "phi2": rate / levels["L2"]}
-        return {**levels, **reached, "tokens_per_s": rate, "inputs": inputs.to_dict()}
+def reached(inputs: Inputs, tokens_per_s: float, *, is_streamed: bool) -> dict[str, float | dict[str, float]]:
+    """Return the limits, the fractions of them that `tokens_per_s` is, and the inputs, in JSON types."""
+    levels = {name: limit(inputs) for name, limit in LIMITS.items()}
+    bounds = {"phi0": "L0", "phi1": "L1_streamed" if is_streamed else "L1", "phi2": "L2"}
+    fractions = {phi: tokens_per_s / levels[bound] for phi, bound in bounds.items()}
+    return {**levels, **fractions, "tokens_per_s": tokens_per_s, "inputs": inputs.to_dict()}

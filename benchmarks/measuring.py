@@ -1,24 +1,27 @@
-"""The steps that `run` and `sweep` share: the file's header, going on with a file, tasks, differences of texts."""
+"""The course of a measurement, which `run` and `sweep` share: begin or go on with a file, measure blocks, sum up."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks import results_file, workloads
 from benchmarks.agreement import Difference, differences
+from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs
 from benchmarks.environment import provenance
+from benchmarks.neighbours import Neighbours
 from benchmarks.processes import Child
-from benchmarks.results_file import ResultsFile, Run
+from benchmarks.report.console import Progress
+from benchmarks.results_file import ResultsFile, Run, Writer
 from benchmarks.summary import comparable_texts, reference_of
 from benchmarks.systems import Task
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.types import SamplingParams
 
 REFEREE = "the referee"
 """The process that encodes prompts and knows the target's scores."""
@@ -42,6 +45,87 @@ class Found:
         return replace(self.file, summary=self.summary)
 
 
+class Bench(Protocol):
+    """Everything that a measurement needs, loaded and ready."""
+
+    def facts(self) -> Record:
+        """Return the part of the header that only loaded models know."""
+        ...
+
+    def pids(self) -> list[int]:
+        """Return all processes that work for this measurement."""
+        ...
+
+    def num_steps(self, file: ResultsFile) -> int:
+        """Return how often `tick` is called until the file is whole."""
+        ...
+
+    def warm_up(self, tick: Tick, should_stop: ShouldStop) -> None:
+        """Run what is not recorded, before every measurement."""
+        ...
+
+    def block(self, number: int, place: int, control: Control) -> list[Record] | None:
+        """Measure round `number` at point `place` and write its lines; return them, None if it was interrupted."""
+        ...
+
+    def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
+        """Return the fields of the summary and the differences of texts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Progress and interruption of a measurement, and the file that takes its lines."""
+
+    tick: Tick
+    should_stop: ShouldStop
+    write: Callable[[Record], None]
+
+
+def measure(
+    output: Path | None, header: Record, set_up: Callable[[ExitStack], Bench], progress: Progress, tell: Tell
+) -> Found | None:
+    """Measure, or go on with what `output` holds; None if no block became whole.
+
+    Raises:
+        SpecSplitError: the settings do not fit the models or the content of `output`, or it cannot be written.
+    """
+    begun = _begun(output, header, tell)
+    if begun is not None and begun.summary is not None:
+        return Found(begun, begun.summary, was_interrupted=False)
+    with ExitStack() as scope:
+        bench = set_up(scope)
+        header |= bench.facts()
+        if begun is not None:
+            _refuse_differences(begun, header)
+        file = begun or ResultsFile(output or Path("this measurement"), header)
+        with Writer(output, file.num_kept_bytes) as writer:
+            if begun is None:
+                writer.add(header)
+            return _fill(bench, file, writer, progress)
+
+
+def _fill(bench: Bench, file: ResultsFile, writer: Writer, progress: Progress) -> Found | None:
+    """Measure the blocks that are missing and, once all are whole, write the summary."""
+    neighbours = Neighbours(bench.pids())
+    was_interrupted = False
+    with interrupts_between_runs() as should_stop, progress.running("measuring", bench.num_steps(file)) as tick:
+        bench.warm_up(tick, should_stop)
+        while len(file.blocks) < file.num_wanted and not was_interrupted:
+            place = divmod(len(file.blocks), len(file.points))
+            records = bench.block(*place, Control(tick, should_stop, writer.add))
+            was_interrupted = records is None
+            if records is not None:
+                file.blocks.append(records)
+        if not file.blocks:
+            return None
+        found, listed = bench.summary(file)
+        last = _ending(file, found, listed, neighbours.share())
+        if not was_interrupted:
+            writer.add(last)
+    return Found(file, last, was_interrupted)
+
+
 def new_header(kind: str, settings: Record, prompts: Sequence[Prompt]) -> Record:
     """Return the facts of a measurement that are known before anything is loaded."""
     origin = provenance()
@@ -56,7 +140,7 @@ def new_header(kind: str, settings: Record, prompts: Sequence[Prompt]) -> Record
     }
 
 
-def begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | None:
+def _begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | None:
     """Return the content of a file that a measurement goes on with, None if there is none.
 
     Raises:
@@ -65,7 +149,7 @@ def begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | None
     if output is None or not output.is_file() or not output.stat().st_size:
         return None
     found = results_file.read(output, header["kind"])
-    refuse_differences(found, header)
+    _refuse_differences(found, header)
     if found.is_whole:
         tell(f"{found.path} is whole already; nothing was measured.")
     else:
@@ -74,7 +158,7 @@ def begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | None
     return found
 
 
-def refuse_differences(file: ResultsFile, header: Record) -> None:
+def _refuse_differences(file: ResultsFile, header: Record) -> None:
     """Refuse to go on with a file of another measurement; compares the fields that `header` has by now.
 
     Raises:
@@ -125,15 +209,10 @@ def differences_of(run: Run, tasks: Sequence[Task], referee: Child) -> list[Diff
     comparable = comparable_texts(run.header)
     chosen = dict.fromkeys([reference, *(name for name in run.samples if name in comparable)])
     rounds = [{name: run.samples[name][number] for name in chosen} for number in range(run.num_rounds)]
-    return differences(tasks, reference, rounds, lambda ids: margin(referee, ids, sampling, seed))
+    return differences(tasks, reference, rounds, lambda ids: referee.ask("top2_margin", list(ids), sampling, seed))
 
 
-def margin(referee: Child, token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> float:
-    """Return how close the target's best two scores are after `token_ids`."""
-    return referee.ask("top2_margin", list(token_ids), sampling, seed)
-
-
-def ending(file: ResultsFile, found: Mapping[str, Any], listed: Sequence[Record], share: float | None) -> Record:
+def _ending(file: ResultsFile, found: Record, listed: Sequence[Record], share: float | None) -> Record:
     """Return the last line of a file; `listed` are the differences, `share` is the neighbours'."""
     return {
         "kind": "summary",

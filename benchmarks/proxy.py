@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 _CHUNK_BYTES = 1 << 16
@@ -86,9 +85,7 @@ class Proxy:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.refuse()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

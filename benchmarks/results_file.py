@@ -10,13 +10,12 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
-from benchmarks.limits import Costs
+from benchmarks.limits import Costs, read_costs
 from benchmarks.samples import RunSample, from_record
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
@@ -138,7 +137,7 @@ class ResultsFile:
             names = [record["system"]] if "system" in record else list(found)
             for name in names:
                 if "system" in record or (name not in DRAFTLESS) == record["uses_draft"]:
-                    found[name].append(Costs.from_dict(record))
+                    found[name].append(read_costs(record))
         return found
 
     def walls(self, point: int, system: str) -> list[list[tuple[float, int]]]:
@@ -204,7 +203,7 @@ def content_of(path: Path) -> bytes:
 
 _CHECKS: dict[str, Callable[[Record], object]] = {
     "sample": from_record,
-    "costs": Costs.from_dict,
+    "costs": read_costs,
     "batch": lambda record: (record["wall_s"], record["num_tokens"]),
 }
 """How a line is seen to be whole, by its kind."""
@@ -248,7 +247,7 @@ class Writer:
             with contextlib.suppress(OSError):  # a device such as /dev/full has nothing to drop
                 os.ftruncate(self._file.fileno(), self._keep_bytes)
         except BlockingIOError as error:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise InvalidSettings(f"Another run is writing to {self._path}; give this one another --output.") from error
         except OSError as error:
             raise InvalidSettings(
@@ -256,17 +255,10 @@ class Writer:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def add_all(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Write one line each."""
-        for record in records:
-            self.add(record)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write one line, whole or not at all.

@@ -5,20 +5,19 @@ Measures and writes; `summary` derives the numbers, `report` shows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import measuring, registry, summary, workloads
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, run_round
-from benchmarks.measuring import REFEREE, Found, Record, Tell
-from benchmarks.neighbours import Neighbours
+from benchmarks.alternation import ShouldStop, Tick, run_round
+from benchmarks.measuring import REFEREE, Control, Found, Record, Tell
 from benchmarks.peers.factories import ServedMode, serve_modes
 from benchmarks.processes import Child
 from benchmarks.registry import Entry
 from benchmarks.report.console import Progress
-from benchmarks.results_file import RUN, ResultsFile, Writer
+from benchmarks.results_file import RUN, ResultsFile
 from benchmarks.samples import to_record
 from benchmarks.settings import Setup
 from benchmarks.systems import Sample, System, Task
@@ -56,30 +55,23 @@ def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Te
     """
     entries = _entries(settings)
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
-    header = measuring.new_header(RUN, settings.to_dict(), prompts)
-    begun = measuring.begun(output, header, tell)
-    if begun is not None and begun.summary is not None:
-        return Found(begun, begun.summary, was_interrupted=False)
-    with ExitStack() as scope:
+
+    def ready(scope: ExitStack) -> Bench:
         bench = set_up(scope, settings, entries, prompts, progress)
-        header |= bench.facts(prompts)
-        for line in _remarks(bench, header):
+        for line in _remarks(bench):
             tell(line)
-        if begun is not None:
-            measuring.refuse_differences(begun, header)
-        file = begun or ResultsFile(output or Path("this measurement"), header)
-        with Writer(output, file.num_kept_bytes) as writer:
-            if begun is None:
-                writer.add(header)
-            return _measure(bench, file, writer, progress)
+        return bench
+
+    header = measuring.new_header(RUN, settings.to_dict(), prompts)
+    return measuring.measure(output, header, ready, progress, tell)
 
 
-def _remarks(bench: Bench, header: Record) -> list[str]:
+def _remarks(bench: Bench) -> list[str]:
     """Return what a reader has to know of systems and prompts that are missing or special."""
     told = [f"Skipped {name}: {why}" for name, why in bench.skipped.items()]
     tokens = bench.settings.num_new_tokens
     told += [f"Left out {name}: its prompt and {tokens} tokens do not fit the context." for name in bench.left_out]
-    return told + [line for name, facts in header["systems"].items() for line in summary.reservations(name, facts)]
+    return told + [line for each in bench.entries for line in summary.reservations(each.name, bench.dialect(each))]
 
 
 def _entries(settings: RunSettings) -> list[Entry]:
@@ -100,29 +92,60 @@ class Bench:
     systems: list[System]
     skipped: dict[str, str]
     referee: Child
+    prompts: Sequence[Prompt] = ()
     tasks: list[Task] = field(default_factory=list[Task])
     left_out: list[str] = field(default_factory=list[str])
 
-    def facts(self, prompts: Sequence[Prompt]) -> Record:
-        """Return the part of the header that only loaded models know."""
+    def facts(self) -> Record:
         return {
             "models": self.referee.ask("models"),
-            "systems": {entry.name: {**entry.to_dict(), **self._dialect(entry)} for entry in self.entries},
+            "systems": {entry.name: {**entry.to_dict(), **self.dialect(entry)} for entry in self.entries},
             "skipped": self.skipped,
             "left_out": self.left_out,
             "prefill_chunk_tokens": self.referee.ask("prefill_chunk_tokens"),
-            "prompts": measuring.prompt_facts(self.tasks, prompts),
+            "prompts": measuring.prompt_facts(self.tasks, self.prompts),
         }
 
-    def _dialect(self, entry: Entry) -> Record:
+    def dialect(self, entry: Entry) -> Record:
         """Return how a server is asked; nothing for any other system."""
         return self.children[entry.name].ask("dialect") if entry.is_server else {}
 
     def pids(self) -> list[int]:
-        """Return all processes that work for this run."""
         serving = [entry for entry in self.entries if entry.is_ours and "@" in entry.name]
         workers = [pid for entry in serving for pid in self.children[entry.name].ask("pids")]
         return [*(child.pid for child in {*self.children.values(), self.referee}), *workers]
+
+    def num_steps(self, file: ResultsFile) -> int:
+        num_tasks = len(self.tasks[:NUM_WARM_UPS]) + (file.num_wanted - file.num_rounds) * len(self.tasks)
+        return len(self.systems) * num_tasks
+
+    def warm_up(self, tick: Tick, should_stop: ShouldStop) -> None:
+        run_round(self.systems, self.tasks[:NUM_WARM_UPS], 0, tick, should_stop)
+
+    def block(self, number: int, place: int, control: Control) -> list[Record] | None:
+        records: list[Record] = []
+
+        def keep(record: Record) -> None:
+            control.write(record)
+            records.append(record)
+
+        def record(system: str, task: Task, sample: Sample) -> None:
+            keep(to_record(number, system, task.id, sample, task.num_tokens))
+
+        if run_round(self.systems, self.tasks, number, control.tick, control.should_stop, record) is None:
+            return None
+        for entry in self.entries:
+            if entry.has_costs:
+                if control.should_stop():
+                    return None
+                costs = self.children[entry.name].ask("costs", measuring.context_tokens(self.tasks))
+                keep({"kind": "costs", "round": number, "system": entry.name, **asdict(costs)})
+        return records
+
+    def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
+        measured = file.run()
+        listed = [item.to_dict() for item in measuring.differences_of(measured, self.tasks, self.referee)]
+        return {"systems": summary.summarise(measured)}, listed
 
 
 def set_up(
@@ -140,7 +163,7 @@ def set_up(
     in_process = next((entry.name for entry in entries if entry.is_ours and "@" not in entry.name), None)
     alone = serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
     referee = children[in_process] if in_process else scope.enter_context(Child(REFEREE, alone))
-    bench = Bench(settings, [], children, [], skipped, referee)
+    bench = Bench(settings, [], children, [], skipped, referee, prompts)
     with progress.running("loading", len(children) + (in_process is None)) as tick:
         if in_process is None:
             referee.wait_systems()
@@ -151,7 +174,7 @@ def set_up(
                 tick(entry.name)
     if not bench.systems:
         raise InvalidRequest(f"Nothing can be measured: {' '.join(f'{n}: {why}' for n, why in skipped.items())}")
-    _encode(bench, prompts)
+    _encode(bench)
     return bench
 
 
@@ -164,9 +187,9 @@ def _wait(bench: Bench, entry: Entry) -> None:
         del bench.children[entry.name]
 
 
-def _encode(bench: Bench, prompts: Sequence[Prompt]) -> None:
+def _encode(bench: Bench) -> None:
     settings, context = bench.settings, bench.referee.ask("context")
-    for prompt in prompts:
+    for prompt in bench.prompts:
         prompt_ids = bench.referee.ask("encode", prompt.text, settings.is_chat)
         if len(prompt_ids) + settings.num_new_tokens > context:
             bench.left_out.append(prompt.id)
@@ -176,49 +199,3 @@ def _encode(bench: Bench, prompts: Sequence[Prompt]) -> None:
             bench.tasks.append(task)
     if not bench.tasks:
         raise InvalidRequest(f"No prompt fits the context of {context} tokens with its new tokens.", param="prompts")
-
-
-def _measure(bench: Bench, file: ResultsFile, writer: Writer, progress: Progress) -> Found | None:
-    """Measure the rounds that are missing and, once all are whole, write the summary."""
-    settings, warm_ups = bench.settings, bench.tasks[:NUM_WARM_UPS]
-    neighbours = Neighbours(bench.pids())
-    steps = len(bench.systems) * (len(warm_ups) + (settings.num_rounds - file.num_rounds) * len(bench.tasks))
-    with interrupts_between_runs() as should_stop, progress.running("measuring", steps) as tick:
-        was_interrupted = run_round(bench.systems, warm_ups, 0, tick, should_stop) is None
-        while not was_interrupted and file.num_rounds < settings.num_rounds:
-            block = _one_round(bench, file.num_rounds, tick, should_stop, writer.add)
-            was_interrupted = block is None
-            if block is not None:
-                file.blocks.append(block)
-        if not file.num_rounds:
-            return None
-        measured = file.run()
-        listed = [item.to_dict() for item in measuring.differences_of(measured, bench.tasks, bench.referee)]
-        last = measuring.ending(file, {"systems": summary.summarise(measured)}, listed, neighbours.share())
-        if not was_interrupted:
-            writer.add(last)
-    return Found(file, last, was_interrupted)
-
-
-def _one_round(
-    bench: Bench, number: int, tick: Tick, should_stop: ShouldStop, write: Callable[[Record], None]
-) -> list[Record] | None:
-    """Measure a round and write each line at once; return its lines, None if it was interrupted."""
-    records: list[Record] = []
-
-    def keep(record: Record) -> None:
-        write(record)
-        records.append(record)
-
-    def record(system: str, task: Task, sample: Sample) -> None:
-        keep(to_record(number, system, task.id, sample, task.num_tokens))
-
-    if run_round(bench.systems, bench.tasks, number, tick, should_stop, record) is None:
-        return None
-    for entry in bench.entries:
-        if entry.has_costs:
-            if should_stop():
-                return None
-            costs = bench.children[entry.name].ask("costs", measuring.context_tokens(bench.tasks))
-            keep({"kind": "costs", "round": number, "system": entry.name, **costs.to_dict()})
-    return records

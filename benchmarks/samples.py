@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from benchmarks.systems import Arrivals, Sample
 from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
@@ -75,41 +77,19 @@ def _published(result: Result) -> dict[str, Any]:
     }
 
 
+_LINE = TypeAdapter(RunSample)
+"""Fields of a line; it may have more, such as the rates that are derived from its counts."""
+
+
 def from_record(record: Mapping[str, Any]) -> RunSample:
     """Return the sample that `to_record` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: it did not.
     """
-    token_ids = record["token_ids"]
-    return RunSample(
-        round=int(record["round"]),
-        system=str(record["system"]),
-        task=str(record["task"]),
-        wall_s=float(record["wall_s"]),
-        num_tokens=int(record["num_tokens"]),
-        decode_s=record["decode_s"],
-        ttft_s=record["ttft_s"],
-        token_ids=tuple(token_ids) if token_ids is not None else None,
-        arrivals=tuple((float(time_s), int(count)) for time_s, count in record["arrivals"]),
-        told=_told(record) if "speculative_decoding" in record else None,
-    )
-
-
-def _told(record: Mapping[str, Any]) -> Told:
-    counts, wire = record["speculative_decoding"], record.get("wire")
-    # A line has derived rates beside the counts; the record is made of the counts.
-    known = {each.name: counts[each.name] for each in fields(SpeculativeDecoding) if each.name in counts}
-    return Told(
-        mode=record["mode"],
-        timings=RequestTimings(**record["timings"]),
-        speculative_decoding=SpeculativeDecoding(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
-        ),
-        num_rounds=record["num_rounds"],
-        target_forwards=record["target_forwards"],
-        draft_forwards=record["draft_forwards"],
-        num_wire_bytes=wire["sent_bytes"] + wire["received_bytes"] if wire is not None else None,
-        degraded=tuple(record["degraded"]),
-        num_resyncs=len(record["resyncs"]),
-    )
+    if "speculative_decoding" not in record:
+        return _LINE.validate_python(record)
+    wire = record.get("wire")
+    num_bytes = wire["sent_bytes"] + wire["received_bytes"] if wire is not None else None
+    told = {**record, "num_wire_bytes": num_bytes, "num_resyncs": len(record["resyncs"])}
+    return _LINE.validate_python({**record, "told": told})

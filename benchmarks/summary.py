@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import metrics
 from benchmarks.agreement import first_difference
-from benchmarks.limits import Costs, Inputs, Limits
+from benchmarks.limits import Costs, Inputs, reached
 from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, GENERATE, PLAIN
 from benchmarks.results_file import Run
@@ -200,7 +200,7 @@ def limits_of(rounds: Rounds, costs: Sequence[Costs], mode: str | None) -> Recor
         inputs, rate = inputs_of(samples, cost), metrics.decode_rate(samples)
         if inputs is None or rate is None:
             return None
-        found.append(Limits(inputs, rate, is_streamed=mode == _STREAMED_MODE).to_dict())
+        found.append(reached(inputs, rate, is_streamed=mode == _STREAMED_MODE))
     names = [name for name in found[0] if name != "inputs"]
     return {
         **{name: estimate([each[name] for each in found]).to_dict() for name in names},

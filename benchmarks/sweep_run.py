@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks import measuring, registry, summary, workloads
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, running_order
-from benchmarks.measuring import REFEREE, Found, Record, Tell
-from benchmarks.neighbours import Neighbours
+from benchmarks.alternation import ShouldStop, Tick, running_order
+from benchmarks.measuring import REFEREE, Control, Found, Record, Tell
 from benchmarks.peers.at_once import Batch, Network, Points, PointsSetup
 from benchmarks.peers.factories import serve_modes
 from benchmarks.peers.modes import ServedMode
 from benchmarks.processes import Child
 from benchmarks.report.console import Progress
-from benchmarks.results_file import SWEEP, ResultsFile, Writer
+from benchmarks.results_file import SWEEP, ResultsFile
 from benchmarks.samples import to_record
 from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.sweep_grid import GridSettings, Point
@@ -39,11 +38,71 @@ class _Bench:
     points: Child
     referee: Child
     tasks: list[Task]
+    prompts: Sequence[Prompt]
 
     def at(self, point: Point) -> list[Task]:
         """Return the tasks under the temperature of `point`."""
-        sampling = SamplingParams(temperature=point.temperature)
-        return [Task(task.id, task.prompt_ids, task.num_tokens, sampling, task.seed) for task in self.tasks]
+        return [replace(task, sampling=SamplingParams(temperature=point.temperature)) for task in self.tasks]
+
+    def facts(self) -> Record:
+        where = "workers elsewhere" if self.settings.is_remote else "one pair of local worker processes"
+        return {
+            "models": self.referee.ask("models"),
+            "systems": {mode: {"where": where, "mode": mode} for mode in self.settings.modes},
+            "skipped": {},
+            "prompts": measuring.prompt_facts(self.tasks, self.prompts),
+        }
+
+    def pids(self) -> list[int]:
+        return [self.points.pid, self.referee.pid, *self.points.ask("pids")]
+
+    def num_steps(self, file: ResultsFile) -> int:
+        points = self.settings.points
+        per_round = sum(len(self.settings.batches(self.tasks, point)) for point in points)
+        rounds_left = self.settings.num_rounds - len(file.blocks) / len(points)
+        return len(self.settings.modes) * (len(points) + round(per_round * rounds_left))
+
+    def warm_up(self, tick: Tick, should_stop: ShouldStop) -> None:
+        for number, point in enumerate(self.settings.points):
+            for mode in self.settings.modes:
+                if not should_stop():
+                    self.points.ask("batch", number, mode, self.settings.batches(self.at(point), point)[0])
+                tick(mode)
+
+    def block(self, number: int, place: int, control: Control) -> list[Record] | None:
+        settings, point = self.settings, self.settings.points[place]
+        records: list[Record] = []
+        for batch_number, tasks in enumerate(settings.batches(self.at(point), point)):
+            for mode in running_order(settings.modes, number, batch_number):
+                if control.should_stop():
+                    return None
+                batch: Batch = self.points.ask("batch", place, mode, tasks)
+                samples = [
+                    {**to_record(number, mode, task.id, sample, task.num_tokens), "point": place}
+                    for task, sample in zip(tasks, batch.samples, strict=True)
+                ]
+                made = sum(sample["num_tokens"] for sample in samples)
+                walls = {"kind": "batch", "round": number, "point": place, "system": mode, "batch": batch_number}
+                records += [*samples, {**walls, "wall_s": batch.wall_s, "num_tokens": made}]
+                control.tick(f"{mode}, {point.name}")
+        if point.concurrency == 1:
+            if control.should_stop():
+                return None
+            costs = self.points.ask("costs", place, measuring.context_tokens(self.tasks))
+            for uses_draft in sorted({mode not in DRAFTLESS for mode in settings.modes}):
+                asked = {"kind": "costs", "round": number, "point": place, "uses_draft": uses_draft}
+                records.append({**asked, **asdict(costs[uses_draft])})
+        for record in records:
+            control.write(record)
+        return records
+
+    def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
+        listed: list[Record] = []
+        for place in file.measured_points:
+            tasks = self.at(self.settings.points[place])
+            found = measuring.differences_of(file.run(place), tasks, self.referee)
+            listed += [{"point": place, **item.to_dict()} for item in found]
+        return {"points": [derive(file, place) for place in file.measured_points]}, listed
 
 
 def run(settings: GridSettings, output: Path | None, progress: Progress, tell: Tell) -> Found | None:
@@ -57,31 +116,7 @@ def run(settings: GridSettings, output: Path | None, progress: Progress, tell: T
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
     header = measuring.new_header(SWEEP, settings.to_dict(), prompts)
     header["points"] = [point.to_dict() for point in settings.points]
-    begun = measuring.begun(output, header, tell)
-    if begun is not None and begun.summary is not None:
-        return Found(begun, begun.summary, was_interrupted=False)
-    with ExitStack() as scope:
-        bench = _set_up(scope, settings, prompts, progress)
-        header |= _facts(bench, prompts)
-        if begun is not None:
-            measuring.refuse_differences(begun, header)
-        file = begun or ResultsFile(output or Path("this measurement"), header)
-        with Writer(output, file.num_kept_bytes) as writer:
-            if begun is None:
-                writer.add(header)
-            return _measure(bench, file, writer, progress)
-
-
-def _facts(bench: _Bench, prompts: Sequence[Prompt]) -> Record:
-    """Return the part of the header that only loaded models know."""
-    settings = bench.settings
-    where = "workers elsewhere" if settings.is_remote else "one pair of local worker processes"
-    return {
-        "models": bench.referee.ask("models"),
-        "systems": {mode: {"where": where, "mode": mode} for mode in settings.modes},
-        "skipped": {},
-        "prompts": measuring.prompt_facts(bench.tasks, prompts),
-    }
+    return measuring.measure(output, header, lambda scope: _set_up(scope, settings, prompts, progress), progress, tell)
 
 
 def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt], progress: Progress) -> _Bench:
@@ -111,7 +146,7 @@ def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt],
         for number, point in enumerate(settings.points):
             points.ask("connect", number, _addresses(points.ask("addresses"), network, settings, point))
             tick(point.name)
-    return _Bench(settings, points, referee, _tasks(settings, referee, prompts))
+    return _Bench(settings, points, referee, _tasks(settings, referee, prompts), prompts)
 
 
 def _addresses(direct: dict[str, str], network: Child | None, settings: GridSettings, point: Point) -> dict[str, str]:
@@ -141,62 +176,6 @@ def _tasks(settings: GridSettings, referee: Child, prompts: Sequence[Prompt]) ->
     return tasks
 
 
-def _measure(bench: _Bench, file: ResultsFile, writer: Writer, progress: Progress) -> Found | None:
-    """Measure the blocks that are missing and, once all are whole, write the summary."""
-    settings, points = bench.settings, bench.settings.points
-    neighbours = Neighbours([bench.points.pid, bench.referee.pid, *bench.points.ask("pids")])
-    per_round = sum(len(settings.batches(bench.tasks, point)) for point in points)
-    rounds_left = settings.num_rounds - len(file.blocks) / len(points)
-    steps = len(settings.modes) * (len(points) + round(per_round * rounds_left))
-    was_interrupted = False
-    with interrupts_between_runs() as should_stop, progress.running("measuring", steps) as tick:
-        for number, point in enumerate(points):  # a warm-up that is not recorded
-            for mode in settings.modes:
-                if not should_stop():
-                    bench.points.ask("batch", number, mode, settings.batches(bench.at(point), point)[0])
-                tick(mode)
-        for block in range(len(file.blocks), settings.num_rounds * len(points)):
-            records = _block(bench, *divmod(block, len(points)), tick, should_stop)
-            if records is None:
-                was_interrupted = True
-                break
-            writer.add_all(records)
-            file.blocks.append(records)
-        if not file.blocks:
-            return None
-        last = _summary(bench, file, neighbours.share())
-        if not was_interrupted:
-            writer.add(last)
-    return Found(file, last, was_interrupted)
-
-
-def _block(bench: _Bench, number: int, place: int, tick: Tick, should_stop: ShouldStop) -> list[Record] | None:
-    """Measure one round at one point; None where it was interrupted."""
-    settings, point = bench.settings, bench.settings.points[place]
-    records: list[Record] = []
-    for batch_number, tasks in enumerate(settings.batches(bench.at(point), point)):
-        for mode in running_order(settings.modes, number, batch_number):
-            if should_stop():
-                return None
-            batch: Batch = bench.points.ask("batch", place, mode, tasks)
-            samples = [
-                {**to_record(number, mode, task.id, sample, task.num_tokens), "point": place}
-                for task, sample in zip(tasks, batch.samples, strict=True)
-            ]
-            made = sum(sample["num_tokens"] for sample in samples)
-            walls = {"kind": "batch", "round": number, "point": place, "system": mode, "batch": batch_number}
-            records += [*samples, {**walls, "wall_s": batch.wall_s, "num_tokens": made}]
-            tick(f"{mode}, {point.name}")
-    if point.concurrency == 1:
-        if should_stop():
-            return None
-        costs = bench.points.ask("costs", place, measuring.context_tokens(bench.tasks))
-        for uses_draft in sorted({mode not in DRAFTLESS for mode in settings.modes}):
-            asked = {"kind": "costs", "round": number, "point": place, "uses_draft": uses_draft}
-            records.append({**asked, **costs[uses_draft].to_dict()})
-    return records
-
-
 def derive(file: ResultsFile, point: int) -> Record:
     """Return the numbers of a point that has at least one whole round."""
     measured = file.run(point)
@@ -219,13 +198,3 @@ def derive(file: ResultsFile, point: int) -> Record:
         },
         "systems": summary.summarise(measured),
     }
-
-
-def _summary(bench: _Bench, file: ResultsFile, neighbours_share: float | None) -> Record:
-    listed: list[Record] = []
-    for place in file.measured_points:
-        tasks = bench.at(bench.settings.points[place])
-        found = measuring.differences_of(file.run(place), tasks, bench.referee)
-        listed += [{"point": place, **item.to_dict()} for item in found]
-    points = [derive(file, place) for place in file.measured_points]
-    return measuring.ending(file, {"points": points}, listed, neighbours_share)

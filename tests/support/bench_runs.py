@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def round_records(number: int, header: dict[str, Any]) -> list[dict[str, Any]]:
         sample = made_sample() if system["mode"] else Sample(1.3, tuple(range(11)))
         found += [to_record(number, name, task["id"], sample, 11) for task in header["prompts"]["tasks"]]
         if system["has_costs"]:
-            found.append({"kind": "costs", "round": number, "system": name, **COSTS.to_dict()})
+            found.append({"kind": "costs", "round": number, "system": name, **asdict(COSTS)})
     return found
 
 

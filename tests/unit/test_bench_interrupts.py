@@ -68,6 +68,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bench.Found 
             made = [Entry(name, "nowhere", lambda setup: pytest.fail("made")) for name in SYSTEMS]
             systems = [Echo(name, runs, then) for name in SYSTEMS]
             loaded = bench.Bench(settings, made, {}, systems, {}, Referee())
+            loaded.prompts = prompts
             loaded.tasks = [Task(prompt.id, (1, 2, 3), 4) for prompt in prompts]
             return loaded
 

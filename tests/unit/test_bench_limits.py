@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks import limits
-from benchmarks.limits import Costs, Inputs, Limits
+from benchmarks.limits import Costs, Inputs, reached, read_costs
 
 INPUTS = Inputs(
     tokens_per_round=3.0,
@@ -48,11 +49,11 @@ def test_plain_decoding_has_no_draft_to_wait_for():
 
 
 def test_the_fractions_are_what_was_measured_over_the_limit():
-    found = Limits(INPUTS, 75.0, is_streamed=False).to_dict()
+    found = reached(INPUTS, 75.0, is_streamed=False)
     assert found["phi0"] == pytest.approx(75 / 150)
     assert found["phi1"] == pytest.approx(75 / (3 / 0.018))
     assert found["phi2"] == pytest.approx(75 / 300)
-    assert Limits(INPUTS, 75.0, is_streamed=True).to_dict()["phi1"] == pytest.approx(75 / 200)
+    assert reached(INPUTS, 75.0, is_streamed=True)["phi1"] == pytest.approx(75 / 200)
     assert found["inputs"] == {"A": 3.0, "D": 4.0, "t_d": 0.001, "t_v_n": 0.010, "t_v_1": 0.008, "r": 0.006, "h": 0.5}
 
 
@@ -67,7 +68,7 @@ def test_verify_times_never_fall_beyond_the_grid():
 
 def test_costs_survive_their_json():
     costs = Costs({1: 1.0, 2: 2.0}, 0.5, 0.1, 8)
-    assert Costs.from_dict(costs.to_dict()) == costs
+    assert read_costs(json.loads(json.dumps(asdict(costs)))) == costs
 
 
 def test_the_costs_of_a_pair_are_measured_through_its_ports():

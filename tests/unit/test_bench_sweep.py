@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _block(number: int, place: int, settings: GridSettings = GRID, wall_s: float
             batch = {"kind": "batch", "system": mode, "batch": first, "wall_s": seconds, "num_tokens": 11 * len(tasks)}
             found.append({**batch, **here})
     if point.concurrency == 1:
-        found += [{"kind": "costs", "uses_draft": uses, **here, **COSTS.to_dict()} for uses in (False, True)]
+        found += [{"kind": "costs", "uses_draft": uses, **here, **asdict(COSTS)} for uses in (False, True)]
     return found
 
 
