@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from benchmarks import workloads
@@ -33,19 +33,12 @@ class Setup:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types."""
+        names = [field.name for field in fields(Setup) if field.name not in ("sha256", "pair", "shape")]
         return {
-            "workload": self.workload,
-            "num_prompts": self.num_prompts,
-            "num_new_tokens": self.num_new_tokens,
-            "num_rounds": self.num_rounds,
-            "threads": self.threads,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in names},
             "is_inflated": self.is_inflated or is_inflated(self.pair.target),
             **self.pair.to_dict(),
             **self.shape.to_dict(),
-            "lookup": self.lookup,
-            "target_address": self.target_address,
-            "draft_address": self.draft_address,
             "bootstrap_seed": BOOTSTRAP_SEED,
             "confidence": CONFIDENCE,
         }
