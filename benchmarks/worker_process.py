@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from specsplit.core.errors import ResourceError
 
 ANY_PORT = "127.0.0.1:0"
 
 
-def environment_of(checkout: Path) -> dict[str, str]:
-    """Return the environment in which Python imports `specsplit` from a checkout."""
-    return {**os.environ, "PYTHONPATH": str(checkout)}
-
-
 class WorkerProcess:
     """`specsplit` with these arguments, on a free port unless `listen` names one, from its ready line to `end`.
 
-    `program` tells Python what to run, and reads lines from `stdin` if it is a pipe. `checkout` names the repository
-    whose code runs, this one if left out.
+    `program` tells Python what to run, and `options` go to Popen.
     """
 
     def __init__(
-        self,
-        *arguments: str,
-        listen: str = ANY_PORT,
-        program: Sequence[str] = ("-m", "specsplit"),
-        stdin: int = subprocess.DEVNULL,
-        checkout: Path | None = None,
+        self, *arguments: str, listen: str = ANY_PORT, program: Sequence[str] = ("-m", "specsplit"), **options: Any
     ) -> None:
         self._command = arguments[0]
         # A session of its own: Ctrl-C is for the benchmark, which ends its workers when it has finished a run.
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments, "--listen", listen],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            cwd=checkout,
-            env=environment_of(checkout) if checkout is not None else None,
-        )
+        quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        command = [sys.executable, *program, *arguments, "--listen", listen]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **(quiet | options))
 
     def wait_ready(self) -> str:
         """Return the address once it serves.
@@ -72,10 +53,6 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    def kill(self) -> None:
-        """End it as a crash does; `end` is still to come."""
-        self.process.kill()
 
     def end(self) -> None:
         """Tell it to stop and wait until it has."""

@@ -19,7 +19,6 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
 
 from benchmarks.report.tables import Table
-from benchmarks.statistics import Estimate
 from specsplit.core.errors import InvalidSettings
 
 BUSY_SHARE = 0.03
@@ -46,11 +45,6 @@ def new_console() -> Console:
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
 
 
-def spread(value: Estimate, digits: int = 2) -> str:
-    """Return a median with its interval, as the tables show it."""
-    return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
 def table(title: str, *columns: str) -> RichTable:
     """Return an empty table, its first column text and the others numbers."""
     empty = RichTable(title=title, title_justify="left", title_style="bold")
@@ -67,12 +61,6 @@ def show_tables(console: Console, tables: Iterable[Table]) -> None:
             for row in each.rows:
                 listed.add_row(*map(escape, row))
             console.print(listed)
-
-
-def show_neighbours(console: Console, share: float | None) -> None:
-    """Warn of figures from a machine that others were using."""
-    if share is not None and share > BUSY_SHARE:
-        console.print(f"Warning: others used {share:.0%} of the processors meanwhile; repeat this on a quiet machine.")
 
 
 def check_output(path: Path | None) -> None:

@@ -19,6 +19,7 @@ from benchmarks.pair import Pair
 from benchmarks.peers.modes import ServedMode
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.cells import spread
 from benchmarks.statistics import Estimate, estimate, median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load
@@ -88,7 +89,7 @@ def main(
     for mode, found in times.items():
         constant, slope = laws[mode]
         medians = [f"{median(found[length]):.2f}" for length in contexts]
-        listed.add_row(mode, *medians, report.spread(growth(found), 2), f"{constant:.2f} + {slope:.2f} per 1,000")
+        listed.add_row(mode, *medians, spread(growth(found), 2), f"{constant:.2f} + {slope:.2f} per 1,000")
     console.print(listed)
     record = {
         "benchmark": "context_growth",

@@ -24,8 +24,9 @@ from benchmarks.neighbours import Neighbours
 from benchmarks.peers.factories import serve_modes
 from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Child
-from benchmarks.report.console import Progress, check_output, emit, new_console, show_neighbours, spread, table
+from benchmarks.report.console import Progress, check_output, emit, new_console, table
 from benchmarks.research.app import app
+from benchmarks.research.cells import show_neighbours, spread
 from benchmarks.statistics import Estimate, paired_speedup
 from benchmarks.systems import Task
 from specsplit.core.types import SamplingParams

@@ -6,6 +6,7 @@ Only faces that old and new checkouts share are used: `specsplit.Pipeline`, and 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,11 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.worker_process import WorkerProcess, environment_of
+from benchmarks.worker_process import WorkerProcess
 from specsplit.core.errors import ResourceError
 
 DRIVER = Path(__file__).with_name("driver.py")
 KINDS = ("plain", "pingpong", "auto", "loopback auto", "two stages")
+
+
+def environment_of(checkout: Path) -> dict[str, str]:
+    """Return the environment in which Python imports `specsplit` from a checkout."""
+    return {**os.environ, "PYTHONPATH": str(checkout)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,8 @@ class Side:
         return []
 
     def _start(self, *arguments: str) -> WorkerProcess:
-        worker = WorkerProcess(*arguments, "--threads", str(self._threads), checkout=self._checkout)
+        place = {"cwd": self._checkout, "env": environment_of(self._checkout)}
+        worker = WorkerProcess(*arguments, "--threads", str(self._threads), **place)
         self._scope.callback(worker.end)
         return worker
 

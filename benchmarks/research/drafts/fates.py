@@ -51,7 +51,7 @@ class DraftProcess:
 
     def kill(self) -> None:
         """Kill it."""
-        self._process.kill()
+        self._process.process.kill()  # as a crash ends it; `end` is still to come
         self._is_ready = False
 
     def stand_by(self) -> None:

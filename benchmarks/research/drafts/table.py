@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.report.console import show_neighbours, table
+from benchmarks.report.console import table
+from benchmarks.research.cells import show_neighbours
 
 Record = Mapping[str, Any]
 

@@ -24,6 +24,7 @@ from benchmarks.peers.ours import InProcess, ours
 from benchmarks.peers.ours_remote import worker
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.cells import spread
 from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
@@ -160,8 +161,8 @@ def main(
         for mode, each in found.items():
             bound, at_most = BOUNDS_MS[place], "at most " if each.is_bound else ""
             verdict = "met" if each.beside.median <= bound else "open" if each.is_bound else "missed"
-            beside = at_most + report.spread(each.beside)
-            listed.add_row(f"{mode}, {place}", report.spread(each.whole), beside, f"{bound:g}: {verdict}")
+            beside = at_most + spread(each.beside)
+            listed.add_row(f"{mode}, {place}", spread(each.whole), beside, f"{bound:g}: {verdict}")
     console.print(listed)
     record = {
         "benchmark": "critical_path",

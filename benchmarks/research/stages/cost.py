@@ -22,6 +22,7 @@ from benchmarks.environment import provenance
 from benchmarks.proxy import Proxy
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.cells import spread
 from benchmarks.statistics import estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
@@ -203,14 +204,12 @@ def main(
     listed = report.table(f"{NUM_LAYERS} layers x {HIDDEN}, one thread a process", "target", "tokens/s", "prefill ms")
     for name, seconds in found.token_s.items():
         rate = estimate([1 / value for value in seconds])
-        listed.add_row(
-            name, report.spread(rate, 0), report.spread(estimate([1e3 * value for value in found.prefill_s[name]]), 0)
-        )
+        listed.add_row(name, spread(rate, 0), spread(estimate([1e3 * value for value in found.prefill_s[name]]), 0))
     console.print(listed)
     bars = bars_of(found)
     for bar in bars:
         met = "met" if bar.is_met else "MISSED"
-        console.print(f"{bar.id}: {bar.measure} {report.spread(bar.value, 2)}, bar {bar.relation} {bar.bound:g}: {met}")
+        console.print(f"{bar.id}: {bar.measure} {spread(bar.value, 2)}, bar {bar.relation} {bar.bound:g}: {met}")
     record = {
         "benchmark": "stages",
         "provenance": provenance(),

@@ -21,6 +21,7 @@ from benchmarks.environment import provenance
 from benchmarks.proxy import Proxy
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.cells import spread
 from benchmarks.research.stages.cost import cuts, write_model
 from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.worker_process import WorkerProcess
@@ -141,8 +142,8 @@ def main(
     for name, rates in found.items():
         rows = {way: [[1 / rate] for rate in rates[way]] for way in WAYS}
         ratios[name] = paired_speedup(rows[before], rows[after])
-        shown = [report.spread(estimate(rates[way]), 0) for way in WAYS]
-        listed.add_row(name, *shown, report.spread(ratios[name], 2))
+        shown = [spread(estimate(rates[way]), 0) for way in WAYS]
+        listed.add_row(name, *shown, spread(ratios[name], 2))
     console.print(listed)
     record = {
         "benchmark": "stage_sessions",

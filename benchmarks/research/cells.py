@@ -1,0 +1,19 @@
+"""Cells and warnings that only the studies print in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from benchmarks.report.console import BUSY_SHARE
+from benchmarks.statistics import Estimate
+
+
+def spread(value: Estimate, digits: int = 2) -> str:
+    """Return a median with its interval, as the tables show it."""
+    return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def show_neighbours(console: Console, share: float | None) -> None:
+    """Warn of figures from a machine that others were using."""
+    if share is not None and share > BUSY_SHARE:
+        console.print(f"Warning: others used {share:.0%} of the processors meanwhile; repeat this on a quiet machine.")
