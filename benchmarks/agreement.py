@@ -58,25 +58,13 @@ def differences(
             expected = [sample.token_ids or () for sample in samples_of[reference]]
         for system, samples in samples_of.items():
             for task, wanted, sample in zip(tasks, expected, samples, strict=True):
-                if sample.token_ids is None:
+                got = sample.token_ids
+                position = first_difference(wanted, got) if got is not None else None
+                if got is None or position is None:
                     continue
-                difference = _difference(system, task, wanted, sample.token_ids, margin)
-                if difference is not None:
-                    found.setdefault((system, task.id, difference.position, difference.got), difference)
+                tokens = [text[position] if position < len(text) else None for text in (wanted, got)]
+                place = (system, task.id, position, tokens[1])
+                if place not in found:
+                    close = margin([*task.prompt_ids, *wanted[:position]])
+                    found[place] = Difference(system, task.id, position, *tokens, close)
     return list(found.values())
-
-
-def _difference(
-    system: str, task: Task, expected: tuple[int, ...], got: tuple[int, ...], margin: Margin
-) -> Difference | None:
-    position = first_difference(expected, got)
-    if position is None:
-        return None
-    return Difference(
-        system=system,
-        task=task.id,
-        position=position,
-        expected=expected[position] if position < len(expected) else None,
-        got=got[position] if position < len(got) else None,
-        margin=margin([*task.prompt_ids, *expected[:position]]),
-    )

@@ -63,14 +63,13 @@ def alternate(
 ) -> Measurement:
     """Have every system do every task once a round; the first `num_warm_ups` tasks are done once before, unrecorded."""
     rounds: list[Round] = []
-    if run_round(systems, tasks[:num_warm_ups], 0, tick, should_stop) is None:
-        return Measurement(rounds, was_interrupted=True)
-    for number in range(num_rounds):
-        samples = run_round(systems, tasks, number, tick, should_stop)
-        if samples is None:
-            return Measurement(rounds, was_interrupted=True)
-        rounds.append(samples)
-    return Measurement(rounds, was_interrupted=False)
+    was_interrupted = run_round(systems, tasks[:num_warm_ups], 0, tick, should_stop) is None
+    while not was_interrupted and len(rounds) < num_rounds:
+        samples = run_round(systems, tasks, len(rounds), tick, should_stop)
+        was_interrupted = samples is None
+        if samples is not None:
+            rounds.append(samples)
+    return Measurement(rounds, was_interrupted)
 
 
 def run_round(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from benchmarks import results_file
 from benchmarks.report import plots, sections
 from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
@@ -39,6 +41,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "calibration": of_calibration,
     "draft_kinds": of_draft_kinds,
 }
+_LINE = TypeAdapter(dict[str, Any])
 _LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
@@ -87,12 +90,9 @@ def _sections(path: Path, first: Record, name: str) -> list[Section]:
 def _first_line(path: Path) -> Record:
     line = results_file.content_of(path).partition(b"\n")[0]
     try:
-        found = json.loads(line)
+        return _LINE.validate_json(line)
     except ValueError as error:
         raise InvalidRequest(f"{path} is not {_KINDS}.", param="file") from error
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
-    return found
 
 
 def all_plots(found: Sequence[Section]) -> list[Plot]:
