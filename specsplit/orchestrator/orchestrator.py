@@ -50,7 +50,7 @@ class Orchestrator:
         speculation: Speculation = Speculation(),  # noqa: B008  (frozen)
         clock: Clock | None = None,
         *,
-        retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
         if speculation.mode in ("pingpong", "overlap", "stream") and drafter is None:
             raise InvalidSettings(
@@ -59,10 +59,13 @@ class Orchestrator:
         self.tokenizer = tokenizer
         self.speculation = speculation
         self.clock = clock if clock is not None else MonotonicClock()
-        self.retry_policy = retry_policy
+        # Made here by default: one made with the module would give every forked process the same jitter.
+        self.retry_policy = retry_policy or RetryPolicy()
         drafts = drafter is not None and speculation.mode not in ("plain", "lookup")
         self._target = target_peer(verifier)
-        self._draft = draft_peer(drafter, self._target, retry_policy.rng) if drafter is not None and drafts else None
+        self._draft = (
+            draft_peer(drafter, self._target, self.retry_policy.rng) if drafter is not None and drafts else None
+        )
         self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
         self._met: Identity | None = None
         """The target that these settings were checked against."""
