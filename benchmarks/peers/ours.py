@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Self
@@ -27,7 +28,7 @@ from specsplit.orchestrator.request import Request, Result
 from specsplit.sampling.sampler import Sampler
 
 
-class OnLoop:
+class OnLoop(ABC):
     """An event loop and everything that `_open` puts into `_scope`, for the length of a `with` block."""
 
     systems: Sequence[Ours] = ()
@@ -36,8 +37,9 @@ class OnLoop:
         self._loop = event_loop.runner()
         self._scope = AsyncExitStack()
 
+    @abstractmethod
     async def _open(self) -> None:
-        raise NotImplementedError
+        """Start the workers and set `systems`; whatever has to be closed goes into `_scope`."""
 
     def __enter__(self) -> Self:
         try:
