@@ -49,23 +49,17 @@ class LoadOptions(TypedDict, total=False):
     """False keeps the model's forward in Python, for hooks and profiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with its memory; whoever holds it drives `runner` from one thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a model and a part of one have in common; whoever holds it drives `runner` from one thread."""
 
     name: str
-    role: Role
     runner: Runner
     max_sessions: int
-    tokenizer: TransformersTokenizer | None
     context: int
     """Tokens that one session may hold."""
     node_limit: int
-    eos_ids: tuple[int, ...]
     threads: int | None
-    tokenizer_files: TokenizerFiles | None = None
-    """The files as they were at load; None without a tokenizer."""
-    weights_hash: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -82,6 +76,18 @@ class LoadedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         return self.runner.cache.num_bytes // (self.max_sessions * self.runner.cache.capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(Loaded):
+    """A model with its memory."""
+
+    role: Role
+    tokenizer: TransformersTokenizer | None
+    eos_ids: tuple[int, ...]
+    tokenizer_files: TokenizerFiles | None = None
+    """The files as they were at load; None without a tokenizer."""
+    weights_hash: str = ""
 
     @property
     def identity(self) -> Identity:

@@ -28,7 +28,7 @@ from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import (
     DEFAULT_CONTEXT,
     DEFAULT_NODE_LIMIT,
-    DTYPES,
+    Loaded,
     allocate,
     as_context,
     as_device,
@@ -217,20 +217,14 @@ class _ShardBackend(EagerBackend):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedShard:
-    """A stage's part of a model with its memory; whoever holds it drives `runner` from one thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedShard(Loaded):
+    """A stage's part of a model with its memory."""
 
-    name: str
     spec: ShardSpec
     runner: ShardRunner
     num_layers: int
     """Layers of the whole model."""
-    max_sessions: int
-    context: int
-    """Tokens that one session may hold."""
-    node_limit: int
-    threads: int | None
     weights_hash: str
     """Hash of the tensors that were read: `shard_hash` of the same files."""
     config_hash: str
@@ -241,22 +235,6 @@ class LoadedShard:
     @property
     def hidden_size(self) -> int:
         return self.runner.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.runner.vocab_size
-
-    @property
-    def dtype(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.runner.dtype)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.runner.model.parameters())
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.runner.cache.num_bytes // (self.max_sessions * self.runner.cache.capacity)
 
 
 @dataclass(frozen=True, slots=True)
