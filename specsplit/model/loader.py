@@ -51,7 +51,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a model and a part of one have in common; whoever holds it drives `runner` from one thread."""
+    """The common part of a loaded model and a loaded shard; whoever holds it drives `runner` from one thread."""
 
     name: str
     runner: Runner
