@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
 
 FinishReason = Literal["stop", "length"]
@@ -189,6 +190,8 @@ class Verdict:
     verified: tuple[int, ...] = ()
     """Node numbers that were scored (a target may trim)."""
     timings: Timings = field(default=Timings(), compare=False)
+    revision: int = 0
+    """`Identity.revision` of the target when the verdict was made."""
 
     @property
     def bonus_token(self) -> int:
@@ -196,7 +199,7 @@ class Verdict:
 
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
-        return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings)
+        return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings, self.revision)
 
 
 @record
@@ -248,6 +251,12 @@ class Identity:
     device: str = "cpu"
     step_times: tuple[tuple[int, float], ...] = ()
     """Seconds of one forward by rows, ascending, as measured when the worker began; empty if nobody measured."""
+    exactness: Exactness = "near ties"
+    """Whether a row has the same bits in any company."""
+    numerics: str = ""
+    """Fingerprint of the arithmetic; workers of equal weights and numerics that both say "bits" have the same bits."""
+    revision: int = 0
+    """Changes of `exactness` or `numerics` since the worker began: a stage of a chain may be replaced."""
 
 
 @dataclass(frozen=True, slots=True)

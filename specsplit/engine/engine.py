@@ -51,7 +51,9 @@ class Engine:
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
 
     async def ping(self) -> Identity:
-        return self._identity
+        # A chain's arithmetic changes with its stages.
+        runner = self._model.runner
+        return replace(self._identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on."""

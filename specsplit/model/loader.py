@@ -102,6 +102,9 @@ class LoadedModel(Loaded):
             weights_hash=self.weights_hash,
             dtype=self.dtype,
             device=str(self.runner.device),
+            exactness=self.runner.exactness,
+            numerics=self.runner.numerics,
+            revision=self.runner.revision,
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specsplit.core.exactness import Exactness
 from specsplit.model.attention.metadata import OneTokenMetadata, SequenceInput, make_metadata
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
@@ -40,6 +41,15 @@ class PendingForward(Protocol):
 
 class Runner:
     """Owns the model's memory; not thread-safe, so exactly one executor drives it."""
+
+    exactness: Exactness = "near ties"
+    """Whether a row has the same bits in any company, as proved at load."""
+    exactness_reason: str = ""
+    """A sentence about the proof; empty if nothing was tried."""
+    numerics: str = ""
+    """Fingerprint of the arithmetic: processor features, torch version, dtype, block widths; empty if unknown."""
+    revision = 0
+    """Changes of the two since load."""
 
     def __init__(self, eager: EagerBackend, cache: KVCache, context: int) -> None:
         self.model, self.cache = eager.model, cache

@@ -132,6 +132,7 @@ def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -
         is_trimmed=is_trimmed,
         verified=verdict.verified if is_trimmed else (),
         telemetry=encode_telemetry(verdict.timings, span_id),
+        revision=verdict.revision,
     )
 
 
@@ -155,6 +156,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
         length=message.length,
         verified=tuple(message.verified) if message.is_trimmed else numbers,
         timings=timings,
+        revision=message.revision,
     )
 
 
@@ -208,6 +210,7 @@ def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifySt
         length=verdict.length,
         verified=verdict.verified,
         telemetry=encode_telemetry(verdict.timings, span_id),
+        revision=verdict.revision,
     )
     return target_pb2.VerifyStreamResponse(commit=commit)
 
@@ -223,7 +226,7 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
     require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
     require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
     require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
-    return Verdict(accepted, tuple(commit.token_ids), commit.length, verified, timings)
+    return Verdict(accepted, tuple(commit.token_ids), commit.length, verified, timings, commit.revision)
 
 
 def _numbers(proposal: Proposal) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.exactness import MAX_NUMERICS, Exactness
 from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, SessionParams, Timings, Turn
 from specsplit.rpc.pb import common_pb2
 
@@ -255,6 +256,9 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         device=identity.device,
         version=version,
         step_times=[common_pb2.StepTime(rows=rows, seconds=seconds) for rows, seconds in identity.step_times],
+        exactness=identity.exactness,
+        numerics=identity.numerics,
+        revision=identity.revision,
     )
 
 
@@ -273,7 +277,8 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
     """Return the identity of `message`.
 
     Raises:
-        InvalidRequest: its role is neither draft nor target, a hash is none, or step times are impossible.
+        InvalidRequest: its role is neither draft nor target, a hash or the numerics are none, or step times are
+            impossible.
     """
     is_known = message.role in _ROLES.values()
     require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")
@@ -290,7 +295,26 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         dtype=message.dtype,
         device=message.device,
         step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
+        exactness=decode_exactness(message.exactness),
+        numerics=decode_numerics(message.numerics),
+        revision=message.revision,
     )
+
+
+def decode_exactness(text: str) -> Exactness:
+    """Return the exactness; a word that is not known promises no more than one that was not sent."""
+    return "bits" if text == "bits" else "near ties"
+
+
+def decode_numerics(text: str) -> str:
+    """Return the fingerprint of a worker's arithmetic.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    is_sound = text == "" or (len(text) <= MAX_NUMERICS and text.isascii() and text.isalnum())
+    require(is_sound, "numerics", "The numerics are no fingerprint.")
+    return text
 
 
 def _checked_step_times(step_times: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

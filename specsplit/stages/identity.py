@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import PeerMismatch
+from specsplit.core.exactness import Exactness
 from specsplit.core.types import PROTOCOL_VERSION
 
 
@@ -40,6 +41,10 @@ class StageIdentity:
     """Hash of the tensors that the stage has read, in however many files they are."""
     tokenizer_hash: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    exactness: Exactness = "near ties"
+    """Whether a row has the same bits in any company."""
+    numerics: str = ""
+    """Fingerprint of the arithmetic; empty if unknown."""
 
     @property
     def layers(self) -> str:

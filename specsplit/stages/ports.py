@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from specsplit.core.exactness import Exactness
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import Packet
 from specsplit.stages.slot_state import SlotState
@@ -66,6 +67,21 @@ class StageLink(Protocol):
     @property
     def is_down(self) -> bool:
         """Whether a stage is known to be lost that could not be replaced: sending again would only fail at once."""
+        ...
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return "bits" if all stages say so, with the same numerics."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """Return the numerics that all stages have, empty if they differ or are unknown."""
+        ...
+
+    @property
+    def revision(self) -> int:
+        """Return how often the two have changed since the chain was connected first."""
         ...
 
     async def send(self, packet: Packet) -> Packet:

@@ -119,7 +119,8 @@ class TargetEngine(Engine):
             if tree:
                 verdict = self._commit(session, length, proposal, tree, picks)
             else:
-                verdict = Verdict(accepted=(), token_ids=tuple(picks), length=session.slot.length)
+                revision = self._model.runner.revision
+                verdict = Verdict((), tuple(picks), session.slot.length, revision=revision)
             session.answer = verdict
             return verdict
         finally:
@@ -144,6 +145,7 @@ class TargetEngine(Engine):
             token_ids=tuple(token_ids),
             length=session.slot.length,
             verified=tuple(range(first, first + num_nodes)),
+            revision=self._model.runner.revision,
         )
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
 from specsplit.engine.executor import ThreadExecutor
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner
@@ -75,6 +76,15 @@ class Wire:
     _locks: dict[int, asyncio.Lock] = field(default_factory=dict[int, asyncio.Lock])
 
     is_down = False
+    revision = 0
+
+    @property
+    def exactness(self) -> Exactness:
+        return joint_exactness([stage.identity for stage in self.stages])
+
+    @property
+    def numerics(self) -> str:
+        return joint_numerics([stage.identity for stage in self.stages])
 
     @property
     def num_stages(self) -> int:

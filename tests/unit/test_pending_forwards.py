@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.exactness import Exactness
 from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
@@ -262,6 +263,9 @@ class SlowLink:
     """A link to stages that answer late, and the order in which packets came to it."""
 
     is_down = False
+    exactness: Exactness = "near ties"
+    numerics = ""
+    revision = 0
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages

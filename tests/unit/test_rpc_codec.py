@@ -90,6 +90,9 @@ identities = st.builds(
     step_times=st.dictionaries(
         st.integers(1, 4096), st.floats(width=32, min_value=2**-20, max_value=2**10), max_size=8
     ).map(lambda times: tuple(sorted(times.items()))),
+    exactness=st.sampled_from(["bits", "near ties"]),
+    numerics=st.text("0123456789abcdef", max_size=16),
+    revision=uint32,
 )
 
 
@@ -115,7 +118,7 @@ def verdicts(draw: st.DrawFn) -> tuple[Proposal, Verdict]:
     accepted = tuple(sorted(draw(some)))
     verified = draw(st.just(numbers) | some.map(sorted).map(tuple))
     token_ids = tuple(draw(uint32) for _ in range(len(accepted) + 1))
-    return proposal, Verdict(accepted, token_ids, draw(uint32), verified, draw(timings))
+    return proposal, Verdict(accepted, token_ids, draw(uint32), verified, draw(timings), draw(uint32))
 
 
 def resent(message: Any) -> Any:

@@ -88,7 +88,8 @@ def test_a_coordinator_without_weights_believes_its_stages() -> None:
 
 
 def test_an_identity_travels_whole_and_a_lying_one_is_refused() -> None:
-    assert decode_identity(encode_identity(STAGE)) == STAGE
-    for lie in ({"start": 2}, {"end": 7}, {"model": "x" * 300}):
+    for stage in (STAGE, replace(STAGE, exactness="bits", numerics="0123456789abcdef")):
+        assert decode_identity(encode_identity(stage)) == stage
+    for lie in ({"start": 2}, {"end": 7}, {"model": "x" * 300}, {"numerics": "x" * 17}):
         with pytest.raises(InvalidRequest):
             decode_identity(encode_identity(replace(STAGE, **lie)))

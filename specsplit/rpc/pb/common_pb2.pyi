@@ -257,6 +257,9 @@ class Identity(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STEP_TIMES_FIELD_NUMBER: _builtins.int
+    EXACTNESS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
     model: _builtins.str
@@ -269,6 +272,12 @@ class Identity(_message.Message):
     dtype: _builtins.str
     device: _builtins.str
     version: _builtins.str
+    exactness: _builtins.str
+    """"bits" if a row has the same bits in any company; anything else is "near ties"."""
+    numerics: _builtins.str
+    """Fingerprint of processor features, library version, dtype and block widths; empty if unknown."""
+    revision: _builtins.int
+    """Changes of the two since the worker began."""
     @_builtins.property
     def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
         """As measured when the worker began, rows ascending; none where nobody measured."""
@@ -289,10 +298,13 @@ class Identity(_message.Message):
         device: _builtins.str = ...,
         version: _builtins.str = ...,
         step_times: _abc.Iterable[Global___StepTime] | None = ...,
+        exactness: _builtins.str = ...,
+        numerics: _builtins.str = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "max_nodes", b"max_nodes", "model", b"model", "protocol_version", b"protocol_version", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "max_nodes", b"max_nodes", "model", b"model", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

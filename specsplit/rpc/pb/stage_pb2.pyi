@@ -259,6 +259,8 @@ class StageIdentity(_message.Message):
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    EXACTNESS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     num_layers: _builtins.int
     """Of the whole model."""
@@ -278,6 +280,9 @@ class StageIdentity(_message.Message):
     weights_hash: _builtins.str
     tokenizer_hash: _builtins.str
     protocol_version: _builtins.int
+    exactness: _builtins.str
+    """As in Identity."""
+    numerics: _builtins.str
     def __init__(
         self,
         *,
@@ -298,10 +303,12 @@ class StageIdentity(_message.Message):
         weights_hash: _builtins.str = ...,
         tokenizer_hash: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        exactness: _builtins.str = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_size", b"hidden_size", "model", b"model", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_size", b"hidden_size", "model", b"model", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,9 +53,12 @@ class VerifyDraftsResponse(_message.Message):
     IS_TRIMMED_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     is_trimmed: _builtins.bool
     """Whether only the nodes of `verified` were scored; else all were, and `verified` is empty."""
+    revision: _builtins.int
+    """As in Identity."""
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Node numbers, root side first."""
@@ -77,10 +80,11 @@ class VerifyDraftsResponse(_message.Message):
         is_trimmed: _builtins.bool = ...,
         verified: _abc.Iterable[_builtins.int] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,7 +234,10 @@ class Commit(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     length: _builtins.int
+    revision: _builtins.int
+    """As in Identity."""
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Node numbers, root side first."""
@@ -251,10 +258,11 @@ class Commit(_message.Message):
         length: _builtins.int = ...,
         verified: _abc.Iterable[_builtins.int] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

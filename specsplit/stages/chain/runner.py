@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specsplit.core.exactness import Computing, Exactness, joint_exactness, joint_numerics
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.pending_forward import MAX_ATTEMPTS, Attempt, PendingChainForward, SentPacket
@@ -65,6 +66,7 @@ class ChainRunner:
     """
 
     is_recorded = False
+    exactness_reason = ""
 
     def __init__(
         self,
@@ -87,6 +89,27 @@ class ChainRunner:
     def max_pending(self) -> int:
         """Steps that may be on their way at once."""
         return self._options.max_pending or self._link.num_stages
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return "bits" if all stages and ends say so, with the same numerics; it changes with the stages."""
+        return joint_exactness(self._computing)
+
+    @property
+    def numerics(self) -> str:
+        """Return the numerics that all stages and ends have, empty if they differ or are unknown."""
+        return joint_numerics(self._computing)
+
+    @property
+    def revision(self) -> int:
+        """Return how often the stages' arithmetic has changed."""
+        return self._link.revision
+
+    @property
+    def _computing(self) -> list[Computing]:
+        # With ends = stages this process computes nothing, so it has no say.
+        ends = self._ends
+        return [self._link] if ends is None else [self._link, ends.embedding.runner, ends.head.runner]
 
     @property
     def max_attempts(self) -> int:

@@ -73,6 +73,8 @@ class StageEngine:
             slot_bytes=slot_bytes(shard),
             config_hash=shard.config_hash,
             weights_hash=shard.weights_hash,
+            exactness=shard.runner.exactness,
+            numerics=shard.runner.numerics,
         )
 
     @property

@@ -102,7 +102,7 @@ def chain_target(
     shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype)
     runner = ChainRunner(link, loop, shape, ends, options)
     # An engine uses of a Runner only what a ChainRunner has, too: forward, begin, max_pending, cache.move_rows, device,
-    # dtype, vocab_size and is_recorded. The cast says so where a protocol of eight members would.
+    # dtype, vocab_size, is_recorded, exactness, numerics and revision. The cast says so where a protocol would.
     loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
     return kind(loaded, executor, ttl_s=ttl_s, on_release=_slot_release(runner, link, loop)), runner
 

@@ -99,6 +99,7 @@ class ChainConnector:
             self.check_open()
         self.statistics.num_connections += 1
         self.connection = connection
+        self._members.note_connected()
         self.on_connected()
         return connection
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerUnreachable
+from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.wire.admission import PING_S, admit, why_lost
 from specsplit.stages.wire.options import LinkOptions
@@ -27,6 +28,10 @@ class ChainMembers:
         """Addresses of spares that took a stage's place, in that order."""
         self.options = LinkOptions()
         """Patience of the chain that they are members of."""
+        self.revision = 0
+        """Changes of the stages' joint arithmetic since they were connected first."""
+        self._arithmetic: tuple[Exactness, str] | None = None
+        """Joint exactness and numerics of the stages that were connected last."""
         self._expected = expected
 
     @property
@@ -104,6 +109,13 @@ class ChainMembers:
         self.spares[self.spares.index(spare)] = self.stages[index]
         self.stages[index] = spare
         self.spares_used.append(spare.address)
+
+    def note_connected(self) -> None:
+        """Count a change of the stages' arithmetic; called for every connection, since packets need one."""
+        identities = self.identities
+        now = joint_exactness(identities), joint_numerics(identities)
+        self.revision += self._arithmetic not in (None, now)
+        self._arithmetic = now
 
     def undo_swap(self, index: int, before: StagePeer) -> None:
         """Let the predecessor of a spare stand at `index` again, as if the spare had never been used."""

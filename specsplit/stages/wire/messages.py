@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from specsplit.rpc.codec import require
+from specsplit.rpc.codec import decode_exactness, decode_numerics, require
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import Buffer
@@ -40,7 +40,8 @@ _FIELDS = (
 
 def encode_identity(identity: StageIdentity) -> stage_pb2.StageIdentity:
     """Return the message of `identity`."""
-    return stage_pb2.StageIdentity(**{name: getattr(identity, name) for name in _FIELDS})
+    fields = {name: getattr(identity, name) for name in _FIELDS}
+    return stage_pb2.StageIdentity(**fields, exactness=identity.exactness, numerics=identity.numerics)
 
 
 def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
@@ -50,7 +51,11 @@ def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
         InvalidRequest: it says what cannot be.
     """
     # Every field has the same name in the record and in the message, so one table serves both ways.
-    identity = StageIdentity(**{name: getattr(message, name) for name in _FIELDS})
+    identity = StageIdentity(
+        **{name: getattr(message, name) for name in _FIELDS},
+        exactness=decode_exactness(message.exactness),
+        numerics=decode_numerics(message.numerics),
+    )
     require(identity.start < identity.end <= identity.num_layers, "layers", f"{identity.layers} is no range of layers.")
     for name in ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash"):
         require(len(getattr(identity, name)) <= _MAX_TEXT, name, f"{name} is longer than {_MAX_TEXT} characters.")

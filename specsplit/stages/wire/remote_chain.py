@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
+from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.packet import Packet
 from specsplit.stages.wire.admission import hanging
@@ -65,6 +66,21 @@ class RemoteChain:
     @property
     def num_stages(self) -> int:
         return len(self._members.stages)
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return "bits" if all stages say so, with the same numerics."""
+        return joint_exactness(self.identities)
+
+    @property
+    def numerics(self) -> str:
+        """Return the numerics that all stages have, empty if they differ or are unknown."""
+        return joint_numerics(self.identities)
+
+    @property
+    def revision(self) -> int:
+        """Return how often the two have changed since the chain was connected first."""
+        return self._members.revision
 
     @property
     def addresses(self) -> list[str]:
