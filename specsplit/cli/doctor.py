@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specsplit.assembly.models import load_models
 from specsplit.cli import render
-from specsplit.cli.doctor_checks import Check
+from specsplit.cli.doctor_checks import Check, exactness_check
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.model.extra import require_worker_extra
@@ -99,10 +99,15 @@ def _models(settings: Settings) -> list[Check]:
             models = load_models(settings, progress)
     except SpecSplitError as error:
         return [Check("models", False, str(error))]
-    checks = [_model(models.target)]
+    checks = [_model(models.target), _exactness(models.target)]
     if models.draft is None:
         return [*checks, Check("draft", True, "none: decoding is plain")]
-    return [*checks, _model(models.draft), Check("vocabulary", True, "the same for draft and target")]
+    return [
+        *checks,
+        _model(models.draft),
+        _exactness(models.draft),
+        Check("vocabulary", True, "the same for draft and target"),
+    ]
 
 
 def _model(model: LoadedModel) -> Check:
@@ -118,6 +123,11 @@ def _model(model: LoadedModel) -> Check:
         f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)
+
+
+def _exactness(model: LoadedModel) -> Check:
+    """Return the line that says which bits the model's forwards have, and what was proved at load."""
+    return exactness_check(model.role, model.identity, model.runner.exactness_reason)
 
 
 def _print_table(checks: list[Check]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specsplit.core.exactness import Computing, shown_exactness
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -21,3 +23,9 @@ class Check:
         if not self.is_ok:
             return "[bold red]fails[/bold red]"
         return "[yellow]warns[/yellow]" if self.is_warning else "[green]ok[/green]"
+
+
+def exactness_check(role: str, worker: Computing, reason: str = "") -> Check:
+    """Return the line about the bits of a worker's forwards; `reason` is a sentence about how that is known."""
+    shown = shown_exactness(worker)
+    return Check(f"{role} exactness", True, f"{shown}: {reason}" if reason else shown)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import specsplit
-from specsplit.cli.doctor_checks import Check
+from specsplit.cli.doctor_checks import Check, exactness_check
 from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
@@ -73,6 +73,7 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
         clock += "; set both by NTP, or spans of the two cannot be read together"
     return [
         Check(role, True, detail),
+        exactness_check(role, identity),
         Check(f"{role} version", True, version, is_warning=not is_same),
         Check(f"{role} clock", True, clock, is_warning=not is_close),
     ]

@@ -33,7 +33,7 @@ from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
 from specsplit.telemetry.setup import trace_to_file
 
 _NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain")
-_INTERRUPTED = 130
+_INTERRUPTED, _BROKEN_PROMISE = 130, 1
 
 
 @dataclass(slots=True)
@@ -189,6 +189,8 @@ class _TextOutput:
 
     def end(self, transcript: Transcript, request: Request, plain: Result | None) -> None:
         self._text.end()
+        if transcript.result is not None and transcript.result.exactness_reason:
+            render.note(transcript.result.exactness_reason)
         render.note(transcript.summary(request))
         if transcript.result is not None and plain is not None:
             for line in render.comparison(transcript.result, plain):
@@ -226,6 +228,7 @@ class _JsonOutput:
                 "plain": plain.to_dict(),
                 "speed_ratio": render.speed_ratio(result, plain),
                 "identical": result.token_ids == plain.token_ids,
+                "promised": render.promises_bits(result, plain),
             }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -266,7 +269,14 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
     if job.explains:
         show.explain(transcript)
     show.end(transcript, request, plain.result)
-    return _INTERRUPTED if ctrl_c.was_pressed else 0
+    if ctrl_c.was_pressed:
+        return _INTERRUPTED
+    if transcript.result is not None and plain.result is not None:
+        broken = render.broken_promise(transcript.result, plain.result)
+        if broken is not None:
+            render.note(broken)
+            return _BROKEN_PROMISE
+    return 0
 
 
 async def _follow(

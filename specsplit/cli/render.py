@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from specsplit.core.exactness import joint_exactness
 from specsplit.orchestrator.request import Piece, Result, RoundFacts
 from specsplit.speculation.cost_model import ModePlan
 
@@ -120,6 +121,7 @@ def summary(result: Result) -> str:
         f"{result.target_forwards} target forwards",
         f"mode {_modes(result)}",
         *_phases(result),
+        *([] if result.exactness == "bits" else [f"exactness {result.exactness}"]),
         f"seed {result.seed}",
     ]
     return " | ".join(parts)
@@ -205,6 +207,21 @@ def _difference(result: Result, plain: Result) -> str:
     if first is None:
         first = min(len(result.token_ids), len(plain.token_ids))
     return f"texts differ from token {first} on"
+
+
+def promises_bits(result: Result, plain: Result) -> bool:
+    """Return whether the targets of both texts promised the same bits for both."""
+    return joint_exactness([result, plain]) == "bits"
+
+
+def broken_promise(result: Result, plain: Result) -> str | None:
+    """Return the sentence for texts that differ though the target promised the same bits for both; None otherwise."""
+    if not promises_bits(result, plain) or result.token_ids == plain.token_ids:
+        return None
+    return (
+        f"The texts differ although the target promised the same bits for both (numerics {result.numerics}), which is "
+        f"a bug; please report it with the model, the prompt and seed {result.seed}."
+    )
 
 
 @contextmanager

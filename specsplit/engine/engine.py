@@ -51,7 +51,7 @@ class Engine:
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
 
     async def ping(self) -> Identity:
-        # A chain's arithmetic changes with its stages.
+        # A chain's numerics changes with its stages.
         runner = self._model.runner
         return replace(self._identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
 

@@ -17,6 +17,7 @@ from specsplit.core.defaults import (
     Mode,
 )
 from specsplit.core.errors import ContextExceeded, InvalidRequest
+from specsplit.core.exactness import Exactness
 from specsplit.core.types import FinishReason, SamplingParams
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
@@ -300,6 +301,12 @@ class Result:
     """After the prompt's."""
     wire: Wire | None = None
     """None where nothing travelled: every worker is in this process."""
+    exactness: Exactness = "near ties"
+    """Whether the text is that of plain decoding, bit for bit: every target that computed a part of it promises so."""
+    numerics: str = ""
+    """Fingerprint of the targets' arithmetic; empty if they differed or it is unknown."""
+    exactness_reason: str = ""
+    """Why a text that was begun with the promise of bits lost it; empty if it did not."""
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the fields that the command line and the API publish, in JSON types."""
@@ -311,6 +318,9 @@ class Result:
             "prompt_token_ids": list(self.prompt_token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.seed,
+            "exactness": self.exactness,
+            "numerics": self.numerics,
+            "exactness_reason": self.exactness_reason,
             "mode": self.mode,
             "timings": {
                 "ttft_s": timings.ttft_s,

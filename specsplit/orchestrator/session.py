@@ -109,7 +109,7 @@ class Session:
     def result(self, finish_reason: FinishReason, ttft_s: float, decode_s: float) -> Result:
         """Return the finished generation, of which the tokens after the first took `decode_s`."""
         rounds, contract = self.rounds, self._target.contract
-        tally, token_ids = rounds.tally, rounds.answer.token_ids
+        tally, token_ids, targets = rounds.tally, rounds.answer.token_ids, self._target.targets
         if self._speculator is not None:
             tally.add_drafted(self._speculator.drafted)
         return Result(
@@ -135,6 +135,9 @@ class Session:
             degraded=tuple(contract.events.phases),
             resyncs=tuple(contract.events.replays),
             wire=self._wire(),
+            exactness=targets.exactness,
+            numerics=targets.numerics,
+            exactness_reason=targets.exactness_reason,
         )
 
     def _wire(self) -> Wire | None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.core.errors import SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
 from specsplit.orchestrator.retry import RETRIED, Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
+from specsplit.orchestrator.target_history import TargetHistory
 
 _SLACK = 8
 """How many times more than was seen so far a target may take for a token: all its sessions may be at it at once."""
@@ -63,7 +64,8 @@ class TargetClient:
         """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
         self.verify_s = 0.0
         """Seconds that the last verdict took, without attempts that had none."""
-        self._verifier, self._identity, self._retrier, self._limits = verifier, identity, retrier, limits
+        self.targets = TargetHistory(identity)
+        self._verifier, self._retrier, self._limits = verifier, retrier, limits
         self._loop = asyncio.get_running_loop()
         self._token_work_s = math.inf
         """More seconds than the target needs for a token, infinity before it has answered once.
@@ -123,6 +125,8 @@ class TargetClient:
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
+        if verdict.revision != self.targets.revision:
+            self.targets.revise(verdict.revision)
 
     def _count_time(self, seconds: float, num_tokens: int) -> None:
         self.verify_s = seconds
@@ -148,12 +152,8 @@ class TargetClient:
         self.next_node = 1
 
     async def _check_worker(self) -> None:
-        """Compare a target that lost a slot with the one that began the text.
-
-        Raises:
-            PeerMismatch: it computes another text, or has less room.
-        """
-        _check_same(self._identity, await self._retrier.ask(self._verifier.ping))
+        """Compare a target that lost a slot with the one that began the text; raises PeerMismatch if it is another."""
+        self.targets.add(await self._retrier.ask(self._verifier.ping))
 
     # ---------------------------------------------------------------- streaming
 
@@ -165,11 +165,9 @@ class TargetClient:
     async def next_commit(self, feed: NodeFeed) -> Verdict:
         """Return the target's next commit, in the numbers of its stream; its tokens are the caller's to commit.
 
-        Raises:
-            DeadlineExceeded, LinkError, NoFreeSlot: it was asked for as long as the request allows.
-            PeerMismatch: another model answers than the one that began the text.
+        Raises what `verify` raises.
         """
-        num_raises = 0
+        num_raises, holds_nothing = 0, self.contract.num_held == 0
         while True:
             num_tokens = self._limits.max_nodes + (1 if self._open is not None else len(self.contract.history))
             try:
@@ -183,6 +181,8 @@ class TargetClient:
                     await self._resume(error, self.contract.num_held)
         assert self._open is not None, "a commit came from it"
         self._open.has_commits = True
+        if holds_nothing and self._retrier.num_failures:
+            await self._check_worker()  # as for a verify: no SlotBehind would show another worker
         self._take(verdict)
         timings = verdict.timings
         seconds = max(self._loop.time() - self._waited_since_s, timings.wall_ms / 1e3)
@@ -247,20 +247,6 @@ class TargetClient:
         """End the stream and free the target's slot."""
         await self.close_stream()
         await self._verifier.close(self.contract.session)
-
-
-def _check_same(before: Identity, now: Identity) -> None:
-    """Check that a target computes the text that another one began, in no less room.
-
-    Raises:
-        PeerMismatch: it does not.
-    """
-    decides_text = [(identity.vocab_hash, identity.weights_hash, identity.dtype) for identity in (before, now)]
-    if decides_text[0] != decides_text[1] or now.context < before.context:
-        raise PeerMismatch(
-            f"The target was replaced by another model ({now.model}, {now.dtype}, context {now.context}) in the "
-            f"middle of a text begun by {before.model}, {before.dtype}; send the request again."
-        )
 
 
 def _shifted(verdict: Verdict, shift: int) -> Verdict:

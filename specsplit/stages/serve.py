@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ModelDamaged, SpecSplitError, WorkerUnreachable
+from specsplit.core.exactness import shown_exactness
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
 from specsplit.model.extra import require_worker_extra
@@ -306,6 +307,7 @@ class _ChainLog:
         self._last: object = None
         self._was_whole = True
         self._num_spares = self._num_moved = 0
+        self._numerics: tuple[str, ...] = ()
 
     def write_new(self) -> None:
         """Log what happened since the last call."""
@@ -316,6 +318,7 @@ class _ChainLog:
                 _log.warning("the chain is not whole: %s", trouble)
             else:
                 _log.warning("the chain is whole again")
+        self._write_numerics()
         link = self._link.statistics
         for address in link.spares_used[self._num_spares :]:
             _log.warning("the spare at %s took a stage's place", address)
@@ -331,6 +334,17 @@ class _ChainLog:
                 "sent again: %d tokens of slot %d (%s)%s", resent.num_tokens, resent.slot, resent.reason, times
             )
         self._last = latest[-1] if latest else None
+
+    def _write_numerics(self) -> None:
+        """Log once that stages differ in their numerics: together they promise no bits."""
+        link = self._link
+        numerics = tuple(shown_exactness(identity) for identity in link.identities)
+        if numerics != self._numerics and len(set(numerics)) > 1:
+            said = "; ".join(f"{at}: {how}" for at, how in zip(link.addresses, numerics, strict=False))
+            _log.warning(
+                "the stages have different numerics: texts may differ from plain decoding at near ties (%s)", said
+            )
+        self._numerics = numerics
 
 
 async def _mend(engine: Engine, link: RemoteChain) -> None:

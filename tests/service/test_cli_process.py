@@ -205,6 +205,8 @@ def test_doctor_is_well_here(capfd: pytest.CaptureFixture[str]):
     assert found["vocabulary"] == "the same for draft and target"
     assert found["target"].startswith("embedded: fp32 on cpu")
     assert "GiB" in found["draft"]
+    for role in ("target", "draft"):
+        assert re.match(r"(bits|near ties), numerics ([0-9a-f]{1,16}|unknown)(: .+\.)?$", found[f"{role} exactness"])
 
 
 def test_a_missing_model_fails_the_doctor_and_thecommand(capfd: pytest.CaptureFixture[str]):

@@ -232,6 +232,7 @@ def test_doctor_looks_at_the_services(target: WorkerProcess, draft: WorkerProces
     assert found["target"]["detail"].startswith(f"{target.address}: embedded: fp32 on cpu, vocabulary 4096, context ")
     assert found["vocabulary"]["detail"] == "the same for draft and target"
     assert {"target version", "target clock", "draft version", "draft clock", "context"} <= found.keys()
+    assert {"target exactness", "draft exactness"} <= found.keys()
     assert not any(check["is_warning"] for check in report["checks"])
     assert main(["doctor", "--target", draft.address, "--draft", "127.0.0.1:1", "--json"]) == 1
     failed = {check["name"]: check["detail"] for check in json.loads(capfd.readouterr().out)["checks"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -35,16 +35,19 @@ _CONNECT_S = 10.0
 
 
 class WatchedStage:
-    """A stage that notes what it gets; `hangs` is asked for every packet whether it is never computed."""
+    """A stage that notes what it gets; `hangs` is asked for every packet whether it is never computed.
 
-    def __init__(self, engine: StageEngine, hangs: Callable[[Packet], bool]) -> None:
+    `claims` are fields of its identity that it states otherwise than the engine does.
+    """
+
+    def __init__(self, engine: StageEngine, hangs: Callable[[Packet], bool], claims: Mapping[str, Any]) -> None:
         self.engine = engine
         self.seen: list[Packet] = []
-        self._hangs = hangs
+        self._hangs, self._claims = hangs, claims
 
     @property
     def identity(self) -> StageIdentity:
-        return self.engine.identity
+        return replace(self.engine.identity, **self._claims)
 
     async def forward(self, packet: Packet) -> Packet:
         self.seen.append(packet)
@@ -64,6 +67,7 @@ class StageHost:
         self.address = LOOPBACK
         self.hangs: Callable[[Packet], object] = lambda packet: False
         """Told of every packet; one for which it is True is never computed."""
+        self.claims: dict[str, Any] = {}
         self.num_starts = 0
         self.tasks: list[asyncio.Future[None]] = []
         """Faults of this host that run beside the test."""
@@ -71,7 +75,7 @@ class StageHost:
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked)
+        self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked, self.claims)
         self._stack.push_async_callback(self.stage.engine.aclose)
         self.service = StageService(self.stage)
         self.server: Server = await self._stack.enter_async_context(serving(self.address, [self.service]))

@@ -275,6 +275,8 @@ def _result(token_ids: tuple[int, ...], rate: float) -> Result:
         num_rounds=2,
         target_forwards=3,
         draft_forwards=4,
+        exactness="bits",
+        numerics="abc",
     )
 
 
@@ -293,6 +295,20 @@ def test_the_summary_names_what_was_degraded_and_for_how_long():
     )
     line = render.summary(replace(_result((1, 2, 3), 12.5), degraded=phases))
     assert line.endswith(" | mode pingpong | draft slow in 3 rounds | draft unreachable in 7 rounds | seed 7")
+
+
+def test_the_summary_names_exactness_only_where_bits_are_not_promised():
+    line = render.summary(replace(_result((1, 2, 3), 12.5), exactness="near ties"))
+    assert line.endswith(" | mode pingpong | exactness near ties | seed 7")
+
+
+def test_texts_that_differ_break_a_promise_only_if_both_made_the_same():
+    one, same, other = _result((1, 2), 1.0), _result((1, 2), 2.0), _result((1, 3), 1.0)
+    assert render.broken_promise(one, same) is None
+    assert "numerics abc" in (render.broken_promise(one, other) or "")
+    for weaker in (replace(other, exactness="near ties"), replace(other, numerics="def")):
+        assert render.broken_promise(one, weaker) is None
+        assert render.broken_promise(weaker, one) is None
 
 
 @pytest.mark.parametrize("reason", get_args(Reason))

@@ -66,7 +66,6 @@ class ChainRunner:
     """
 
     is_recorded = False
-    exactness_reason = ""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class ChainRunner:
 
     @property
     def revision(self) -> int:
-        """Return how often the stages' arithmetic has changed."""
+        """Return how often the stages' numerics has changed."""
         return self._link.revision
 
     @property

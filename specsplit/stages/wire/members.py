@@ -29,8 +29,8 @@ class ChainMembers:
         self.options = LinkOptions()
         """Patience of the chain that they are members of."""
         self.revision = 0
-        """Changes of the stages' joint arithmetic since they were connected first."""
-        self._arithmetic: tuple[Exactness, str] | None = None
+        """Changes of the stages' joint numerics since they were connected first."""
+        self._numerics: tuple[Exactness, str] | None = None
         """Joint exactness and numerics of the stages that were connected last."""
         self._expected = expected
 
@@ -111,11 +111,11 @@ class ChainMembers:
         self.spares_used.append(spare.address)
 
     def note_connected(self) -> None:
-        """Count a change of the stages' arithmetic; called for every connection, since packets need one."""
+        """Count a change of the stages' numerics; called for every connection, since packets need one."""
         identities = self.identities
         now = joint_exactness(identities), joint_numerics(identities)
-        self.revision += self._arithmetic not in (None, now)
-        self._arithmetic = now
+        self.revision += self._numerics not in (None, now)
+        self._numerics = now
 
     def undo_swap(self, index: int, before: StagePeer) -> None:
         """Let the predecessor of a spare stand at `index` again, as if the spare had never been used."""
