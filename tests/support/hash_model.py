@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 from specsplit.model.attention.metadata import SequenceInput
@@ -84,6 +85,10 @@ class HashRunner:
 
     A `tie` above 0 lets the two best tokens change places with that chance: a forward that differs by its batch.
     """
+
+    exactness: Exactness = "near ties"
+    numerics = ""
+    revision = 0
 
     def __init__(self, role: Role, cache: HashCache, *, tie: float = 0.0, seed: int = 0) -> None:
         self.role, self.cache, self.tie = role, cache, tie
