@@ -187,11 +187,12 @@ def test_compare_sets_plain_decoding_beside(capfd: pytest.CaptureFixture[str]):
     text, err = capfd.readouterr()
     summary, plain, auto, verdict = err.splitlines()
     assert summary.startswith("24 tokens (length) | ")
-    assert re.search(r" \| mode auto \((\w+ \d+(, )?)+\) \| seed 5$", summary)
     assert (plain.split()[0], auto.split()[0]) == ("plain", "auto")
     assert verdict.endswith("x plain decoding, texts identical")
     assert main([*arguments, "--compare", "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
+    exactness = "" if answer["exactness"] == "bits" else r" \| exactness near ties"
+    assert re.search(rf" \| mode auto \((\w+ \d+(, )?)+\){exactness} \| seed 5$", summary)
     assert answer["text"].rstrip("\n") == text.rstrip("\n")
     assert answer["compare"]["identical"] is True
     assert answer["compare"]["plain"]["token_ids"] == answer["token_ids"]

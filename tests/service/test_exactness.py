@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specsplit.cli.main import main
+from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
@@ -21,11 +22,12 @@ from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.speculation.options import Speculation
+from specsplit.stages.serve import Coordinator, serving_chain
 from tests.support.fakes import FakeTarget, FakeTokenizer, plain_tokens
 from tests.support.language import WindowedTokenizer
 from tests.support.processes import LIMIT_S, WorkerProcess
-from tests.support.remote_chains import StageHost, once, opened_over, served
-from tests.support.rpc_servers import LOOPBACK, verifier_at
+from tests.support.remote_chains import StageHost, expected_of, once, opened_over, served
+from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
 from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, shards, spare, truth
 from tests.support.stage_farm import patient
 
@@ -139,6 +141,22 @@ async def test_a_coordinator_with_other_numerics_than_its_stages_has_no_bits() -
             assert (chain.link.exactness, chain.link.numerics) == ("bits", "abc")
             identity = await chain.target.ping()
             assert (identity.exactness, identity.numerics) == ("near ties", "")
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_coordinator_logs_which_stages_differ(caplog: pytest.LogCaptureFixture) -> None:
+    parts = shards("stages")
+    async with served(parts.stages) as hosts:
+        for host in hosts:
+            host.claims |= BITS
+        hosts[1].claims |= OTHERS[0]
+        settings = TargetSettings(stages=tuple(host.address for host in hosts), listen=LOOPBACK)
+        coordinator = Coordinator(parts.model, None, expected_of(parts), ())
+        async with serving_chain(coordinator, settings) as server, verifier_at(server) as verifier:
+            identity = await verifier.ping()
+            assert (identity.exactness, identity.numerics) == ("near ties", "")
+            await wait_until(lambda: f"{hosts[1].address}: bits, numerics def" in caplog.text)
+    assert caplog.text.count("the stages have different numerics") == 1
 
 
 class Lying:
