@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 from benchmarks.environment import require_bench_extra
-from benchmarks.pair import chosen_pair
-from benchmarks.peers.modes import Shape
 from benchmarks.report import console as report
 from benchmarks.research.calibration.study import calibration
 from benchmarks.research.checkouts.compare import checkouts
@@ -20,12 +20,14 @@ from benchmarks.research.network_bars import network_bars
 from benchmarks.research.rounds.profile import profile
 from benchmarks.research.rounds.traced import trace
 from benchmarks.research.tree_shapes import sweep_tree
+from benchmarks.settings import Shape, chosen_pair
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from benchmarks.measuring import Found
+    from benchmarks.report.tables import Section
 
 T = TypeVar("T")
 INTERRUPTED = 130
@@ -35,21 +37,67 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the same for every system.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine and of transformers.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine, of each worker and of transformers.")]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
 Nodes = Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")]
 Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
 Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
-Lookup = Annotated[bool, typer.Option(help="Whether our systems' trees hold lookup's nodes too.")]
-Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker for the systems named MODE@remote.")]
+Model = Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id; embedded unless --target is named.")]
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker that runs already.")]
 ResultsPath = Annotated[Path, typer.Argument(help="A results file of `run`.", dir_okay=False)]
-Grid = Annotated[str, typer.Option(help="Values separated by commas.")]
+Names = Annotated[str, typer.Option(help="Separated by commas.")]
 
 
 @app.callback()
 def describe() -> None:
     """Measure SpecSplit on the embedded pair."""
+
+
+def _setup(
+    *,
+    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
+    sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
+    target: Model = None,
+    draft: Model = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of both models, for every system.")] = "fp32",
+    device: Annotated[DeviceName, typer.Option(help="Of both models, for every system.")] = "cpu",
+    nodes: Nodes = defaults.DEFAULT_NODES,
+    depth: Depth = defaults.DEFAULT_DEPTH,
+    branching: Branching = defaults.DEFAULT_BRANCHING,
+    lookup: Annotated[bool, typer.Option(help="Whether our systems' trees hold lookup's nodes.")] = defaults.LOOKUP,
+    target_address: Address = None,
+    draft_address: Address = None,
+) -> dict[str, Any]:
+    """Return the fields of a Setup that `run` and `sweep` take from the same options."""
+    return {
+        "workload": workload,
+        "sha256": sha256,
+        "num_rounds": rounds,
+        "seed": seed,
+        "pair": chosen_pair(target, draft, dtype, device),
+        "shape": Shape(nodes, depth, branching),
+        "lookup": lookup,
+        "target_address": target_address,
+        "draft_address": draft_address,
+    }
+
+
+def _with_setup(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_setup`; what they say is its first argument."""
+    shared, (_, *own) = (list(inspect.signature(each).parameters.values()) for each in (_setup, command))
+    hints = get_type_hints(_setup, include_extras=True) | get_type_hints(command, include_extras=True)
+
+    @wraps(command)
+    def whole(**options: Any) -> None:
+        command(_setup(**{each.name: options.pop(each.name) for each in shared}), **options)
+
+    listed = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in own + shared]
+    whole.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    whole.__annotations__ = {each.name: each.annotation for each in listed}
+    return whole
 
 
 @app.command()
@@ -63,75 +111,84 @@ def smoke(
     branching: Branching = defaults.DEFAULT_BRANCHING,
     output: Output = None,
 ) -> None:
-    """Compare plain, pingpong and transformers, alternately; check the bars P1, P2, P3, P4 and P9."""
+    """Compare plain, pingpong and transformers, alternately; check the bars P1, P2, P3, P4, P8 and P9."""
     report.check_output(output)
     require_bench_extra()
     from benchmarks import smoke as smoke_run
     from benchmarks.report.sections import of_smoke
     from benchmarks.report.terminal import show_section
+    from benchmarks.run import RunSettings
 
     console = report.new_console()
-    settings = smoke_run.SmokeSettings(prompts, new_tokens, rounds, threads, Shape(nodes, depth, branching))
-    found = _whole(console, smoke_run.run(settings, report.Progress(console)))
+    settings = RunSettings(
+        tuple(smoke_run.SYSTEMS),
+        num_prompts=prompts,
+        num_new_tokens=new_tokens,
+        num_rounds=rounds,
+        threads=threads,
+        shape=Shape(nodes, depth, branching),
+    )
+    found = _whole(smoke_run.run(settings, report.Progress(console), partial(console.print, markup=False)))
     show_section(console, of_smoke(found, Path("this"), "smoke"))
     report.emit(found, output)
     raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
 
 
 @app.command()
+@_with_setup
 def run(
+    setup: dict[str, Any],
     systems: Annotated[str, typer.Option(help="Names separated by commas: plain, pingpong, pingpong@loopback, ...")],
-    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
-    sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
     prompts: Annotated[int | None, typer.Option(help="How many, from each task in turn; 0 for all.")] = 6,
     new_tokens: NewTokens = 96,
-    rounds: Rounds = 5,
     threads: Threads = 2,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
-    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
-    inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Of both models, for every system.")] = "fp32",
-    device: Annotated[DeviceName, typer.Option(help="Of both models, for every system.")] = "cpu",
-    nodes: Nodes = defaults.DEFAULT_NODES,
-    depth: Depth = defaults.DEFAULT_DEPTH,
-    branching: Branching = defaults.DEFAULT_BRANCHING,
-    lookup: Lookup = defaults.LOOKUP,
-    target_address: Address = None,
-    draft_address: Address = None,
     output: Resumed = None,
 ) -> None:
     """Measure any systems alternately; an interrupted run goes on when it is given the same command."""
     require_bench_extra()
     from benchmarks import run as bench
     from benchmarks.report.sections import of_run
+
+    sizes = {"num_prompts": prompts or None, "num_new_tokens": new_tokens, "threads": threads}
+    settings = bench.RunSettings(_names(systems), temperature=temperature, is_chat=chat, **sizes, **setup)
+    _measure(partial(bench.run, settings, output), of_run)
+
+
+@app.command()
+@_with_setup
+def sweep(
+    setup: dict[str, Any],
+    modes: Names = "plain,pingpong,overlap",
+    rtt_ms: Annotated[str, typer.Option(help="Round trips to add, in ms, separated by commas.")] = "0",
+    link: Annotated[Literal["target", "draft", "both"], typer.Option(help="Which links they are added to.")] = "target",
+    concurrency: Annotated[str, typer.Option(help="Sessions at once, separated by commas.")] = "1",
+    temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
+    prompts: Annotated[int, typer.Option(min=1, help="How many; a multiple of each of --concurrency.")] = 4,
+    new_tokens: NewTokens = 64,
+    threads: Threads = 1,
+    output: Resumed = None,
+) -> None:
+    """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""
+    require_bench_extra()
+    from benchmarks import sweep_run
+    from benchmarks.report.sections import of_sweep
+    from benchmarks.sweep_grid import GridSettings
+
+    axes = {"rtts_ms": _floats(rtt_ms), "concurrencies": _ints(concurrency), "temperatures": _floats(temperature)}
+    sizes = {"num_prompts": prompts, "num_new_tokens": new_tokens, "threads": threads}
+    settings = GridSettings(_names(modes), link=link, **axes, **sizes, **setup)
+    _measure(partial(sweep_run.run, settings, output), of_sweep)
+
+
+def _measure(measure: Callable[..., Found | None], section: Callable[..., Section]) -> None:
+    """Measure, show what was found and write it as one line."""
     from benchmarks.report.terminal import show_section
 
-    settings = bench.RunSettings(
-        systems=_names(systems),
-        workload=workload,
-        sha256=sha256,
-        num_prompts=prompts or None,
-        num_new_tokens=new_tokens,
-        num_rounds=rounds,
-        threads=threads,
-        temperature=temperature,
-        seed=seed,
-        is_chat=chat,
-        is_inflated=inflated,
-        pair=chosen_pair(pair, target, draft, dtype, device),
-        shape=Shape(nodes, depth, branching),
-        lookup=lookup,
-        target_address=target_address,
-        draft_address=draft_address,
-    )
     console = report.new_console()
-    told = partial(console.print, markup=False)
-    found = _whole(console, bench.run(settings, output, report.Progress(console), told))
-    show_section(console, of_run(found.whole_file, "run"))
+    found = _whole(measure(report.Progress(console), partial(console.print, markup=False)))
+    show_section(console, section(found.whole_file, "this"))
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
@@ -154,69 +211,6 @@ def compare(
     show_comparison(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
     if as_json:
         report.emit(found.to_dict(), None)
-
-
-@app.command()
-def sweep(
-    modes: Annotated[str, typer.Option(help="Of the orchestrator, separated by commas.")] = "plain,pingpong,overlap",
-    rtt_ms: Annotated[str, typer.Option(help="Round trips to add, in ms, separated by commas.")] = "0",
-    link: Annotated[Literal["target", "draft", "both"], typer.Option(help="Which links they are added to.")] = "target",
-    concurrency: Annotated[str, typer.Option(help="Sessions at once, separated by commas.")] = "1",
-    temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
-    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
-    sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many; a multiple of each of --concurrency.")] = 4,
-    new_tokens: NewTokens = 64,
-    rounds: Rounds = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
-    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
-    inflated: Annotated[bool, typer.Option("--inflated", help="Say of the target that it is an inflated one.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
-    device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
-    nodes: Nodes = defaults.DEFAULT_NODES,
-    depth: Depth = defaults.DEFAULT_DEPTH,
-    branching: Branching = defaults.DEFAULT_BRANCHING,
-    lookup: Lookup = defaults.LOOKUP,
-    target_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
-    draft_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker to use.")] = None,
-    output: Resumed = None,
-) -> None:
-    """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""
-    require_bench_extra()
-    from benchmarks import sweep_run
-    from benchmarks.report.sections import of_sweep
-    from benchmarks.report.terminal import show_section
-    from benchmarks.sweep_grid import GridSettings
-
-    settings = GridSettings(
-        modes=_names(modes),
-        rtts_ms=_floats(rtt_ms),
-        concurrencies=_ints(concurrency),
-        temperatures=_floats(temperature),
-        link=link,
-        workload=workload,
-        sha256=sha256,
-        num_prompts=prompts,
-        num_new_tokens=new_tokens,
-        num_rounds=rounds,
-        threads=threads,
-        seed=seed,
-        is_inflated=inflated,
-        pair=chosen_pair(pair, target, draft, dtype, device),
-        shape=Shape(nodes, depth, branching),
-        lookup=lookup,
-        target_address=target_address,
-        draft_address=draft_address,
-    )
-    console = report.new_console()
-    told = partial(console.print, markup=False)
-    found = _whole(console, sweep_run.run(settings, output, report.Progress(console), told))
-    show_section(console, of_sweep(found.whole_file, "sweep"))
-    report.emit({**found.file.header, **found.summary}, None)
-    raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
 
 
 @app.command("report")
@@ -252,10 +246,10 @@ app.command("sweep-tree")(sweep_tree)
 app.command("trace")(trace)
 
 
-def _whole(console: Console, found: T | None) -> T:
+def _whole(found: T | None) -> T:
     """Return a measurement; if no round became whole, say so and exit."""
     if found is None:
-        console.print(NOTHING_WHOLE)
+        typer.echo(NOTHING_WHOLE, err=True)
         raise typer.Exit(INTERRUPTED)
     return found
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks import results_file, workloads
 from benchmarks.agreement import Difference, differences
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs
+from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, running_order
 from benchmarks.environment import provenance
 from benchmarks.neighbours import Neighbours
 from benchmarks.processes import Child
 from benchmarks.report.console import Progress
-from benchmarks.results_file import ResultsFile, Run, Writer
+from benchmarks.results_file import SWEEP, ResultsFile, Run, Writer
+from benchmarks.samples import to_record
+from benchmarks.settings import Setup
 from benchmarks.summary import comparable_texts, reference_of
-from benchmarks.systems import Task
+from benchmarks.systems import Sample, Task
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.types import SamplingParams
 
 REFEREE = "the referee"
 """The process that encodes prompts and knows the target's scores."""
@@ -45,41 +49,93 @@ class Found:
         return replace(self.file, summary=self.summary)
 
 
-class Bench(Protocol):
-    """Everything that a measurement needs, loaded and ready."""
+class Bench(ABC):
+    """Everything that a measurement needs, loaded and ready: systems that take turns, at every point alike."""
 
+    num_warm_ups = 1
+    """Batches of each point that are not recorded, before every measurement."""
+
+    def __init__(self, names: Sequence[str], tasks: Sequence[Task], referee: Child) -> None:
+        self.names, self.tasks, self.referee = names, tasks, referee
+
+    @abstractmethod
     def facts(self) -> Record:
         """Return the part of the header that only loaded models know."""
-        ...
 
+    @abstractmethod
     def pids(self) -> list[int]:
         """Return all processes that work for this measurement."""
-        ...
+
+    @abstractmethod
+    def run(self, place: int, name: str, tasks: Sequence[Task]) -> tuple[list[Sample], Record]:
+        """Have a system do the tasks at once at a point; return the samples, and the facts of a line of `batch`."""
+
+    @abstractmethod
+    def costs(self, place: int) -> list[Record]:
+        """Measure the costs at a point that has any; return the facts of the lines of `costs`."""
+
+    @abstractmethod
+    def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
+        """Return the fields of the summary and the differences of texts."""
+
+    def at(self, point: Record) -> list[Task]:
+        """Return the tasks under the temperature of `point`."""
+        return [replace(task, sampling=SamplingParams(temperature=point["temperature"])) for task in self.tasks]
+
+    def batches(self, point: Record) -> list[list[Task]]:
+        """Return the tasks that run at once at `point`, batch after batch."""
+        tasks, size = self.at(point), point["concurrency"]
+        return [tasks[first : first + size] for first in range(0, len(tasks), size)]
 
     def num_steps(self, file: ResultsFile) -> int:
         """Return how often `tick` is called until the file is whole."""
-        ...
+        batches = [self.batches(point) for point in file.points]
+        missing = range(len(file.blocks), file.num_wanted)
+        warm_ups = sum(len(each[: self.num_warm_ups]) for each in batches)
+        return len(self.names) * (warm_ups + sum(len(batches[number % len(batches)]) for number in missing))
 
-    def warm_up(self, tick: Tick, should_stop: ShouldStop) -> None:
+    def warm_up(self, file: ResultsFile, control: Control) -> None:
         """Run what is not recorded, before every measurement."""
-        ...
+        for place, point in enumerate(file.points):
+            for number, tasks in enumerate(self.batches(point)[: self.num_warm_ups]):
+                for name in running_order(self.names, 0, number):
+                    if not control.should_stop():
+                        self.run(place, name, tasks)
+                        control.tick(name)
 
-    def block(self, number: int, place: int, control: Control) -> list[Record] | None:
-        """Measure round `number` at point `place` and write its lines; return them, None if it was interrupted."""
-        ...
-
-    def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
-        """Return the fields of the summary and the differences of texts."""
-        ...
+    def block(self, file: ResultsFile, control: Control) -> list[Record] | None:
+        """Measure the next round at the next point and return its lines; None if it was interrupted."""
+        number, place = divmod(len(file.blocks), len(file.points))
+        here = {"round": number, **({"point": place} if file.header["kind"] == SWEEP else {})}
+        records: list[Record] = []
+        for batch, tasks in enumerate(self.batches(file.points[place])):
+            for name in running_order(self.names, number, batch):
+                if control.should_stop():
+                    return None
+                samples, facts = self.run(place, name, tasks)
+                lines = [
+                    {**to_record(number, name, task.id, sample, task.num_tokens), **here}
+                    for task, sample in zip(tasks, samples, strict=True)
+                ]
+                records += lines
+                if facts:
+                    made = sum(line["num_tokens"] for line in lines)
+                    own = {"kind": "batch", **here, "system": name, "batch": batch}
+                    records.append({**own, **facts, "num_tokens": made})
+                control.tick(name)
+        if len(records) == file.block_size(place):
+            return records
+        if control.should_stop():
+            return None
+        return [*records, *({"kind": "costs", **here, **facts} for facts in self.costs(place))]
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Progress and interruption of a measurement, and the file that takes its lines."""
+    """Progress and interruption of a measurement."""
 
     tick: Tick
     should_stop: ShouldStop
-    write: Callable[[Record], None]
 
 
 def measure(
@@ -110,12 +166,14 @@ def _fill(bench: Bench, file: ResultsFile, writer: Writer, progress: Progress) -
     neighbours = Neighbours(bench.pids())
     was_interrupted = False
     with interrupts_between_runs() as should_stop, progress.running("measuring", bench.num_steps(file)) as tick:
-        bench.warm_up(tick, should_stop)
+        control = Control(tick, should_stop)
+        bench.warm_up(file, control)
         while len(file.blocks) < file.num_wanted and not was_interrupted:
-            place = divmod(len(file.blocks), len(file.points))
-            records = bench.block(*place, Control(tick, should_stop, writer.add))
+            records = bench.block(file, control)
             was_interrupted = records is None
             if records is not None:
+                for record in records:
+                    writer.add(record)
                 file.blocks.append(records)
         if not file.blocks:
             return None
@@ -192,6 +250,20 @@ def prompt_facts(tasks: Sequence[Task], prompts: Sequence[Prompt]) -> Record:
         for task in tasks
     ]
     return {"sha256": workloads.fingerprint(prompts), "tasks": listed}
+
+
+def encoded(
+    referee: Child, prompts: Sequence[Prompt], setup: Setup, *, is_chat: bool = False
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks that fit the context, and the names of the prompts that do not."""
+    context, tasks = referee.ask("context"), list[Task]()
+    for prompt in prompts:
+        prompt_ids = referee.ask("encode", prompt.text, is_chat)
+        if len(prompt_ids) + setup.num_new_tokens <= context:
+            text = None if is_chat else prompt.text
+            tasks.append(Task(prompt.id, prompt_ids, setup.num_new_tokens, seed=setup.seed, text=text))
+    fitting = {task.id for task in tasks}
+    return tasks, [prompt.id for prompt in prompts if prompt.id not in fitting]
 
 
 def context_tokens(tasks: Sequence[Task]) -> int:

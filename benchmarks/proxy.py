@@ -1,57 +1,34 @@
-"""A TCP proxy that is a bad network: latency, jitter, bandwidth, cuts, silence, refusals, flipped bits.
+"""A TCP proxy that adds a round trip and counts bytes.
 
-Sits between any client and any server; knows bytes only. Both directions get the same conditions.
+Sits between any client and any server; knows bytes only. Both directions get the same latency.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 _CHUNK_BYTES = 1 << 16
 _WINDOW_CHUNKS = 64
 """Chunks under way in one direction; a sender that is faster waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """The treatment of the bytes of one direction; it may be exchanged while they flow."""
-
-    latency_s: float = 0.0
-    """One way: a round trip takes twice as long."""
-    jitter_s: float = 0.0
-    """Added to the latency of each piece, uniformly from 0; pieces never overtake each other, as TCP's do not."""
-    bytes_per_s: float | None = None
-    corruption: float = 0.0
-    """The chance that one byte of a piece is flipped."""
-    is_black_hole: bool = False
-    """Nothing arrives any more and nobody is told; what was swallowed stays lost, so the connection cannot go on."""
-
-    def __post_init__(self) -> None:
-        numbers = (self.latency_s, self.jitter_s, self.corruption, self.bytes_per_s or 0.0)
-        if min(numbers) < 0 or self.corruption > 1 or self.bytes_per_s == 0:
-            raise ValueError(f"conditions must not be negative, nor a chance above 1: {self}")
-
-
 class Proxy:
     """Forwards connections from `address` to `target`, both HOST:PORT; use it as an async context.
 
-    `port` 0 takes a free one. The same seed gives the same jitter and corruption for the same pieces.
+    `latency_s` is one way: a round trip takes twice as long.
     """
 
-    def __init__(self, target: str, conditions: Conditions | None = None, *, port: int = 0, seed: int = 0) -> None:
+    def __init__(self, target: str, latency_s: float = 0.0) -> None:
         host, _, target_port = target.rpartition(":")
         self._target = (host.strip("[]"), int(target_port))
-        self.conditions = conditions or Conditions()
+        self.latency_s = latency_s
         self.sent_bytes = 0
         """From the client to the server."""
         self.received_bytes = 0
         self.num_connections = 0
-        self._port = port
-        self._rng = random.Random(seed)
+        self._port = 0
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -59,9 +36,9 @@ class Proxy:
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
-    def set(self, **changes: Any) -> None:
-        """Exchange some of the conditions, for connections that exist as well."""
-        self.conditions = replace(self.conditions, **changes)
+    def carried(self, data: bytes, due_s: float) -> tuple[bytes, float] | None:
+        """Return what arrives of a piece, and when, which is not before `due_s`; None if it is lost."""
+        return data, max(due_s, asyncio.get_running_loop().time() + self.latency_s)
 
     async def open(self) -> None:
         """Accept connections, after `refuse` on the same port again."""
@@ -94,8 +71,8 @@ class Proxy:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         writers = [writer]
+        self.num_connections += 1
         try:
             upstream, upstream_writer = await asyncio.open_connection(*self._target)
             writers.append(upstream_writer)
@@ -116,11 +93,11 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sending: bool) -> None:
         """Carry one direction until it ends."""
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[float, bytes] | None] = asyncio.Queue(_WINDOW_CHUNKS)
+        pieces: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue(_WINDOW_CHUNKS)
 
         async def deliver() -> None:
             while (piece := await pieces.get()) is not None:
-                due_s, data = piece
+                data, due_s = piece
                 if (wait_s := due_s - loop.time()) > 0:
                     await asyncio.sleep(wait_s)
                 writer.write(data)
@@ -134,14 +111,9 @@ class Proxy:
                     self.sent_bytes += len(data)
                 else:
                     self.received_bytes += len(data)
-                now = self.conditions
-                if now.is_black_hole:
-                    continue
-                delay_s = now.latency_s + (self._rng.uniform(0, now.jitter_s) if now.jitter_s else 0.0)
-                due_s = max(due_s, loop.time() + delay_s)
-                if now.bytes_per_s is not None:
-                    due_s += len(data) / now.bytes_per_s
-                await pieces.put((due_s, self._corrupted(data)))
+                if (carried := self.carried(data, due_s)) is not None:
+                    due_s = carried[1]
+                    await pieces.put(carried)
             await pieces.put(None)
             await delivery
         except OSError:
@@ -150,10 +122,3 @@ class Proxy:
             delivery.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await delivery
-
-    def _corrupted(self, data: bytes) -> bytes:
-        if not self.conditions.corruption or self._rng.random() >= self.conditions.corruption:
-            return data
-        spoilt = bytearray(data)
-        spoilt[self._rng.randrange(len(spoilt))] ^= 1 << self._rng.randrange(8)
-        return bytes(spoilt)

@@ -5,22 +5,16 @@ Knows no library: what a system is made of is imported by the process that serve
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import get_args
+from pkgutil import resolve_name
+from typing import Any, get_args
 
-from benchmarks.peers.factories import (
-    serve_bare_forward,
-    serve_completions,
-    serve_loopback,
-    serve_modes,
-    serve_services,
-    serve_transformers,
-)
-from benchmarks.peers.modes import ServedMode
-from benchmarks.processes import Factory
-from benchmarks.settings import Setup
+from benchmarks.processes import Factory, Served
+from benchmarks.settings import Pair, ServedMode, Setup
 from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest
 
@@ -51,12 +45,8 @@ class Entry:
 
     @property
     def is_ours(self) -> bool:
+        """Whether it tells its counts, and its workers what their forwards cost."""
         return self.mode is not None
-
-    @property
-    def has_costs(self) -> bool:
-        """Whether its workers can be asked for what their forwards cost."""
-        return self.is_ours
 
     def missing_package(self) -> str | None:
         """Return the package that it needs and that is not installed."""
@@ -64,7 +54,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, object]:
         """Return the facts that a results file names."""
-        return {"where": self.where, "mode": self.mode, "has_costs": self.has_costs}
+        return {"where": self.where, "mode": self.mode, "has_costs": self.is_ours}
 
 
 def names() -> list[str]:
@@ -83,9 +73,11 @@ def find(name: str, setup: Setup) -> Entry:
     if name.startswith(_SERVER):
         entry = _server(name)
     elif name == BARE:
-        entry = Entry(name, "in process", lambda s: serve_bare_forward(s.threads, name, s.pair))
+        entry = Entry(name, "in process", partial(_serve_alone, "benchmarks.peers.bare_forward:load", name))
     elif name in _WAYS:
-        entry = _transformers(name)
+        packages = ("torch", "transformers")
+        make = partial(_serve_alone, "benchmarks.peers.transformers_ways:load", name)
+        entry = Entry(name, "in process", make, packages=packages, needs_draft=name.startswith("assisted"))
     elif mode in MODES and (name == mode or place in PLACES):
         entry = _mode(name, mode, place)
     else:
@@ -112,22 +104,15 @@ def _mode(name: str, mode: str, place: str) -> Entry:
     def make(setup: Setup) -> Factory:
         chosen = ServedMode(name, mode, setup.shape, setup.lookup)
         if place == "loopback":
-            return serve_loopback(setup.threads, chosen, setup.pair)
+            return partial(_open, "benchmarks.peers.ours_remote:Loopback", chosen, setup.threads, setup.pair)
         if place == "remote":
             addresses = {"target": setup.target_address, "draft": None if mode in DRAFTLESS else setup.draft_address}
-            return serve_services(chosen, {role: at for role, at in addresses.items() if at is not None})
+            known = {role: address for role, address in addresses.items() if address is not None}
+            return partial(_open, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
     where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
     return Entry(name, where, make, mode=mode, needs_draft=mode not in DRAFTLESS)
-
-
-def _transformers(name: str) -> Entry:
-    def make(setup: Setup) -> Factory:
-        return serve_transformers(setup.threads, {name: name}, setup.pair)
-
-    needs_draft = name.startswith("assisted")
-    return Entry(name, "in process", make, packages=("torch", "transformers"), needs_draft=needs_draft)
 
 
 def _server(name: str) -> Entry:
@@ -137,4 +122,38 @@ def _server(name: str) -> Entry:
             f"{name!r} names no server; write openai:http://HOST:PORT/v1, and #MODEL behind it if need be.",
             param="systems",
         )
-    return Entry(name, "a server", lambda setup: serve_completions(name, url, model or None), packages=("openai",))
+    factory = partial(_open_alone, "benchmarks.peers.openai_completions:connect", name, url, model or None)
+    return Entry(name, "a server", lambda setup: factory, packages=("openai",))
+
+
+# Factories are picklable: the name of what the child imports, with its arguments bound. So torch and transformers are
+# imported in the children and never here.
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A system that has a process, and whatever model it holds, for itself."""
+
+    systems: tuple[Any]
+
+    def dialect(self) -> dict[str, Any]:
+        """Return how a server is asked."""
+        return asdict(self.systems[0].dialect)
+
+
+def _open(name: str, *arguments: Any) -> AbstractContextManager[Served]:
+    """Import what `name` says as MODULE:OBJECT, and call it."""
+    return resolve_name(name)(*arguments)
+
+
+def _open_alone(name: str, *arguments: Any) -> AbstractContextManager[Served]:
+    return nullcontext(Alone((resolve_name(name)(*arguments),)))
+
+
+def _serve_alone(load: str, name: str, setup: Setup) -> Factory:
+    return partial(_open_alone, load, name, setup.threads, setup.pair)
+
+
+def serve_modes(threads: int, modes: Sequence[ServedMode], pair: Pair | None = None) -> Factory:
+    """Serve modes of the orchestrator in one process, over one pair."""
+    return partial(_open, "benchmarks.peers.ours:InProcess", threads, tuple(modes), pair or Pair())

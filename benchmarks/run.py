@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import measuring, registry, summary, workloads
-from benchmarks.alternation import ShouldStop, Tick, run_round
-from benchmarks.measuring import REFEREE, Control, Found, Record, Tell
-from benchmarks.peers.factories import ServedMode, serve_modes
+from benchmarks.measuring import REFEREE, Found, Record, Tell
 from benchmarks.processes import Child
 from benchmarks.registry import Entry
 from benchmarks.report.console import Progress
 from benchmarks.results_file import RUN, ResultsFile
-from benchmarks.samples import to_record
-from benchmarks.settings import Setup
+from benchmarks.settings import ServedMode, Setup
 from benchmarks.systems import Sample, System, Task
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidRequest, LinkError, MissingExtra
-from specsplit.core.types import SamplingParams
 
 NUM_WARM_UPS = 2
 
@@ -35,10 +31,6 @@ class RunSettings(Setup):
     systems: tuple[str, ...]
     temperature: float = 0.0
     is_chat: bool = False
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature)
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types."""
@@ -82,19 +74,19 @@ def _entries(settings: RunSettings) -> list[Entry]:
     return [registry.find(name, settings) for name in settings.systems]
 
 
-@dataclass(slots=True)
-class Bench:
-    """Everything that is loaded and ready."""
+class Bench(measuring.Bench):
+    """A process per system."""
 
-    settings: RunSettings
-    entries: list[Entry]
-    children: dict[str, Child]
-    systems: list[System]
-    skipped: dict[str, str]
-    referee: Child
-    prompts: Sequence[Prompt] = ()
-    tasks: list[Task] = field(default_factory=list[Task])
-    left_out: list[str] = field(default_factory=list[str])
+    num_warm_ups = NUM_WARM_UPS
+
+    def __init__(self, settings: RunSettings, prompts: Sequence[Prompt], referee: Child) -> None:
+        super().__init__([], [], referee)
+        self.settings, self.prompts = settings, prompts
+        self.entries: list[Entry] = []
+        self.children: dict[str, Child] = {}
+        self.systems: dict[str, System] = {}
+        self.skipped: dict[str, str] = {}
+        self.left_out: list[str] = []
 
     def facts(self) -> Record:
         return {
@@ -115,37 +107,18 @@ class Bench:
         workers = [pid for entry in serving for pid in self.children[entry.name].ask("pids")]
         return [*(child.pid for child in {*self.children.values(), self.referee}), *workers]
 
-    def num_steps(self, file: ResultsFile) -> int:
-        num_tasks = len(self.tasks[:NUM_WARM_UPS]) + (file.num_wanted - file.num_rounds) * len(self.tasks)
-        return len(self.systems) * num_tasks
+    def run(self, place: int, name: str, tasks: Sequence[Task]) -> tuple[list[Sample], Record]:
+        return [self.systems[name].generate(task) for task in tasks], {}
 
-    def warm_up(self, tick: Tick, should_stop: ShouldStop) -> None:
-        run_round(self.systems, self.tasks[:NUM_WARM_UPS], 0, tick, should_stop)
-
-    def block(self, number: int, place: int, control: Control) -> list[Record] | None:
-        records: list[Record] = []
-
-        def keep(record: Record) -> None:
-            control.write(record)
-            records.append(record)
-
-        def record(system: str, task: Task, sample: Sample) -> None:
-            keep(to_record(number, system, task.id, sample, task.num_tokens))
-
-        if run_round(self.systems, self.tasks, number, control.tick, control.should_stop, record) is None:
-            return None
-        for entry in self.entries:
-            if entry.has_costs:
-                if control.should_stop():
-                    return None
-                costs = self.children[entry.name].ask("costs", measuring.context_tokens(self.tasks))
-                keep({"kind": "costs", "round": number, "system": entry.name, **asdict(costs)})
-        return records
+    def costs(self, place: int) -> list[Record]:
+        context_tokens = measuring.context_tokens(self.tasks)
+        asked = [entry.name for entry in self.entries if entry.is_ours]
+        return [{"system": name, **asdict(self.children[name].ask("costs", context_tokens))} for name in asked]
 
     def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:
         measured = file.run()
-        listed = [item.to_dict() for item in measuring.differences_of(measured, self.tasks, self.referee)]
-        return {"systems": summary.summarise(measured)}, listed
+        listed = measuring.differences_of(measured, self.at(file.points[0]), self.referee)
+        return {"systems": summary.summarise(measured)}, [item.to_dict() for item in listed]
 
 
 def set_up(
@@ -154,48 +127,35 @@ def set_up(
     """Start a process per system, all at once, and encode the prompts; a system that is not there is skipped."""
     missing = {entry.name: entry.missing_package() for entry in entries}
     skipped = {name: f"the package {package} is not installed." for name, package in missing.items() if package}
-    children = {
-        entry.name: scope.enter_context(Child(entry.name, entry.make(settings)))
-        for entry in entries
-        if entry.name not in skipped
-    }
+    wanted = [entry for entry in entries if entry.name not in skipped]
+    children = {entry.name: scope.enter_context(Child(entry.name, entry.make(settings))) for entry in wanted}
     # A system in this process's own kind of child has the target loaded: it is the referee as well.
     in_process = next((entry.name for entry in entries if entry.is_ours and "@" not in entry.name), None)
-    alone = serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
+    alone = registry.serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
     referee = children[in_process] if in_process else scope.enter_context(Child(REFEREE, alone))
-    bench = Bench(settings, [], children, [], skipped, referee, prompts)
+    bench = Bench(settings, prompts, referee)
+    bench.children, bench.skipped = children, skipped
     with progress.running("loading", len(children) + (in_process is None)) as tick:
         if in_process is None:
             referee.wait_systems()
             tick(REFEREE)
-        for entry in entries:
-            if entry.name not in skipped:
-                _wait(bench, entry)
-                tick(entry.name)
+        for entry in wanted:
+            _wait(bench, entry)
+            tick(entry.name)
     if not bench.systems:
         raise InvalidRequest(f"Nothing can be measured: {' '.join(f'{n}: {why}' for n, why in skipped.items())}")
-    _encode(bench)
+    bench.names = list(bench.systems)
+    bench.tasks, bench.left_out = measuring.encoded(referee, prompts, settings, is_chat=settings.is_chat)
+    if not bench.tasks:
+        context = referee.ask("context")
+        raise InvalidRequest(f"No prompt fits the context of {context} tokens with its new tokens.", param="prompts")
     return bench
 
 
 def _wait(bench: Bench, entry: Entry) -> None:
     try:
-        bench.systems += bench.children[entry.name].wait_systems()
+        (bench.systems[entry.name],) = bench.children[entry.name].wait_systems()
         bench.entries.append(entry)
     except (MissingExtra, LinkError) as error:
         bench.skipped[entry.name] = str(error)
         del bench.children[entry.name]
-
-
-def _encode(bench: Bench) -> None:
-    settings, context = bench.settings, bench.referee.ask("context")
-    for prompt in bench.prompts:
-        prompt_ids = bench.referee.ask("encode", prompt.text, settings.is_chat)
-        if len(prompt_ids) + settings.num_new_tokens > context:
-            bench.left_out.append(prompt.id)
-        else:
-            text = None if settings.is_chat else prompt.text
-            task = Task(prompt.id, prompt_ids, settings.num_new_tokens, settings.sampling, settings.seed, text)
-            bench.tasks.append(task)
-    if not bench.tasks:
-        raise InvalidRequest(f"No prompt fits the context of {context} tokens with its new tokens.", param="prompts")

@@ -1,14 +1,73 @@
-"""The settings that `run` and `sweep` share. Knows no process and no file."""
+"""The settings that measurements share: models, trees, modes and sizes. Knows no process and no file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.modes import Shape
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
+from specsplit.core import defaults
+from specsplit.core.defaults import EMBEDDED
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.core.settings import override
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its draft, each "embedded", a folder or a hub id; without a draft decoding is plain."""
+
+    target: str = EMBEDDED
+    draft: str | None = EMBEDDED
+    dtype: str = "fp32"
+    device: str = "cpu"
+
+
+def chosen_pair(target: str | None, draft: str | None, dtype: str = "fp32", device: str = "cpu") -> Pair:
+    """Return the pair that options name; a target without a draft is alone, no target is the embedded one."""
+    return Pair(target or EMBEDDED, draft if target else draft or EMBEDDED, dtype, device)
+
+
+def is_inflated(source: str) -> bool:
+    """Return whether the configuration in a folder says that the model was inflated (see research/inflate.py)."""
+    try:
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any("inflated" in name for name in config)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """The bounds of a tree."""
+
+    nodes: int = defaults.DEFAULT_NODES
+    depth: int = defaults.DEFAULT_DEPTH
+    branching: int = defaults.DEFAULT_BRANCHING
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes}/{self.depth}/{self.branching}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMode:
+    """A mode of the orchestrator under the name of its system."""
+
+    name: str
+    mode: str
+    shape: Shape = field(default=Shape())
+    lookup: bool = True
+
+    def settings(self) -> OrchestratorSettings:
+        """Return the settings of its rounds.
+
+        Raises:
+            InvalidSettings: there is no such mode.
+        """
+        return override(OrchestratorSettings(), mode=self.mode, lookup=self.lookup, **asdict(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +81,6 @@ class Setup:
     num_rounds: int = 5
     threads: int = 1
     seed: int = 0
-    is_inflated: bool = False
-    """Whether to call the target inflated even if its config does not."""
     pair: Pair = field(default=Pair())
     shape: Shape = field(default=Shape())
     lookup: bool = True
@@ -36,9 +93,9 @@ class Setup:
         names = [field.name for field in fields(Setup) if field.name not in ("sha256", "pair", "shape")]
         return {
             **{name: getattr(self, name) for name in names},
-            "is_inflated": self.is_inflated or is_inflated(self.pair.target),
-            **self.pair.to_dict(),
-            **self.shape.to_dict(),
+            "is_inflated": is_inflated(self.pair.target),
+            **asdict(self.pair),
+            **asdict(self.shape),
             "bootstrap_seed": BOOTSTRAP_SEED,
             "confidence": CONFIDENCE,
         }

@@ -5,14 +5,12 @@ Knows no process and no file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
 from benchmarks import registry
 from benchmarks.settings import Setup
-from benchmarks.systems import Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest
 
@@ -30,10 +28,6 @@ class Point:
     concurrency: int = 1
     """Sessions at once."""
     temperature: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the point in JSON types."""
-        return asdict(self)
 
     @property
     def name(self) -> str:
@@ -105,10 +99,6 @@ class GridSettings(Setup):
             raise InvalidRequest("These modes need --draft-address beside --target-address.", param="draft_address")
         if self.draft_address is not None and not self.is_remote:
             raise InvalidRequest("--draft-address needs --target-address beside it.", param="target_address")
-
-    def batches(self, tasks: Sequence[Task], point: Point) -> list[list[Task]]:
-        """Return the tasks that run at once at `point`, batch after batch."""
-        return [list(tasks[first : first + point.concurrency]) for first in range(0, len(tasks), point.concurrency)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types."""

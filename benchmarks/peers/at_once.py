@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from benchmarks.limits import Costs
-from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours import Ours, request_of
 from benchmarks.peers.ours_remote import WithWorkers, connect
-from benchmarks.proxy import Conditions, Proxy
+from benchmarks.proxy import Proxy
+from benchmarks.settings import ServedMode
+from benchmarks.sweep_grid import GridSettings
 from benchmarks.systems import Sample, Task
 from specsplit.assembly.workers import Workers
 from specsplit.core import defaults
@@ -35,44 +35,19 @@ class Batch:
     samples: list[Sample]
 
 
-class AtOnce(Ours):
-    """One orchestrator that does several tasks at once."""
-
-    async def batch(self, tasks: Sequence[Task]) -> Batch:
-        """Do the tasks at once; the time runs until the last one has ended."""
-        requests = [request_of(task) for task in tasks]
-        start_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._timed(request)) for request in requests]
-        return Batch(time.perf_counter() - start_s, [each.result() for each in running])
-
-
-@dataclass(frozen=True, slots=True)
-class PointsSetup:
-    """The workers that the child starts, or those at `addresses`, by role."""
-
-    modes: tuple[str, ...]
-    threads: int
-    sessions: int
-    pair: Pair
-    shape: Shape
-    lookup: bool
-    needs_draft: bool
-    addresses: tuple[tuple[str, str], ...] = ()
-
-
 class Points(WithWorkers):
-    """The workers, and the connections of each point."""
+    """The workers of a sweep, or those at its addresses, and the connections of each point."""
 
-    def __init__(self, setup: PointsSetup) -> None:
-        super().__init__(dict(setup.addresses))
-        self._setup = setup
+    def __init__(self, settings: GridSettings) -> None:
+        roles = ("target", "draft") if settings.asks_draft else ("target",)
+        elsewhere = {"target": settings.target_address, "draft": settings.draft_address}
+        super().__init__({role: address for role in roles if (address := elsewhere[role]) is not None})
+        self._settings = settings
         self._workers: dict[int, Workers] = {}
-        self._points: dict[tuple[int, str], AtOnce] = {}
-        if not setup.addresses:
-            roles = ("target", "draft") if setup.needs_draft else ("target",)
-            sessions = max(defaults.SERVED_SESSIONS, setup.sessions + _SPARE_SESSIONS)
-            self._start(roles, setup.threads, setup.pair, "--sessions", str(sessions))
+        self._points: dict[tuple[int, str], Ours] = {}
+        if not settings.is_remote:
+            sessions = max(defaults.SERVED_SESSIONS, max(settings.concurrencies) + _SPARE_SESSIONS)
+            self._start(roles, settings.threads, settings.pair, "--sessions", str(sessions))
 
     def addresses(self) -> dict[str, str]:
         """Return where the workers listen, by role."""
@@ -88,14 +63,21 @@ class Points(WithWorkers):
 
     async def _connect(self, point: int, addresses: Mapping[str, str]) -> None:
         workers = await connect(self._scope, addresses)
-        for mode in self._setup.modes:
-            served = ServedMode(mode, mode, self._setup.shape, self._setup.lookup)
-            self._points[point, mode] = AtOnce(mode, self._loop, workers.orchestrator(served.settings()))
+        for mode in self._settings.modes:
+            served = ServedMode(mode, mode, self._settings.shape, self._settings.lookup)
+            self._points[point, mode] = Ours(served, self._loop, workers)
         self._workers[point] = workers
 
     def batch(self, point: int, mode: str, tasks: Sequence[Task]) -> Batch:
-        """Do the tasks at once, under the conditions of the point."""
-        return self._loop.run(self._points[point, mode].batch(tasks))
+        """Do the tasks at once, under the conditions of the point; the time runs until the last one has ended."""
+        return self._loop.run(self._batch(self._points[point, mode], tasks))
+
+    async def _batch(self, system: Ours, tasks: Sequence[Task]) -> Batch:
+        requests = [request_of(task) for task in tasks]
+        start_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(system.timed(request)) for request in requests]
+        return Batch(time.perf_counter() - start_s, [each.result() for each in running])
 
     def costs(self, point: int, context_tokens: int) -> dict[bool, Costs]:
         """Return the costs of a verify, a draft level and the round trips at the point, by whether the draft is asked.
@@ -117,8 +99,7 @@ class Network:
 
     systems: Sequence[Ours] = ()
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
         self._proxies = AsyncExitStack()
@@ -138,5 +119,5 @@ class Network:
         return asyncio.run_coroutine_threadsafe(self._open(address, latency_s), self._loop).result()
 
     async def _open(self, address: str, latency_s: float) -> str:
-        proxy = Proxy(address, Conditions(latency_s=latency_s), seed=self._seed)
+        proxy = Proxy(address, latency_s)
         return (await self._proxies.enter_async_context(proxy)).address

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.pair import Pair
+from benchmarks.settings import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 
 
-def load(threads: int, name: str, pair: Pair) -> list[BareForward]:
+def load(name: str, threads: int, pair: Pair) -> BareForward:
     """Return the system, its target loaded."""
     torch.set_num_threads(threads)  # what an engine does in its own thread
     target = load_model(pair.target, role="target", dtype=pair.dtype, device=pair.device, threads=threads)
-    return [BareForward(name, target.runner)]
+    return BareForward(name, target.runner)
 
 
 @dataclass(frozen=True, slots=True)

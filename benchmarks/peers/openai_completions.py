@@ -35,10 +35,6 @@ _DIALECTS = (Dialect(), Dialect(goes_past_eos=False), Dialect(takes_token_ids=Fa
 """From the one that makes the server comparable to the one that any server takes."""
 
 
-def load(name: str, url: str, model: str | None) -> list[Completions]:
-    return [connect(name, url, model)]
-
-
 def connect(name: str, url: str, model: str | None = None) -> Completions:
     """Return `model`, or the first one that the server at `url` (such as http://127.0.0.1:8000/v1) names.
 

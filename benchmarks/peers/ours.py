@@ -10,9 +10,8 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Self
 
 from benchmarks.limits import Costs
-from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.modes import ServedMode
+from benchmarks.settings import Pair, ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.assembly.models import load_models
 from specsplit.assembly.opening import open_workers
@@ -23,7 +22,6 @@ from specsplit.core.settings import DraftSettings, Settings, TargetSettings, ove
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.sampling.sampler import Sampler
 
@@ -65,7 +63,7 @@ class InProcess(OnLoop):
 
     async def _open(self) -> None:
         self._workers = await self._scope.enter_async_context(open_workers(self._settings, self._models))
-        self.systems = [ours(mode, self._loop, self._workers) for mode in self._modes]
+        self.systems = [Ours(mode, self._loop, self._workers) for mode in self._modes]
 
     def encode(self, text: str, is_chat: bool = False) -> tuple[int, ...]:
         """Return the ids that every system gets for `text`, or for a chat with that one message."""
@@ -123,16 +121,20 @@ def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings
 
 
 class Ours:
-    """One orchestrator as a system."""
+    """A mode over some workers as a system.
 
-    def __init__(self, name: str, loop: asyncio.Runner, orchestrator: Orchestrator) -> None:
-        self.name = name
-        self._loop, self._orchestrator = loop, orchestrator
+    Raises:
+        InvalidSettings: there is no such mode.
+    """
 
-    def generate(self, task: Task, note: Callable[[int], None] | None = None) -> Sample:
-        return self._loop.run(self._timed(request_of(task), note))
+    def __init__(self, mode: ServedMode, loop: asyncio.Runner, workers: Workers) -> None:
+        self.name = mode.name
+        self._loop, self._orchestrator = loop, workers.orchestrator(mode.settings())
 
-    async def _timed(self, request: Request, note: Callable[[int], None] | None = None) -> Sample:
+    def generate(self, task: Task) -> Sample:
+        return self._loop.run(self.timed(request_of(task)))
+
+    async def timed(self, request: Request, note: Callable[[int], None] | None = None) -> Sample:
         """Do the request; `note` hears of each arrival how many tokens there are by then."""
         arrivals: list[tuple[float, int]] = []
         num_tokens = 0
@@ -162,12 +164,3 @@ def request_of(task: Task) -> Request:
         seed=task.seed,
         ignore_eos=True,
     )
-
-
-def ours(mode: ServedMode, loop: asyncio.Runner, workers: Workers) -> Ours:
-    """Return a mode over `workers` as a system.
-
-    Raises:
-        InvalidSettings: there is no such mode.
-    """
-    return Ours(mode.name, loop, workers.orchestrator(mode.settings()))

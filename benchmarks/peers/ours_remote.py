@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from benchmarks.limits import Costs
-from benchmarks.pair import Pair
 from benchmarks.peers import costs
-from benchmarks.peers.modes import ServedMode, Shape
-from benchmarks.peers.ours import OnLoop, ours
+from benchmarks.peers.ours import OnLoop, Ours
 from benchmarks.proxy import Proxy
+from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
@@ -21,6 +20,8 @@ from specsplit.orchestrator.request import Request
 
 _WIRE_MODE = ServedMode("wire", "pingpong", Shape(nodes=32, depth=8, branching=4))
 """The tree whose bytes P8 bounds."""
+_WIRE_TOKENS = 96
+"""Enough for several rounds between the first and the last, whatever is measured beside it."""
 _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
@@ -81,7 +82,7 @@ class Services(WithWorkers):
     async def _open(self) -> None:
         await super()._open()
         self._workers = await connect(self._scope, self._addresses)
-        self.systems = [ours(self._mode, self._loop, self._workers)]
+        self.systems = [Ours(self._mode, self._loop, self._workers)]
 
     def costs(self, context_tokens: int) -> Costs:
         """Return the costs of a verify, a draft level and a round trip behind `context_tokens` tokens."""
@@ -99,15 +100,15 @@ class Loopback(Services):
         roles = ("target",) if mode.mode in DRAFTLESS else ("target", "draft")
         self._start(roles, max(1, threads // len(roles)), pair)
 
-    def wire_bytes(self, prompt_ids: tuple[int, ...], num_tokens: int) -> dict[str, float]:
+    def wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.
 
         Everything counts that passes between the first and the last token: frames, headers, pings.
         """
-        return self._loop.run(self._wire_bytes(prompt_ids, num_tokens))
+        return self._loop.run(self._wire_bytes(prompt_ids))
 
-    async def _wire_bytes(self, prompt_ids: tuple[int, ...], num_tokens: int) -> dict[str, float]:
-        request = Request(prompt_ids=prompt_ids, max_new_tokens=num_tokens, ignore_eos=True)
+    async def _wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
+        request = Request(prompt_ids=prompt_ids, max_new_tokens=_WIRE_TOKENS, ignore_eos=True)
         async with AsyncExitStack() as stack:
             proxies = {
                 role: await stack.enter_async_context(Proxy(address)) for role, address in self._addresses.items()

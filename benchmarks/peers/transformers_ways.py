@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.pair import Pair
+from benchmarks.settings import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
 from specsplit.model.loader import DTYPES
@@ -20,10 +20,9 @@ from specsplit.model.loader import DTYPES
 NUM_CONSTANT_TOKENS = 4
 
 
-def load(threads: int, ways: Mapping[str, str], pair: Pair) -> list[TransformersSystem]:
-    """Return a system for each name in `ways`, over one instance of the target."""
-    target = load_model("target", pair)
-    return [TransformersSystem(name, target, threads, WAYS[way](pair)) for name, way in ways.items()]
+def load(name: str, threads: int, pair: Pair) -> TransformersSystem:
+    """Return the way of that name, with its own instance of the target."""
+    return TransformersSystem(name, load_model("target", pair), threads, WAYS[name](pair))
 
 
 def load_model(role: str, pair: Pair) -> PreTrainedModel:

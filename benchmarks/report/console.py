@@ -6,7 +6,6 @@ Knows no measurement; gets finished records.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
 
 from benchmarks.report.tables import Table
-from specsplit.core.errors import InvalidSettings
+from benchmarks.results_file import Writer
 
 BUSY_SHARE = 0.03
 
@@ -69,34 +68,16 @@ def check_output(path: Path | None) -> None:
     Raises:
         InvalidSettings: naming the reason.
     """
-    if path is not None:
-        _append(path, "")
+    with Writer(path, keep_bytes=None):
+        pass
 
 
 def emit(record: Mapping[str, object], path: Path | None) -> None:
     """Write the record as one JSON line to stdout, and append it to `path`.
 
     Raises:
-        InvalidSettings: the file cannot be written; stdout has the line already.
+        InvalidSettings, ResourceError: the file cannot be written; stdout has the line already.
     """
-    line = json.dumps(record, separators=(",", ":"))
-    print(line, flush=True)
-    if path is not None:
-        _append(path, line + "\n")
-
-
-def _append(path: Path, text: str) -> None:
-    """Add `text` whole or not at all."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            size = os.fstat(file.fileno()).st_size
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:
-                os.ftruncate(file.fileno(), size)
-                raise
-    except OSError as error:
-        raise InvalidSettings(
-            f"The results file {path} cannot be written ({error.strerror}); check --output."
-        ) from error
+    print(json.dumps(record, separators=(",", ":")), flush=True)
+    with Writer(path, keep_bytes=None) as writer:
+        writer.add(record)

@@ -15,11 +15,10 @@ import numpy as np
 import typer
 
 from benchmarks.environment import provenance
-from benchmarks.pair import Pair
-from benchmarks.peers.modes import ServedMode
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import spread
+from benchmarks.settings import Pair, ServedMode
 from benchmarks.statistics import Estimate, estimate, median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load

@@ -15,18 +15,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import smoke, workloads
+from benchmarks import workloads
 from benchmarks.agreement import Difference, Margin, differences
-from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs
+from benchmarks.alternation import interrupts_between_runs
 from benchmarks.environment import provenance
 from benchmarks.metrics import Acceptance, acceptance
 from benchmarks.neighbours import Neighbours
-from benchmarks.peers.factories import serve_modes
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Child
+from benchmarks.registry import PLAIN, serve_modes
 from benchmarks.report.console import Progress, check_output, emit, new_console, table
+from benchmarks.research.alternate import Measurement, alternate, num_runs, wall_times
 from benchmarks.research.app import app
 from benchmarks.research.cells import show_neighbours, spread
+from benchmarks.settings import ServedMode, Shape
 from benchmarks.statistics import Estimate, paired_speedup
 from benchmarks.systems import Task
 from specsplit.core.types import SamplingParams
@@ -139,7 +140,7 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
     was_interrupted = False
     shapes = settings.shapes()
     trees = (ServedMode(shape.name, "pingpong", shape) for shape in shapes)
-    serve = serve_modes(settings.threads, (ServedMode(smoke.PLAIN, "plain"), *trees))
+    serve = serve_modes(settings.threads, (ServedMode(PLAIN, "plain"), *trees))
     with Child("SpecSplit", serve) as ours, interrupts_between_runs() as should_stop:
         systems = ours.wait_systems()
         prompt_ids = {prompt.id: ours.ask("encode", prompt.text) for prompt in prompts}
@@ -154,7 +155,7 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
                 )
             if measured.rounds:
                 rows.extend(derive(shapes, temperature, measured))
-                found.extend(differences(tasks, smoke.PLAIN, measured.rounds, margin))
+                found.extend(differences(tasks, PLAIN, measured.rounds, margin))
             if measured.was_interrupted:
                 was_interrupted = True
                 break
@@ -165,13 +166,14 @@ def run(settings: SweepSettings, progress: Progress) -> Sweep | None:
 def derive(shapes: Sequence[Shape], temperature: float, measured: Measurement) -> list[Row]:
     """Return a row per shape."""
     samples = {name: measured.samples(name) for name in measured.rounds[0]}
-    plain_s = smoke.wall_times(samples[smoke.PLAIN])
+    plain_s = wall_times(samples[PLAIN])
+    results = {name: [sample.result for sample in rounds[0]] for name, rounds in samples.items()}
     return [
         Row(
             shape=shape,
             temperature=temperature,
-            speedup=paired_speedup(plain_s, smoke.wall_times(samples[shape.name])),
-            acceptance=acceptance(result.speculative_decoding for result in smoke.results(samples[shape.name][:1])),
+            speedup=paired_speedup(plain_s, wall_times(samples[shape.name])),
+            acceptance=acceptance(result.speculative_decoding for result in results[shape.name] if result is not None),
         )
         for shape in shapes
     ]

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.proxy import Proxy
 from specsplit.assembly.workers import Workers
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.request import Replay
+from tests.support.bad_network import BadNetwork
 from tests.support.disturbed import (
     SAMPLINGS,
     WAKES_S,
@@ -87,7 +87,7 @@ async def test_cut_connections_lose_nothing_that_has_to_be_sent_again(
     rng = random.Random(seed)
     sampling = ("greedy", "sampled")[seed % 2]
     expected = await truth(pair, sampling)
-    async with Proxy(pair["target"].address) as to_target, Proxy(pair["draft"].address) as to_draft:
+    async with BadNetwork(pair["target"].address) as to_target, BadNetwork(pair["draft"].address) as to_draft:
         faults = {rng.randint(1, 5): to_target.cut, rng.randint(6, 9): to_draft.cut, rng.randint(10, 14): to_target.cut}
         async with links(to_target.address, to_draft.address) as workers:
             run = await generate(workers, SAMPLINGS[sampling], faults)
@@ -99,7 +99,7 @@ async def test_cut_connections_lose_nothing_that_has_to_be_sent_again(
 
 async def test_answers_under_way_when_the_connection_breaks_are_given_again(pair: dict[str, WorkerProcess]) -> None:
     expected = await truth(pair, "greedy")
-    async with Proxy(pair["target"].address) as proxy, links(proxy.address, None) as workers:
+    async with BadNetwork(pair["target"].address) as proxy, links(proxy.address, None) as workers:
         cuts: list[asyncio.Task[None]] = []
 
         async def swallow_then_cut() -> None:
@@ -121,7 +121,7 @@ async def test_answers_under_way_when_the_connection_breaks_are_given_again(pair
 
 async def test_latency_and_jitter_change_no_token(pair: dict[str, WorkerProcess]) -> None:
     expected = await truth(pair, "sampled")
-    async with Proxy(pair["target"].address) as to_target, Proxy(pair["draft"].address) as to_draft:
+    async with BadNetwork(pair["target"].address) as to_target, BadNetwork(pair["draft"].address) as to_draft:
         to_target.set(latency_s=0.003, jitter_s=0.004)
         to_draft.set(latency_s=0.001, jitter_s=0.008)
         async with links(to_target.address, to_draft.address) as workers:

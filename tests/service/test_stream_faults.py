@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from benchmarks.proxy import Proxy
 from specsplit.core.sections import OrchestratorSettings
+from tests.support.bad_network import BadNetwork
 from tests.support.disturbed import (
     SAMPLINGS,
     WAKES_S,
@@ -64,7 +64,7 @@ async def test_a_cut_stream_is_opened_again(pair: dict[str, WorkerProcess], seed
     rng = random.Random(seed)
     sampling = ("greedy", "sampled")[seed % 2]
     expected = await truth(pair, sampling)
-    async with Proxy(pair["target"].address) as to_target, Proxy(pair["draft"].address) as to_draft:
+    async with BadNetwork(pair["target"].address) as to_target, BadNetwork(pair["draft"].address) as to_draft:
         to_target.set(latency_s=0.004)
         faults = {rng.randint(1, 4): to_target.cut, 6: to_draft.cut, rng.randint(8, 11): to_target.cut}
         async with links(to_target.address, to_draft.address) as workers:
@@ -77,7 +77,7 @@ async def test_a_cut_stream_is_opened_again(pair: dict[str, WorkerProcess], seed
 
 async def test_latency_and_jitter_change_no_token_of_a_stream(pair: dict[str, WorkerProcess]) -> None:
     expected = await truth(pair, "sampled")
-    async with Proxy(pair["target"].address) as to_target, Proxy(pair["draft"].address) as to_draft:
+    async with BadNetwork(pair["target"].address) as to_target, BadNetwork(pair["draft"].address) as to_draft:
         to_target.set(latency_s=0.003, jitter_s=0.004)
         to_draft.set(latency_s=0.001, jitter_s=0.008)
         async with links(to_target.address, to_draft.address) as workers:

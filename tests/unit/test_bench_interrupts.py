@@ -66,9 +66,10 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bench.Found 
 
         def set_up(scope: Any, settings: bench.RunSettings, entries: list[Entry], prompts: Any, progress: Any) -> Any:
             made = [Entry(name, "nowhere", lambda setup: pytest.fail("made")) for name in SYSTEMS]
-            systems = [Echo(name, runs, then) for name in SYSTEMS]
-            loaded = bench.Bench(settings, made, {}, systems, {}, Referee())
-            loaded.prompts = prompts
+            loaded = bench.Bench(settings, prompts, Referee())
+            loaded.entries = made
+            loaded.systems = {name: Echo(name, runs, then) for name in SYSTEMS}
+            loaded.names = SYSTEMS
             loaded.tasks = [Task(prompt.id, (1, 2, 3), 4) for prompt in prompts]
             return loaded
 

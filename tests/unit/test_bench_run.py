@@ -25,13 +25,10 @@ from benchmarks.metrics import (
     tokens_per_round,
     waits,
 )
-from benchmarks.pair import Pair, chosen_pair, is_inflated
-from benchmarks.peers.factories import serve_modes
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.openai_completions import Completions, first_model
 from benchmarks.results_file import Run, read
 from benchmarks.samples import RunSample
-from benchmarks.settings import Setup
+from benchmarks.settings import Pair, ServedMode, Setup, Shape, chosen_pair, is_inflated
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, WorkerFailed, WorkerUnreachable
@@ -46,7 +43,7 @@ def test_every_mode_of_the_orchestrator_can_be_measured_in_every_place():
     for mode in ("plain", "pingpong", *registry.MODES):
         for name in (mode, f"{mode}@loopback", f"{mode}@remote"):
             entry = registry.find(name, setup)
-            assert (entry.name, entry.mode, entry.has_costs) == (name, mode, True)
+            assert (entry.name, entry.mode, entry.is_ours) == (name, mode, True)
             assert callable(entry.make(setup))
     for name in ("bare", "generate", "assisted", "assisted-constant", "lookup-4", "lookup-10", "openai:http://h/v1"):
         entry = registry.find(name, setup)
@@ -96,7 +93,7 @@ def test_lookup_is_left_out_where_that_is_asked_for():
 def test_without_lookup_a_round_verifies_the_drafts_nodes_alone():
     chain = Shape(nodes=16, depth=3, branching=1)
     modes = (ServedMode("merged", "pingpong", chain), ServedMode("alone", "pingpong", chain, lookup=False))
-    with serve_modes(1, modes)() as served:
+    with registry.serve_modes(1, modes)() as served:
         text = workloads.load(workloads.CODE, 1)[0].text
         task = Task("a", served.encode(text), 48)
         merged, alone = (system.generate(task) for system in served.systems)
@@ -115,13 +112,10 @@ def test_a_package_that_is_not_installed_is_named():
     assert registry.find("generate", Setup()).missing_package() is None
 
 
-def test_the_pair_is_embedded_or_named_but_not_both(tmp_path: Path):
-    assert chosen_pair(None, None, None, "fp32", "cpu") == chosen_pair("embedded", None, None, "fp32", "cpu") == Pair()
-    assert chosen_pair(None, "large", None, "bf16", "cpu").draft is None
-    with pytest.raises(InvalidRequest, match="contradict"):
-        chosen_pair("embedded", "large", None, "fp32", "cpu")
-    with pytest.raises(InvalidRequest, match="no pair"):
-        chosen_pair("other", None, None, "fp32", "cpu")
+def test_the_pair_is_the_embedded_one_unless_a_target_is_named(tmp_path: Path):
+    assert chosen_pair(None, None) == Pair()
+    assert chosen_pair(None, "small") == Pair(draft="small")
+    assert chosen_pair("large", None, "bf16", "cpu") == Pair("large", None, "bf16", "cpu")
     (tmp_path / "config.json").write_text('{"inflated_layers": 3}', encoding="utf-8")
     assert is_inflated(str(tmp_path))
     assert not is_inflated("embedded")
@@ -350,7 +344,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path: 
         (["--systems", "plain,plain"], "twice"),
         (["--systems", "beam"], "no system"),
         (["--systems", "plain", "--output", str(smoke)], "no results file"),
-        (["--systems", "plain", "--pair", "other"], "no pair"),
+        (["--systems", "plain", "--workload", "poems"], "no workload"),
     ):
         found = _invoke(*arguments)
         assert message in str(found.exception)

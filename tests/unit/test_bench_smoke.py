@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks import environment, smoke, workloads
+from benchmarks import environment, smoke, summary, workloads
+from benchmarks.__main__ import app
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
-from benchmarks.alternation import Measurement, alternate, interrupts_between_runs, num_runs, running_order
+from benchmarks.alternation import interrupts_between_runs, running_order
+from benchmarks.limits import Costs
 from benchmarks.metrics import acceptance, overhead_ms
-from benchmarks.peers.modes import Shape
 from benchmarks.report import console as report
+from benchmarks.research.alternate import Measurement, alternate, num_runs
+from benchmarks.results_file import Run
+from benchmarks.samples import from_record, to_record
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings
@@ -81,17 +86,46 @@ def _result(**changes: object) -> Result:
     return replace(result, **changes)
 
 
-def _systems() -> list[Echo]:
-    return [
-        Echo("plain", 2.0, result=_result(mode="plain", target_forwards=5, num_rounds=4)),
-        Echo("pingpong", 1.0, result=_result()),
-        Echo("bare forward", 0.35, token_ids=None),
-        Echo("transformers generate", 2.5),
-        Echo("transformers assisted, default", 3.0),
-        Echo("transformers assisted, constant 4", 2.0),
-        Echo("transformers prompt lookup, 4", 1.5),
-        Echo("transformers prompt lookup, 10", 1.6),
-    ]
+def _systems() -> dict[str, Sample]:
+    """Return what each system of `smoke` does with every task."""
+    tokens = (1, 2, 3, 4, 5)
+
+    def ours(wall_s: float, **changes: object) -> Sample:
+        return Sample(wall_s, tokens, 0.4, _result(**changes))
+
+    return {
+        "plain": ours(2.0, mode="plain", target_forwards=5, num_rounds=4),
+        "pingpong": ours(1.0),
+        "auto": ours(0.8, mode="auto"),
+        "pingpong@loopback": ours(1.5),
+        "bare": Sample(0.35, None, 0.35),
+        "generate": Sample(2.5, tokens),
+        "assisted": Sample(3.0, tokens),
+        "assisted-constant": Sample(2.0, tokens),
+        "lookup-4": Sample(1.5, tokens),
+        "lookup-10": Sample(1.6, tokens),
+    }
+
+
+def _run(systems: dict[str, Sample], num_rounds: int = 3) -> Run:
+    """Return a run in which every round went the same."""
+    samples = {
+        name: [
+            [from_record(json.loads(json.dumps(to_record(number, name, task.id, sample, 5)))) for task in TASKS]
+            for number in range(num_rounds)
+        ]
+        for name, sample in systems.items()
+    }
+    tasks = [{"id": task.id, "category": "code", "num_prompt_tokens": 10} for task in TASKS]
+    facts = {name: {"mode": sample.result.mode if sample.result else None} for name, sample in systems.items()}
+    header = {
+        "settings": {"temperature": 0},
+        "systems": facts,
+        "prompts": {"tasks": tasks},
+        "prefill_chunk_tokens": 512,
+    }
+    costs = Costs({1: 0.05, 4: 0.08}, 0.01, 0.0, 15)
+    return Run(header, samples, {name: [costs] * num_rounds for name in systems if facts[name]["mode"]})
 
 
 # --- statistics
@@ -214,20 +248,12 @@ def test_the_time_beside_the_forwards_is_per_round():
     assert overhead_ms(_result()) == pytest.approx((0.4 - 0.1 - 0.2) * 1e3 / 2)
 
 
-def test_the_prompts_forwards_are_not_counted_as_rounds():
-    generations = [
-        _result(target_forwards=3),
-        _result(target_forwards=5, prompt_token_ids=(1,) * 1025),
-        _result(target_forwards=4, prompt_token_ids=(1,) * 1024),
-    ]
-    assert smoke.forwards_per_round(generations, chunk_tokens=512) == [1.0, 1.0, 1.0]
-
-
-def test_rates_are_tokens_over_summed_time():
-    rounds = [[Sample(1.0, (1,) * 6, 0.5), Sample(3.0, (1,) * 6, 1.5)]]
-    assert smoke.rates({"plain": rounds}, 6) == {"plain": [3.0]}
-    assert smoke.decode_rates(rounds, 6) == [5.0]
-    assert smoke.decode_rates([[Sample(1.0, (1,))]], 1) == []
+@pytest.mark.parametrize(("num_prompt_tokens", "target_forwards"), [(10, 3), (1025, 5), (1024, 4)])
+def test_the_prompts_forwards_are_not_counted_as_rounds(num_prompt_tokens: int, target_forwards: int):
+    found = _run({"pingpong": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=target_forwards))})
+    for task in found.header["prompts"]["tasks"]:
+        task["num_prompt_tokens"] = num_prompt_tokens
+    assert smoke.forwards_per_round(found, "pingpong") == [1.0] * 9
 
 
 # --- agreement
@@ -269,11 +295,9 @@ def test_a_reference_that_contradicts_itself_is_a_difference():
 # --- bars and the report
 
 
-def _smoke(num_rounds: int = 3, *, interrupted: bool = False) -> dict[str, Any]:
-    measured, _ = _alternate(_systems(), num_rounds)
-    settings = smoke.SmokeSettings(num_prompts=3, num_new_tokens=5, num_rounds=3, threads=1, shape=Shape(4, 3, 2))
-    measured = Measurement(measured.rounds, interrupted)
-    return smoke.derive(settings, 512, measured)
+def _smoke() -> dict[str, Any]:
+    found = _run(_systems())
+    return smoke.derive(found, summary.summarise(found), {"target sent": 232.0})
 
 
 def test_bars_compare_the_systems_they_name():
@@ -283,31 +307,39 @@ def test_bars_compare_the_systems_they_name():
         {
             ("P1", "plain / transformers generate"): 1.25,
             ("P1", "plain / bare forward"): 0.35 / 0.4,
-            ("P2", "pingpong / plain"): 2.0,
-            ("P3", "pingpong / transformers assisted, constant 4"): 2.0,
-            ("P3", "pingpong / transformers prompt lookup, 4"): 1.5,
+            ("P2", "auto / plain"): 2.5,
+            ("P3", "auto / transformers assisted, constant 4"): 2.5,
+            ("P3", "auto / transformers prompt lookup, 4"): 1.5 / 0.8,
             ("P4", "ms a round beside the forwards"): 50.0,
+            ("P4", "the same, workers on loopback"): 50.0,
+            ("P8", "bytes a round, target sent"): 232.0,
             ("P9", "target forwards a round"): 1.0,
         }
     )
     met = {key: bar["is_met"] for key, bar in found.items()}
     assert not met.pop(("P1", "plain / bare forward"))
     assert not met.pop(("P4", "ms a round beside the forwards"))
+    assert not met.pop(("P4", "the same, workers on loopback"))
     assert all(met.values())
 
 
 def test_one_generation_with_a_forward_too_many_breaks_p9():
-    systems = _systems()
-    systems[1].result = _result(target_forwards=4)
-    measured, _ = _alternate(systems, 1)
-    samples = {system.name: measured.samples(system.name) for system in systems}
-    (bar,) = [bar for bar in smoke.check_bars(samples, 5, 512) if bar.id == "P9"]
+    found = _run(_systems())
+    wrong = _run({"pingpong": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=4))})
+    found.samples["pingpong"][1][2] = wrong.samples["pingpong"][1][2]
+    (bar,) = [bar for bar in smoke.check_bars(found, {}) if bar.id == "P9"]
     assert not bar.is_met
 
 
 def test_a_bare_forwards_rate_counts_its_own_steps():
     assert _smoke()["tokens_per_s"]["bare forward"]["median"] == pytest.approx(4 / 0.35)
-    assert _smoke()["decode_tokens_per_s"].keys() == {"plain", "pingpong"}
+    assert _smoke()["decode_tokens_per_s"].keys() == {
+        "plain",
+        "pingpong",
+        "auto",
+        "pingpong, loopback",
+        "bare forward",
+    }
 
 
 def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
@@ -319,20 +351,27 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
     printed = capsys.readouterr().out.splitlines()
     assert printed == path.read_text(encoding="utf-8").splitlines()
     record = json.loads(printed[-1])
-    assert record["is_complete"] is True
     assert {"commit", "versions", "machine", "time"} <= record["provenance"].keys()
     assert {"python", "torch", "transformers"} <= record["provenance"]["versions"].keys()
-    assert {"bootstrap_seed", "num_rounds", "threads", "nodes"} <= record["settings"].keys()
     assert record["samples"]["pingpong"]["wall_s"] == [[1.0] * 3] * 3
     assert record["samples"]["pingpong"]["num_rounds"] == [2, 2, 2]
     assert record["acceptance"]["by_depth"] == [0.5, 1.0, 0.0]
     assert record["acceptance"]["num_rounds"] == 6, "each prompt once, however many rounds were timed"
-    assert [bar["id"] for bar in record["bars"]] == ["P1", "P1", "P2", "P3", "P3", "P4", "P9"]
+    assert [bar["id"] for bar in record["bars"]] == ["P1", "P1", "P2", "P3", "P3", "P4", "P4", "P8", "P9"]
 
 
-def test_an_interrupted_run_says_that_it_is_not_whole():
-    record = _smoke(2, interrupted=True)
-    assert (record["is_complete"], record["num_rounds"]) == (False, 2)
+@pytest.mark.slow
+def test_a_real_smoke_checks_every_bar_however_few_tokens_are_made(tmp_path: Path):
+    path = tmp_path / "smoke.jsonl"
+    sizes = ["--prompts", "1", "--new-tokens", "8", "--rounds", "1", "--threads", "1"]
+    found = CliRunner().invoke(app, ["smoke", *sizes, "--output", str(path)])
+    assert found.exit_code == 0, found.output
+    record = json.loads(found.stdout.splitlines()[-1])
+    assert path.read_text(encoding="utf-8") == found.stdout
+    assert {bar["id"] for bar in record["bars"]} == {"P1", "P2", "P3", "P4", "P8", "P9"}
+    assert record["tokens_per_s"].keys() == record["samples"].keys() == set(smoke.SYSTEMS.values())
+    assert {"bootstrap_seed", "num_rounds", "threads", "nodes"} <= record["settings"].keys()
+    assert (record["is_complete"], record["num_rounds"], record["num_differences"]) == (True, 1, 0)
 
 
 def test_an_output_that_cannot_be_written_is_refused_beforehand(tmp_path: Path):

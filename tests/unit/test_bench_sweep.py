@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import sweep_run
 from benchmarks.__main__ import app
+from benchmarks.measuring import Bench
 from benchmarks.report import page, sections
 from benchmarks.report.tables import Text
 from benchmarks.research import figures
@@ -40,7 +41,7 @@ def _header(settings: GridSettings = GRID) -> dict[str, Any]:
         "id": "made up",
         "settings": settings.to_dict(),
         "provenance": ORIGIN,
-        "points": [point.to_dict() for point in settings.points],
+        "points": [asdict(point) for point in settings.points],
         "prompts": {"sha256": "p", "tasks": [{"id": "a", "category": "code"}, {"id": "b", "category": "code"}]},
         "systems": {mode: {"where": "", "mode": mode} for mode in settings.modes},
         "skipped": {},
@@ -73,11 +74,32 @@ def _blocks(count: int) -> list[list[dict[str, Any]]]:
 
 def test_the_grid_has_every_combination_once():
     assert GRID.points == [Point(0, 1), Point(0, 2), Point(10, 1), Point(10, 2)]
-    tasks = [Task(name, (1,), 4) for name in "abcd"]
-    assert [[task.id for task in batch] for batch in GRID.batches(tasks, Point(concurrency=2))] == [
-        ["a", "b"],
-        ["c", "d"],
-    ]
+
+
+class _Idle(Bench):
+    """Has tasks, and nothing that does them."""
+
+    def facts(self) -> dict[str, Any]:
+        raise AssertionError
+
+    def pids(self) -> list[int]:
+        raise AssertionError
+
+    def run(self, place: int, name: str, tasks: Any) -> Any:
+        raise AssertionError
+
+    def costs(self, place: int) -> Any:
+        raise AssertionError
+
+    def summary(self, file: ResultsFile) -> Any:
+        raise AssertionError
+
+
+def test_sessions_at_once_share_a_batch_and_the_points_temperature():
+    bench = _Idle((), [Task(name, (1,), 4) for name in "abcd"], None)
+    batches = bench.batches(asdict(Point(concurrency=2, temperature=0.5)))
+    assert [[task.id for task in batch] for batch in batches] == [["a", "b"], ["c", "d"]]
+    assert {task.sampling.temperature for batch in batches for task in batch} == {0.5}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +180,9 @@ def test_throughput_counts_all_sessions_of_a_batch_by_its_wall_time():
 
 
 def test_the_report_has_a_plot_for_each_axis_with_several_values(tmp_path: Path):
-    lines = [_header(replace(GRID, is_inflated=True)), *(line for block in _blocks(6) for line in block)]
+    header = _header()
+    header["settings"]["is_inflated"] = True
+    lines = [header, *(line for block in _blocks(6) for line in block)]
     path = write_lines(tmp_path / "s.jsonl", lines)
     (section,) = page.build([path], lambda name: None)
     names = [plot.name for plot in section.plots]

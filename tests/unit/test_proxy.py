@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.proxy import Conditions, Proxy
+from tests.support.bad_network import BadNetwork, Conditions
 
 
 @asynccontextmanager
-async def echo_behind(conditions: Conditions | None = None, seed: int = 0) -> AsyncGenerator[Proxy]:
+async def echo_behind(conditions: Conditions | None = None, seed: int = 0) -> AsyncGenerator[BadNetwork]:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -22,13 +22,13 @@ async def echo_behind(conditions: Conditions | None = None, seed: int = 0) -> As
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     try:
-        async with Proxy(f"{host}:{port}", conditions, seed=seed) as proxy:
+        async with BadNetwork(f"{host}:{port}", conditions, seed=seed) as proxy:
             yield proxy
     finally:
         server.close()
 
 
-async def connect(proxy: Proxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(proxy: BadNetwork) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = proxy.address.rpartition(":")
     return await asyncio.open_connection(host, int(port))
 

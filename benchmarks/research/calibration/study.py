@@ -23,12 +23,12 @@ import typer
 
 from benchmarks import workloads
 from benchmarks.environment import provenance
-from benchmarks.peers.modes import Shape
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.calibration.section import KIND
 from benchmarks.research.calibration.settings import DEFAULT_PROMPTS, MODES, StudySettings
 from benchmarks.results_file import SCHEMA
+from benchmarks.settings import Shape
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidSettings, ResourceError

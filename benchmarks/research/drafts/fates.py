@@ -12,16 +12,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.pair import Pair
-from benchmarks.peers.modes import ServedMode, Shape
-from benchmarks.peers.ours import Ours, ours, request_of
+from benchmarks.peers.ours import Ours, request_of
 from benchmarks.peers.ours_remote import connect, worker, worker_arguments
 from benchmarks.research.drafts.held import HeldProcess
+from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.systems import Sample, Task
 from benchmarks.worker_process import WorkerProcess
+from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
-from specsplit.orchestrator.orchestrator import Orchestrator
 
 Fate = Literal["steady", "dying", "returning"]
 PLAIN, AUTO = "plain", "auto"
@@ -76,8 +75,10 @@ class DraftProcess:
 class Fateful(Ours):
     """`auto`, with what happens to its draft."""
 
-    def __init__(self, loop: asyncio.Runner, owner: Orchestrator, fate: Fate, draft: DraftProcess) -> None:
-        super().__init__(AUTO, loop, owner)
+    def __init__(
+        self, mode: ServedMode, loop: asyncio.Runner, workers: Workers, fate: Fate, draft: DraftProcess
+    ) -> None:
+        super().__init__(mode, loop, workers)
         self.fate: Fate = fate
         self._draft = draft
 
@@ -96,7 +97,7 @@ class Fateful(Ours):
 
         if self.fate == "returning":
             self._draft.kill()
-        sample = self._loop.run(self._timed(request_of(task), note))
+        sample = self._loop.run(self.timed(request_of(task), note))
         if self.fate == "dying":
             self._draft.replace()
         return sample
@@ -111,7 +112,7 @@ class Fateful(Ours):
         give_up_s = time.monotonic() + _SETTLING_S
         short = request_of(replace(task, num_tokens=min(_SETTLING_TOKENS, task.num_tokens)))
         while True:
-            settled = self._loop.run(self._timed(short)).result
+            settled = self._loop.run(self.timed(short)).result
             assert settled is not None, "our own systems tell it"
             if settled.draft_forwards or not settled.degraded:
                 return
@@ -158,8 +159,8 @@ class FatefulPair:
         workers = await connect(self._links, {"target": target, "draft": self._draft.address})
         setup = self._setup
         plain, auto = (ServedMode(mode, mode, setup.shape, setup.lookup) for mode in (PLAIN, AUTO))
-        fateful = Fateful(self._loop, workers.orchestrator(auto.settings()), setup.fate, self._draft)
-        return [ours(plain, self._loop, workers), fateful]
+        fateful = Fateful(auto, self._loop, workers, setup.fate, self._draft)
+        return [Ours(plain, self._loop, workers), fateful]
 
     def __exit__(self, *raised: object) -> None:
         try:

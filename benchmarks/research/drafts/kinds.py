@@ -21,21 +21,20 @@ import typer
 
 from benchmarks import workloads
 from benchmarks.agreement import differences
-from benchmarks.alternation import Measurement, ShouldStop, Tick, alternate, interrupts_between_runs, num_runs
+from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs
 from benchmarks.environment import provenance
 from benchmarks.neighbours import Neighbours
-from benchmarks.pair import Pair, is_inflated
-from benchmarks.peers.factories import serve_modes
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.processes import Child
+from benchmarks.registry import serve_modes
 from benchmarks.report import console as report
+from benchmarks.research.alternate import Measurement, alternate, num_runs, wall_times
 from benchmarks.research.app import app
 from benchmarks.research.drafts.fates import AUTO, PLAIN, Fate, ServeFate
 from benchmarks.research.drafts.made import MadeDraft, ServeMaking
 from benchmarks.research.drafts.table import show
 from benchmarks.results_file import SCHEMA
 from benchmarks.samples import to_record
-from benchmarks.smoke import wall_times
+from benchmarks.settings import Pair, ServedMode, Shape, is_inflated
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, paired_speedup
 from benchmarks.systems import Sample, Task
 from specsplit.core import defaults

@@ -18,13 +18,12 @@ from typing import Annotated
 import typer
 
 from benchmarks.environment import provenance
-from benchmarks.pair import Pair
-from benchmarks.peers.modes import ServedMode
-from benchmarks.peers.ours import InProcess, ours
+from benchmarks.peers.ours import InProcess, Ours
 from benchmarks.peers.ours_remote import worker
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import spread
+from benchmarks.settings import Pair, ServedMode
 from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
@@ -96,7 +95,7 @@ def on_loopback(modes: Sequence[str], settled: Settled, tick: Tick) -> dict[str,
             target=TargetSettings(address=addresses["target"]), draft=DraftSettings(address=addresses["draft"])
         )
         workers = loop.run(links.enter_async_context(remote_workers(reached)))
-        systems = [ours(ServedMode(mode, mode), loop, workers) for mode in modes]
+        systems = [Ours(ServedMode(mode, mode), loop, workers) for mode in modes]
         return measured(systems, settled.tasks(workers.tokenizer.encode), settled.num_rounds, tick, IN_TURNS)
 
 

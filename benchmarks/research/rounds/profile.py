@@ -10,7 +10,7 @@ import pstats
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +18,12 @@ import typer
 
 from benchmarks import workloads
 from benchmarks.environment import provenance, require_bench_extra
-from benchmarks.pair import Pair, chosen_pair, is_inflated
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.rounds import trace
 from benchmarks.research.rounds.section import show_profile
 from benchmarks.research.rounds.trace import Timeline
+from benchmarks.settings import Pair, ServedMode, Shape, chosen_pair, is_inflated
 from benchmarks.systems import Task
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
@@ -60,8 +59,8 @@ class ProfileSettings:
             "temperature": self.temperature,
             "seed": self.seed,
             "is_inflated": is_inflated(self.pair.target),
-            **self.pair.to_dict(),
-            **self.shape.to_dict(),
+            **asdict(self.pair),
+            **asdict(self.shape),
         }
 
 
@@ -182,7 +181,6 @@ def profile(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     functions: Annotated[int, typer.Option(min=1, help="How many to list.")] = 25,
-    pair: Annotated[str | None, typer.Option(help="embedded, unless --target names another.")] = None,
     target: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
@@ -195,7 +193,7 @@ def profile(
     """Show where a round's time goes in one generation in process."""
     report.check_output(output)
     require_bench_extra()
-    chosen, shape = chosen_pair(pair, target, draft, dtype, device), Shape(nodes, depth, branching)
+    chosen, shape = chosen_pair(target, draft, dtype, device), Shape(nodes, depth, branching)
     settings = ProfileSettings(mode, new_tokens, threads, temperature, seed, functions, chosen, shape)
     console = report.new_console()
     with report.Progress(console).running("profile", NUM_STEPS) as tick:

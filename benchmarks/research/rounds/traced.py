@@ -13,12 +13,11 @@ import typer
 
 from benchmarks import workloads
 from benchmarks.environment import require_bench_extra
-from benchmarks.pair import Pair, chosen_pair
 from benchmarks.peers.at_once import Network
-from benchmarks.peers.modes import ServedMode, Shape
 from benchmarks.peers.ours_remote import connect, worker
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.settings import Pair, ServedMode, Shape, chosen_pair
 from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
@@ -74,7 +73,7 @@ def run(settings: TraceSettings, output: Path, tick: Callable[[str], None]) -> R
             addresses = {role: process.wait_ready() for role, process in started.items()}
             tick("loading")
             if settings.rtt_ms:
-                network = scope.enter_context(Network(seed=0))
+                network = scope.enter_context(Network())
                 addresses["target"] = network.open(addresses["target"], settings.rtt_ms / 2e3)
             result = event_loop.run(_generate(settings, addresses, paths[0]))
             tick("tracing")
@@ -114,7 +113,7 @@ def trace(
 ) -> None:
     """Record the spans of one generation over two local workers."""
     require_bench_extra()
-    pair = chosen_pair(None, target, draft, "fp32", "cpu")
+    pair = chosen_pair(target, draft)
     settings = TraceSettings(mode, rtt_ms, new_tokens, threads, pair)
     with report.Progress(report.new_console()).running("trace", NUM_STEPS) as tick:
         result = run(settings, output, tick)

@@ -124,7 +124,7 @@ class Bench:
         if placement.rtt_ms:
             proxies = [await self._links.enter_async_context(Proxy(address)) for address in addresses]
             for proxy in proxies:
-                proxy.set(latency_s=placement.rtt_ms / 2e3)
+                proxy.latency_s = placement.rtt_ms / 2e3
             addresses = [proxy.address for proxy in proxies]
         coordinator = self._worker("target", *model, "--stages", ",".join(addresses))
         return await asyncio.to_thread(coordinator.wait_ready)

@@ -56,7 +56,7 @@ async def served(
             stage = WorkerProcess(*arguments, "--sessions", str(sessions))
             scope.callback(stage.end)
             proxy = await scope.enter_async_context(Proxy(await asyncio.to_thread(stage.wait_ready)))
-            proxy.set(latency_s=rtt_ms / 2e3)
+            proxy.latency_s = rtt_ms / 2e3
             addresses.append(proxy.address)
         coordinator = load_coordinator(TargetSettings(model=str(model), stages=tuple(addresses), sessions=sessions))
         link = RemoteChain(addresses, (), coordinator.expected)

@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 from typer import BadParameter
 
 from benchmarks import environment, results_file
-from benchmarks.alternation import Measurement
-from benchmarks.pair import Pair
-from benchmarks.peers.modes import Shape
 from benchmarks.report import page
 from benchmarks.report.console import Progress
+from benchmarks.research.alternate import Measurement
 from benchmarks.research.drafts import kinds as draft_kinds
 from benchmarks.research.drafts import table as draft_kinds_report
 from benchmarks.research.drafts.fates import DraftProcess, Fateful, ServeFate
@@ -27,6 +25,7 @@ from benchmarks.research.drafts.made import MadeDraft, Making, write_useless
 from benchmarks.research.inflate import inflated
 from benchmarks.research.network_bars import bars_of
 from benchmarks.results_file import SWEEP, read
+from benchmarks.settings import Pair, Shape
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.files import resolve

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peers.modes import Shape
 from benchmarks.research import tree_shapes as sweep
+from benchmarks.settings import Shape
 from tests.unit.test_bench_smoke import Echo, _alternate, _result
 
 
