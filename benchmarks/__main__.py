@@ -15,6 +15,7 @@ from benchmarks.environment import require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.calibration.study import calibration
 from benchmarks.research.checkouts.compare import checkouts
+from benchmarks.research.comparison.command import compare
 from benchmarks.research.figures import figures
 from benchmarks.research.network_bars import network_bars
 from benchmarks.research.rounds.profile import profile
@@ -45,7 +46,6 @@ Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
 Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
 Model = Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id; embedded unless --target is named.")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker that runs already.")]
-ResultsPath = Annotated[Path, typer.Argument(help="A results file of `run`.", dir_okay=False)]
 Names = Annotated[str, typer.Option(help="Separated by commas.")]
 
 
@@ -55,7 +55,6 @@ def describe() -> None:
 
 
 def _setup(
-    *,
     workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
     sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
     rounds: Rounds = 5,
@@ -116,7 +115,6 @@ def smoke(
     require_bench_extra()
     from benchmarks import smoke as smoke_run
     from benchmarks.report.sections import of_smoke
-    from benchmarks.report.terminal import show_section
     from benchmarks.run import RunSettings
 
     console = report.new_console()
@@ -129,7 +127,7 @@ def smoke(
         shape=Shape(nodes, depth, branching),
     )
     found = _whole(smoke_run.run(settings, report.Progress(console), partial(console.print, markup=False)))
-    show_section(console, of_smoke(found, Path("this"), "smoke"))
+    report.show_section(console, of_smoke(found, Path("this"), "smoke"))
     report.emit(found, output)
     raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
 
@@ -184,33 +182,12 @@ def sweep(
 
 def _measure(measure: Callable[..., Found | None], section: Callable[..., Section]) -> None:
     """Measure, show what was found and write it as one line."""
-    from benchmarks.report.terminal import show_section
 
     console = report.new_console()
     found = _whole(measure(report.Progress(console), partial(console.print, markup=False)))
-    show_section(console, section(found.whole_file, "this"))
+    report.show_section(console, section(found.whole_file, "this"))
     report.emit({**found.file.header, **found.summary}, None)
     raise typer.Exit(INTERRUPTED if found.was_interrupted else 0)
-
-
-@app.command()
-def compare(
-    before: ResultsPath,
-    after: ResultsPath,
-    force: Annotated[bool, typer.Option("--force", help="Compare runs of different settings all the same.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line to stdout, the table to stderr.")] = False,
-) -> None:
-    """Say what changed between two results files of `run` beyond noise."""
-    from rich.console import Console
-
-    from benchmarks import compare as comparing
-    from benchmarks import results_file
-    from benchmarks.report.terminal import show_comparison
-
-    found = comparing.compare(results_file.read(before), results_file.read(after), is_forced=force)
-    show_comparison(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
-    if as_json:
-        report.emit(found.to_dict(), None)
 
 
 @app.command("report")
@@ -239,6 +216,7 @@ def make_report(
 # Studies of benchmarks.research that `make bench` and the documentation name as sub-commands.
 app.command()(calibration)
 app.command()(checkouts)
+app.command()(compare)
 app.command()(figures)
 app.command("network-bars")(network_bars)
 app.command()(profile)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from benchmarks import results_file, workloads
 from benchmarks.agreement import Difference, differences
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs, running_order
-from benchmarks.environment import provenance
-from benchmarks.neighbours import Neighbours
+from benchmarks.environment import Neighbours, provenance
 from benchmarks.processes import Child
 from benchmarks.report.console import Progress
 from benchmarks.results_file import SWEEP, ResultsFile, Run, Writer
-from benchmarks.samples import to_record
 from benchmarks.settings import Setup
 from benchmarks.summary import comparable_texts, reference_of
-from benchmarks.systems import Sample, Task
+from benchmarks.systems import Sample, Task, to_record
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.types import SamplingParams
@@ -31,6 +30,11 @@ REFEREE = "the referee"
 """The process that encodes prompts and knows the target's scores."""
 Record = dict[str, Any]
 Tell = Callable[[str], None]
+T = TypeVar("T")
+Tick = Callable[[str], None]
+"""Called with a system's name when it has done a task."""
+ShouldStop = Callable[[], bool]
+"""Asked between any two runs."""
 _ORIGINS = ("commit", "has_uncommitted_changes", "versions")
 _MACHINE = ("cpu", "cores")
 
@@ -136,6 +140,33 @@ class Control:
 
     tick: Tick
     should_stop: ShouldStop
+
+
+def running_order(systems: Sequence[T], round_number: int, task_number: int) -> list[T]:
+    """Return the systems in an order that turns round every other round and rotates with the task and every two rounds.
+
+    So for each task each system has each place as often, and is preceded by each of its neighbours.
+    """
+    start = (round_number // 2 + task_number) % len(systems)
+    rotated = [*systems[start:], *systems[:start]]
+    return rotated[::-1] if round_number % 2 else rotated
+
+
+@contextmanager
+def interrupts_between_runs() -> Generator[ShouldStop]:
+    """Let the first Ctrl-C end the measurement after the run that is under way, and the second one everything."""
+    seen: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def measure(

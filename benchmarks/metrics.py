@@ -7,13 +7,13 @@ for them is spread over them evenly; per arrival it counts once, as a reader of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
-from benchmarks.samples import RunSample, Told
 from benchmarks.statistics import quantile
+from benchmarks.systems import RunSample, Told
 from specsplit.orchestrator.request import Result, SpeculativeDecoding
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -50,16 +50,8 @@ class Acceptance:
 
 def acceptance(statistics: Iterable[SpeculativeDecoding]) -> Acceptance:
     """Pool the counts of several generations and derive the rates from the sums."""
-    parts = list(statistics)
-    pooled = SpeculativeDecoding(
-        num_spec_steps=sum(part.num_spec_steps for part in parts),
-        num_draft_tokens=sum(part.num_draft_tokens for part in parts),
-        num_path_tokens=sum(part.num_path_tokens for part in parts),
-        num_accepted_draft_tokens=sum(part.num_accepted_draft_tokens for part in parts),
-        acceptance_histogram=_summed(part.acceptance_histogram for part in parts),
-        tested_by_depth=_summed(part.tested_by_depth for part in parts),
-        accepted_by_depth=_summed(part.accepted_by_depth for part in parts),
-    )
+    columns = zip(*map(astuple, [SpeculativeDecoding(), *statistics]), strict=True)
+    pooled = SpeculativeDecoding(*(_summed(column) if column[0] == () else sum(column) for column in columns))
     pairs = zip(pooled.accepted_by_depth, pooled.tested_by_depth, strict=True)
     return Acceptance(
         num_rounds=pooled.num_spec_steps,

@@ -40,13 +40,12 @@ class Proxy:
         """Return what arrives of a piece, and when, which is not before `due_s`; None if it is lost."""
         return data, max(due_s, asyncio.get_running_loop().time() + self.latency_s)
 
-    async def open(self) -> None:
-        """Accept connections, after `refuse` on the same port again."""
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
+        return self
 
-    async def refuse(self) -> None:
-        """Cut what there is and refuse new connections until `open`."""
+    async def __aexit__(self, *raised: object) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -57,13 +56,6 @@ class Proxy:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self.refuse()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, get_args
 
@@ -36,7 +35,6 @@ class Entry:
     make: Callable[[Setup], Factory]
     mode: str | None = None
     """The orchestrator's mode, None unless the system is ours."""
-    packages: tuple[str, ...] = ()
     needs_draft: bool = False
 
     @property
@@ -47,10 +45,6 @@ class Entry:
     def is_ours(self) -> bool:
         """Whether it tells its counts, and its workers what their forwards cost."""
         return self.mode is not None
-
-    def missing_package(self) -> str | None:
-        """Return the package that it needs and that is not installed."""
-        return next((package for package in self.packages if find_spec(package) is None), None)
 
     def to_dict(self) -> dict[str, object]:
         """Return the facts that a results file names."""
@@ -75,9 +69,8 @@ def find(name: str, setup: Setup) -> Entry:
     elif name == BARE:
         entry = Entry(name, "in process", partial(_serve_alone, "benchmarks.peers.bare_forward:load", name))
     elif name in _WAYS:
-        packages = ("torch", "transformers")
         make = partial(_serve_alone, "benchmarks.peers.transformers_ways:load", name)
-        entry = Entry(name, "in process", make, packages=packages, needs_draft=name.startswith("assisted"))
+        entry = Entry(name, "in process", make, needs_draft=name.startswith("assisted"))
     elif mode in MODES and (name == mode or place in PLACES):
         entry = _mode(name, mode, place)
     else:
@@ -123,7 +116,7 @@ def _server(name: str) -> Entry:
             param="systems",
         )
     factory = partial(_open_alone, "benchmarks.peers.openai_completions:connect", name, url, model or None)
-    return Entry(name, "a server", lambda setup: factory, packages=("openai",))
+    return Entry(name, "a server", lambda setup: factory)
 
 
 # Factories are picklable: the name of what the child imports, with its arguments bound. So torch and transformers are

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.limits import Costs, read_costs
-from benchmarks.samples import RunSample, from_record
+from benchmarks.systems import RunSample, from_record
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 

@@ -125,25 +125,22 @@ def set_up(
     scope: ExitStack, settings: RunSettings, entries: Sequence[Entry], prompts: Sequence[Prompt], progress: Progress
 ) -> Bench:
     """Start a process per system, all at once, and encode the prompts; a system that is not there is skipped."""
-    missing = {entry.name: entry.missing_package() for entry in entries}
-    skipped = {name: f"the package {package} is not installed." for name, package in missing.items() if package}
-    wanted = [entry for entry in entries if entry.name not in skipped]
-    children = {entry.name: scope.enter_context(Child(entry.name, entry.make(settings))) for entry in wanted}
+    children = {entry.name: scope.enter_context(Child(entry.name, entry.make(settings))) for entry in entries}
     # A system in this process's own kind of child has the target loaded: it is the referee as well.
     in_process = next((entry.name for entry in entries if entry.is_ours and "@" not in entry.name), None)
     alone = registry.serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
     referee = children[in_process] if in_process else scope.enter_context(Child(REFEREE, alone))
     bench = Bench(settings, prompts, referee)
-    bench.children, bench.skipped = children, skipped
+    bench.children = children
     with progress.running("loading", len(children) + (in_process is None)) as tick:
         if in_process is None:
             referee.wait_systems()
             tick(REFEREE)
-        for entry in wanted:
+        for entry in entries:
             _wait(bench, entry)
             tick(entry.name)
     if not bench.systems:
-        raise InvalidRequest(f"Nothing can be measured: {' '.join(f'{n}: {why}' for n, why in skipped.items())}")
+        raise InvalidRequest(f"Nothing can be measured: {' '.join(f'{n}: {why}' for n, why in bench.skipped.items())}")
     bench.names = list(bench.systems)
     bench.tasks, bench.left_out = measuring.encoded(referee, prompts, settings, is_chat=settings.is_chat)
     if not bench.tasks:

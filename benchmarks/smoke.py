@@ -10,13 +10,12 @@ from typing import Any
 
 from benchmarks import measuring, registry, workloads
 from benchmarks import run as bench
-from benchmarks.bars import Bar
 from benchmarks.metrics import acceptance, overhead_ms, rate, told_of
 from benchmarks.registry import BARE, GENERATE, PLAIN
 from benchmarks.report.console import Progress
 from benchmarks.results_file import RUN, Run
-from benchmarks.samples import Rounds
-from benchmarks.statistics import Estimate, estimate, median, paired_speedup, quantile
+from benchmarks.statistics import Bar, Estimate, estimate, median, paired_speedup, quantile
+from benchmarks.systems import Rounds
 
 PINGPONG, PINGPONG_REMOTE, AUTO = "pingpong", "pingpong@loopback", "auto"
 ASSISTED, LOOKUP = ("assisted", "assisted-constant"), ("lookup-4", "lookup-10")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,31 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate in JSON types."""
         return {**asdict(self), "samples": list(self.samples)}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of docs/performance.md: `value` is to be at least, at most or exactly `bound`."""
+
+    id: str
+    measure: str
+    value: Estimate
+    relation: Literal[">=", "<=", "=="]
+    bound: float
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        value = self.value.median
+        if self.relation == ">=":
+            return value >= self.bound
+        if self.relation == "<=":
+            return value <= self.bound
+        return all(sample == self.bound for sample in self.value.samples)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields in JSON types."""
+        return {**asdict(self), "value": self.value.to_dict(), "is_met": self.is_met}
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

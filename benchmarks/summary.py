@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import metrics
@@ -12,22 +11,11 @@ from benchmarks.limits import Costs, Inputs, reached
 from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, GENERATE, PLAIN
 from benchmarks.results_file import Run
-from benchmarks.samples import Rounds, RunSample
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
+from benchmarks.systems import Rounds, RunSample
 
 Record = dict[str, Any]
 _STREAMED_MODE = "stream"
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The samples of all systems of a run, and the text that theirs are compared with."""
-
-    samples: Mapping[str, Rounds]
-    reference: str | None
-    """The system whose text of the first round the others must have written."""
-    comparable: frozenset[str]
-    """The systems that must have written it."""
 
 
 def reservations(name: str, facts: Mapping[str, Any]) -> list[str]:
@@ -54,17 +42,16 @@ def comparable_texts(header: Record) -> frozenset[str]:
 
 def summarise(run: Run) -> Record:
     """Return a summary by system; `run` has at least one whole round."""
-    frame = Frame(run.samples, reference_of(list(run.samples)), comparable_texts(run.header))
-    return {name: _system(run, frame, name) for name in run.samples}
+    return {name: _system(run, name) for name in run.samples}
 
 
-def _system(run: Run, frame: Frame, name: str) -> Record:
+def _system(run: Run, name: str) -> Record:
     rounds = run.samples[name]
     places = range(len(rounds[0]))
     limits = limits_of(rounds, run.costs[name], run.header["systems"][name]["mode"]) if name in run.costs else None
     return {
-        "pooled": _block(frame, name, places),
-        "categories": {category: _block(frame, name, chosen) for category, chosen in run.categories.items()},
+        "pooled": _block(run, name, places),
+        "categories": {category: _block(run, name, chosen) for category, chosen in run.categories.items()},
         "limits": limits,
         "num_degraded": sum(bool(told.degraded) for samples in rounds for told in metrics.told_of(samples)),
         "num_resyncs": sum(told.num_resyncs for samples in rounds for told in metrics.told_of(samples)),
@@ -75,9 +62,9 @@ def _chosen(rounds: Rounds, places: Sequence[int]) -> list[list[RunSample]]:
     return [[samples[place] for place in places] for samples in rounds]
 
 
-def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
+def _block(run: Run, name: str, places: Sequence[int]) -> Record:
     """Return the numbers of one system on some of the tasks."""
-    rounds = _chosen(frame.samples[name], places)
+    rounds = _chosen(run.samples[name], places)
     flat = [sample for samples in rounds for sample in samples]
     is_decoding_only = name == BARE  # a bare forward takes in no prompt
     decode = [value for samples in rounds if (value := metrics.decode_rate(samples)) is not None]
@@ -86,12 +73,12 @@ def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
         "num_tasks": len(places),
         "tokens_per_s": None if is_decoding_only else estimate([metrics.rate(row) for row in rounds]).to_dict(),
         "decode_tokens_per_s": estimate(decode).to_dict() if len(decode) == len(rounds) else None,
-        "speedup": {} if is_decoding_only else _speedups(frame, name, places, wall_s_per_token, (PLAIN, GENERATE)),
-        "decode_speedup": _speedups(frame, name, places, decode_s_per_token, (PLAIN, GENERATE, BARE)),
+        "speedup": {} if is_decoding_only else _speedups(run, name, places, wall_s_per_token, (PLAIN, GENERATE)),
+        "decode_speedup": _speedups(run, name, places, decode_s_per_token, (PLAIN, GENERATE, BARE)),
         "ttft_s": metrics.ttft_s(flat),
         "inter_token_s": metrics.inter_token_s(flat),
         "inter_arrival_s": metrics.inter_arrival_s(flat),
-        "agreement": _agreement(frame, name, places),
+        "agreement": _agreement(run, name, places),
     }
     if told:
         overheads = [metrics.overhead_ms(each) for each in told if each.num_rounds]
@@ -106,12 +93,12 @@ def _block(frame: Frame, name: str, places: Sequence[int]) -> Record:
         if hits is not None:
             found["hit_rate"] = hits
     if not is_decoding_only:
-        found["spec_bench"] = _spec_bench(frame, name, places)
+        found["spec_bench"] = _spec_bench(run, name, places)
     return found
 
 
 def _speedups(
-    frame: Frame,
+    run: Run,
     name: str,
     places: Sequence[int],
     seconds: Callable[[RunSample], float | None],
@@ -125,9 +112,9 @@ def _speedups(
     own_plain = f"{PLAIN}@{place}" if place else PLAIN
     found: Record = {}
     for baseline in dict.fromkeys([own_plain, *baselines]):
-        if baseline == name or baseline not in frame.samples:
+        if baseline == name or baseline not in run.samples:
             continue
-        before, after = (_rows(frame.samples[each], places, seconds) for each in (baseline, name))
+        before, after = (_rows(run.samples[each], places, seconds) for each in (baseline, name))
         if before is not None and after is not None:
             found[baseline] = paired_speedup(before, after).to_dict()
     return found
@@ -142,14 +129,14 @@ def _rows(
     return known if all(len(row) == len(places) for row in known) else None
 
 
-def _spec_bench(frame: Frame, name: str, places: Sequence[int]) -> Record:
-    rounds = _chosen(frame.samples[name], places)
+def _spec_bench(run: Run, name: str, places: Sequence[int]) -> Record:
+    rounds = _chosen(run.samples[name], places)
     found: Record = {
         "mean_accepted_tokens": metrics.mean_accepted_tokens([each for row in rounds for each in row]),
         "mean_tokens_per_s": estimate([metrics.mean_tokens_per_s(row) for row in rounds]).to_dict(),
     }
-    if PLAIN in frame.samples and name != PLAIN:
-        baselines = _chosen(frame.samples[PLAIN], places)
+    if PLAIN in run.samples and name != PLAIN:
+        baselines = _chosen(run.samples[PLAIN], places)
         # A ratio of means: a question that is fast weighs more than in a ratio of summed times.
         means = [[metrics.mean_tokens_per_s(row) for row in rows] for rows in (rounds, baselines)]
         ratios = [after / before for after, before in zip(*means, strict=True)]
@@ -157,19 +144,20 @@ def _spec_bench(frame: Frame, name: str, places: Sequence[int]) -> Record:
     return found
 
 
-def _agreement(frame: Frame, name: str, places: Sequence[int]) -> Record | None:
+def _agreement(run: Run, name: str, places: Sequence[int]) -> Record | None:
     """Return how much of the reference's text the system wrote; None where it need not have."""
-    if frame.reference is None or name not in frame.comparable:
+    reference = reference_of(list(run.samples))
+    if reference is None or name not in comparable_texts(run.header):
         return None
-    wanted = [frame.samples[frame.reference][0][place].token_ids for place in places]
-    got = [[sample.token_ids for sample in row] for row in _chosen(frame.samples[name], places)]
+    wanted = [run.samples[reference][0][place].token_ids for place in places]
+    got = [[sample.token_ids for sample in row] for row in _chosen(run.samples[name], places)]
     pairs = [(a, b) for row in got for a, b in zip(wanted, row, strict=True) if a is not None and b is not None]
     if not pairs:
         return None
     forks = [first_difference(a, b) for a, b in pairs]
     same = sum(len(a) if fork is None else fork for fork, (a, _) in zip(forks, pairs, strict=True))
     return {
-        "reference": frame.reference,
+        "reference": reference,
         "texts": sum(fork is None for fork in forks) / len(forks),
         "tokens_before_the_first_difference": same / sum(len(a) for a, _ in pairs),
     }

@@ -5,6 +5,7 @@ Knows no process and no file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -70,35 +71,34 @@ class GridSettings(Setup):
         Raises:
             InvalidRequest: naming what does not fit and what would.
         """
+        for is_wrong, message, param in self._mistakes():
+            if is_wrong:
+                raise InvalidRequest(message, param=param)
+
+    def _mistakes(self) -> Iterator[tuple[bool, str, str]]:
         unknown = [mode for mode in self.modes if mode not in registry.MODES]
-        if unknown or not self.modes:
-            asked = f"no mode {unknown[0]!r}" if unknown else "no mode named"
-            raise InvalidRequest(f"There is {asked}; there are {', '.join(registry.MODES)}.", param="modes")
-        if "lookup" in self.modes and not self.lookup:
-            raise InvalidRequest("Mode lookup cannot be measured with --no-lookup.", param="lookup")
-        for what, values in (
-            ("modes", self.modes),
-            ("rtt-ms", self.rtts_ms),
-            ("concurrency", self.concurrencies),
-            ("temperature", self.temperatures),
-        ):
-            if len(set(values)) < len(values):
-                raise InvalidRequest(f"--{what} names a value twice; name each once.", param=what)
-        if min(*self.rtts_ms, *self.temperatures, 0) < 0:
-            raise InvalidRequest("--rtt-ms and --temperature must not be negative.", param="rtt-ms")
-        uneven = [each for each in self.concurrencies if (self.num_prompts or 0) % each]
-        if uneven:
-            raise InvalidRequest(
-                f"--prompts ({self.num_prompts}) must be a multiple of each of --concurrency, and {uneven[0]} does not "
-                "divide it: else the last sessions would have fewer neighbours than the others.",
-                param="prompts",
+        asked = f"no mode {unknown[0]!r}" if unknown else "no mode named"
+        known = f"There is {asked}; there are {', '.join(registry.MODES)}."
+        yield bool(unknown) or not self.modes, known, "modes"
+        no_lookup = "lookup" in self.modes and not self.lookup
+        yield no_lookup, "Mode lookup cannot be measured with --no-lookup.", "lookup"
+        axes = (self.modes, self.rtts_ms, self.concurrencies, self.temperatures)
+        for name, values in zip(("modes", "rtt-ms", "concurrency", "temperature"), axes, strict=True):
+            yield len(set(values)) < len(values), f"--{name} names a value twice; name each once.", name
+        is_negative = min(*self.rtts_ms, *self.temperatures, 0) < 0
+        yield is_negative, "--rtt-ms and --temperature must not be negative.", "rtt-ms"
+        for size in self.concurrencies:
+            uneven = (
+                f"--prompts ({self.num_prompts}) must be a multiple of each of --concurrency, and {size} does not "
+                "divide it: else the last sessions would have fewer neighbours than the others."
             )
-        if not self.is_remote and self.needs_draft and self.pair.draft is None:
-            raise InvalidRequest("These modes need a draft; name one with --draft.", param="draft")
-        if self.is_remote and self.needs_draft and self.draft_address is None:
-            raise InvalidRequest("These modes need --draft-address beside --target-address.", param="draft_address")
-        if self.draft_address is not None and not self.is_remote:
-            raise InvalidRequest("--draft-address needs --target-address beside it.", param="target_address")
+            yield bool((self.num_prompts or 0) % size), uneven, "prompts"
+        is_alone = self.needs_draft and not self.is_remote and self.pair.draft is None
+        yield is_alone, "These modes need a draft; name one with --draft.", "draft"
+        is_alone = self.needs_draft and self.is_remote and self.draft_address is None
+        yield is_alone, "These modes need --draft-address beside --target-address.", "draft_address"
+        is_lone = self.draft_address is not None and not self.is_remote
+        yield is_lone, "--draft-address needs --target-address beside it.", "target_address"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON types."""

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 from benchmarks.limits import Costs
 from benchmarks.peers import costs
 from benchmarks.peers.ours import OnLoop, Ours
+from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
 from benchmarks.settings import Pair, ServedMode, Shape
-from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import DRAFTLESS

@@ -42,10 +42,6 @@ def load_model(role: str, pair: Pair) -> PreTrainedModel:
     return model
 
 
-def _assisted(pair: Pair) -> dict[str, Any]:
-    return {"assistant_model": load_model("draft", pair)}
-
-
 def _assisted_constant(pair: Pair) -> dict[str, Any]:
     draft = load_model("draft", pair)  # its own: the options live in the draft's generation config
     draft.generation_config.num_assistant_tokens = NUM_CONSTANT_TOKENS
@@ -56,7 +52,7 @@ def _assisted_constant(pair: Pair) -> dict[str, Any]:
 
 WAYS: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "generate": lambda pair: {},
-    "assisted": _assisted,
+    "assisted": lambda pair: {"assistant_model": load_model("draft", pair)},
     "assisted-constant": _assisted_constant,
     "lookup-4": lambda pair: {"prompt_lookup_num_tokens": 4},
     "lookup-10": lambda pair: {"prompt_lookup_num_tokens": 10},

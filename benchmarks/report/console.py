@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
 
-from benchmarks.report.tables import Table
+from benchmarks.report.tables import Section, Table, Text
 from benchmarks.results_file import Writer
 
 BUSY_SHARE = 0.03
@@ -60,6 +60,15 @@ def show_tables(console: Console, tables: Iterable[Table]) -> None:
             for row in each.rows:
                 listed.add_row(*map(escape, row))
             console.print(listed)
+
+
+def show_section(console: Console, section: Section) -> None:
+    """Print the text and the tables that the page would show unfolded."""
+    for part in section.parts:
+        if isinstance(part, Text):
+            console.print(f"{'Warning: ' * part.is_warning}{part.content}", markup=False)
+        elif isinstance(part, Table):
+            show_tables(console, [part])
 
 
 def check_output(path: Path | None) -> None:

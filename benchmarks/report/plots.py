@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
 
 from specsplit.core.errors import InvalidSettings
 
@@ -104,6 +105,16 @@ def legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 5))
 
 
+def upright(figure: Figure, axes: Axes, x_label: str, y_label: str) -> Figure:
+    """Finish a figure whose values rise from zero."""
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", linewidth=0.6)
+    legend(figure, axes)
+    return figure
+
+
 def whiskers(values: Sequence[Spread]) -> list[list[float]]:
     return [
         [max(0.0, value["median"] - value["low"]) for value in values],
@@ -172,12 +183,7 @@ def columns(
                 places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(values))]
                 axes.bar(places, values, width * 0.92, color=palette.series[index % len(palette.series)], label=name)
             axes.set_xticks(range(longest))
-            axes.set_ylim(bottom=0)
-            axes.set_xlabel(x_label)
-            axes.set_ylabel(y_label)
-            axes.grid(axis="y", linewidth=0.6)
-            legend(figure, axes)
-            return figure
+            return upright(figure, axes, x_label, y_label)
 
     return draw
 
@@ -196,12 +202,8 @@ def by_depth(title: str, series: Mapping[str, Sequence[float | None]]) -> Callab
 
 
 def marks(palette: Palette, index: int) -> dict[str, Any]:
-    return {
-        "color": palette.series[index % len(palette.series)],
-        "marker": "osD^vPX*"[index % 8],
-        "markersize": 5,
-        "linewidth": 1.6,
-    }
+    colour = palette.series[index % len(palette.series)]
+    return {"color": colour, "marker": "osD^vPX*"[index % 8], "markersize": 5, "linewidth": 1.6}
 
 
 def lines(
@@ -223,12 +225,7 @@ def lines(
                     **marks(palette, index),
                 )
             axes.set_xticks(sorted({x for points in series.values() for x, _ in points}))
-            axes.set_ylim(bottom=0)
-            axes.set_xlabel(x_label)
-            axes.set_ylabel(y_label)
-            axes.grid(axis="y", linewidth=0.6)
-            legend(figure, axes)
-            return figure
+            return upright(figure, axes, x_label, y_label)
 
     return draw
 
@@ -246,11 +243,8 @@ def inline_svg(plot: Plot) -> str:
     text = re.sub(r'href="#', f'href="#{plot.name}-', text)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r'<svg \1width="100%"', text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{_escaped(plot.title)}" ', 1)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    label = escape(plot.title, {'"': "&quot;"})
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
 def _saved(figure: Figure, form: str, palette: Palette) -> bytes:

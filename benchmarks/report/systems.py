@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.metrics import QUANTILES
 from benchmarks.registry import GENERATE, PLAIN
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
@@ -12,30 +13,7 @@ from benchmarks.report.tables import NONE, Record, Table, number, spread
 
 _LIMITS = ("AR", "L0", "L1", "L1_streamed", "L2")
 _PHIS = ("phi0", "phi1", "phi2")
-_SPEED = ("tokens/s", "decoding", "over plain", "over generate", "decoding over plain", "same texts", "same tokens")
-_ACCEPTANCE = ("mean length", "tokens/round", "of path", "of nodes", "by depth", "histogram", "hit rate")
-_WAITS = ("TTFT p50", "p95", "token p50", "p95", "p99", "arrival p50", "p95", "p99")
-_COSTS = ("target busy", "bytes/token", "rest of a round, ms")
-
-
-def tables(title: str, blocks: Mapping[str, Record], *, is_folded: bool = False) -> list[Table]:
-    """Return the tables of one task or of all tasks together; `blocks` are by system."""
-
-    def listed(what: str, columns: Sequence[str], cells: Callable[[str, Record], Sequence[str]], key: str) -> Table:
-        rows = [(name, *cells(name, block)) for name, block in blocks.items() if key in block]
-        return Table(f"{title}: {what}", ("system", *columns), rows, is_folded or key == "spec_bench")
-
-    return [
-        listed("speed", _SPEED, _speed, "tokens_per_s"),
-        listed("acceptance", _ACCEPTANCE, _acceptance, "acceptance"),
-        listed("waiting in ms, and the costs of a round", (*_WAITS, *_COSTS), _waits, "ttft_s"),
-        listed(
-            "as Spec-Bench defines it",
-            ("mean accepted tokens", "mean tokens/s", "speed-up over plain"),
-            _spec_bench,
-            "spec_bench",
-        ),
-    ]
+Column = tuple[str, Callable[[str, Record], str]]
 
 
 def own_plain(name: str, speedups: Record) -> Record | None:
@@ -44,54 +22,74 @@ def own_plain(name: str, speedups: Record) -> Record | None:
     return speedups.get(f"{PLAIN}@{place}" if place else PLAIN) or speedups.get(PLAIN)
 
 
-def _speed(name: str, block: Record) -> Sequence[str]:
-    agreement = block["agreement"] or {}
-    return (
-        spread(block["tokens_per_s"], 0),
-        spread(block["decode_tokens_per_s"], 0),
-        spread(own_plain(name, block["speedup"])),
-        spread(block["speedup"].get(GENERATE)),
-        spread(own_plain(name, block["decode_speedup"])),
-        number(agreement.get("texts"), 3),
-        number(agreement.get("tokens_before_the_first_difference"), 3),
-    )
+def _known(block: Record, key: str) -> Any:
+    """Return a rate of acceptance, None where there was no round."""
+    return block["acceptance"][key] if block["acceptance"]["num_rounds"] else None
 
 
-def _acceptance(name: str, block: Record) -> Sequence[str]:
-    found = block["acceptance"]
-    known = bool(found["num_rounds"])
-    return (
-        number(found["mean_acceptance_length"] if known else None),
-        number(block["tokens_per_round"]),
-        number(found["path_acceptance_rate"] if known else None),
-        number(found["node_acceptance_rate"] if known else None),
-        " ".join(map(number, found["by_depth"])) or NONE,
-        " ".join(map(str, found["histogram"])) or NONE,
-        number(block.get("hit_rate")),
-    )
+def _share(block: Record, key: str) -> str:
+    return number((block["agreement"] or {}).get(key), 3)
 
 
-def _waits(name: str, block: Record) -> Sequence[str]:
-    ttft = block["ttft_s"] or {}
-    cells = [number(ttft.get("p50"), 1, 1e3), number(ttft.get("p95"), 1, 1e3)]
-    for key in ("inter_token_s", "inter_arrival_s"):
-        cells += [number((block[key] or {}).get(part), 2, 1e3) for part in ("p50", "p95", "p99")]
-    overhead = block.get("overhead_ms")
-    return (
-        *cells,
-        number(block.get("target_busy_fraction")),
-        number(block.get("bytes_per_token"), 0),
-        number(overhead["median"] if overhead else None),
-    )
+def _ms(key: str, part: str, digits: int = 2) -> Callable[[str, Record], str]:
+    return lambda name, block: number((block[key] or {}).get(part), digits, 1e3)
 
 
-def _spec_bench(name: str, block: Record) -> Sequence[str]:
-    found = block["spec_bench"]
-    return (
-        number(found["mean_accepted_tokens"]),
-        spread(found["mean_tokens_per_s"], 0),
-        spread(found.get("speedup")),
-    )
+_SPEED: tuple[Column, ...] = (
+    ("tokens/s", lambda name, block: spread(block["tokens_per_s"], 0)),
+    ("decoding", lambda name, block: spread(block["decode_tokens_per_s"], 0)),
+    ("over plain", lambda name, block: spread(own_plain(name, block["speedup"]))),
+    ("over generate", lambda name, block: spread(block["speedup"].get(GENERATE))),
+    ("decoding over plain", lambda name, block: spread(own_plain(name, block["decode_speedup"]))),
+    ("same texts", lambda name, block: _share(block, "texts")),
+    (
+        "same tokens",
+        lambda name, block: _share(block, "tokens_before_the_first_difference"),
+    ),
+)
+_ACCEPTANCE: tuple[Column, ...] = (
+    ("mean length", lambda name, block: number(_known(block, "mean_acceptance_length"))),
+    ("tokens/round", lambda name, block: number(block["tokens_per_round"])),
+    ("of path", lambda name, block: number(_known(block, "path_acceptance_rate"))),
+    ("of nodes", lambda name, block: number(_known(block, "node_acceptance_rate"))),
+    ("by depth", lambda name, block: " ".join(map(number, block["acceptance"]["by_depth"])) or NONE),
+    ("histogram", lambda name, block: " ".join(map(str, block["acceptance"]["histogram"])) or NONE),
+    ("hit rate", lambda name, block: number(block.get("hit_rate"))),
+)
+_WAITS: tuple[Column, ...] = (
+    ("TTFT p50", _ms("ttft_s", "p50", 1)),
+    ("p95", _ms("ttft_s", "p95", 1)),
+    *((f"{'token ' * (part == 'p50')}{part}", _ms("inter_token_s", part)) for part in QUANTILES),
+    *((f"{'arrival ' * (part == 'p50')}{part}", _ms("inter_arrival_s", part)) for part in QUANTILES),
+    ("target busy", lambda name, block: number(block.get("target_busy_fraction"))),
+    ("bytes/token", lambda name, block: number(block.get("bytes_per_token"), 0)),
+    ("rest of a round, ms", lambda name, block: number((block.get("overhead_ms") or {}).get("median"))),
+)
+_SPEC_BENCH: tuple[Column, ...] = (
+    ("mean accepted tokens", lambda name, block: number(block["spec_bench"]["mean_accepted_tokens"])),
+    ("mean tokens/s", lambda name, block: spread(block["spec_bench"]["mean_tokens_per_s"], 0)),
+    ("speed-up over plain", lambda name, block: spread(block["spec_bench"].get("speedup"))),
+)
+_TABLES = (
+    ("speed", "tokens_per_s", _SPEED),
+    ("acceptance", "acceptance", _ACCEPTANCE),
+    ("waiting in ms, and the costs of a round", "ttft_s", _WAITS),
+    ("as Spec-Bench defines it", "spec_bench", _SPEC_BENCH),
+)
+"""Title, the field that the systems in it have, and columns."""
+
+
+def tables(title: str, blocks: Mapping[str, Record], *, is_folded: bool = False) -> list[Table]:
+    """Return the tables of one task or of all tasks together; `blocks` are by system."""
+    return [
+        Table(
+            f"{title}: {what}",
+            ("system", *(column for column, _ in columns)),
+            [(name, *(cell(name, block) for _, cell in columns)) for name, block in blocks.items() if key in block],
+            is_folded or key == "spec_bench",
+        )
+        for what, key, columns in _TABLES
+    ]
 
 
 def limits(systems: Mapping[str, Record]) -> Table:

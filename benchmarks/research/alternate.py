@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.alternation import ShouldStop, Tick, running_order
+from benchmarks.measuring import ShouldStop, Tick, running_order
 from benchmarks.systems import Sample, System, Task
 
 Round = dict[str, list[Sample]]

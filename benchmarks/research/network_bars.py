@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import registry, results_file
-from benchmarks.bars import Bar
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.results_file import SWEEP, ResultsFile
-from benchmarks.statistics import Estimate, estimate, median, paired_speedup
+from benchmarks.statistics import Bar, Estimate, estimate, median, paired_speedup
 from benchmarks.sweep_run import derive
 
 AUTO, STREAM, OVERLAP, PINGPONG = "auto", "stream", "overlap", "pingpong"

@@ -17,10 +17,9 @@ from rich.console import Console
 
 from benchmarks import workloads
 from benchmarks.agreement import Difference, Margin, differences
-from benchmarks.alternation import interrupts_between_runs
-from benchmarks.environment import provenance
+from benchmarks.environment import Neighbours, provenance
+from benchmarks.measuring import interrupts_between_runs
 from benchmarks.metrics import Acceptance, acceptance
-from benchmarks.neighbours import Neighbours
 from benchmarks.processes import Child
 from benchmarks.registry import PLAIN, serve_modes
 from benchmarks.report.console import Progress, check_output, emit, new_console, table

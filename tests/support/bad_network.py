@@ -42,6 +42,14 @@ class BadNetwork(Proxy):
         """Exchange some of the conditions, for connections that exist as well."""
         self.conditions = replace(self.conditions, **changes)
 
+    async def open(self) -> None:
+        """Accept connections, after `refuse` on the same port again."""
+        await self.__aenter__()
+
+    async def refuse(self) -> None:
+        """Cut what there is and refuse new connections until `open`."""
+        await self.__aexit__()
+
     def carried(self, data: bytes, due_s: float) -> tuple[bytes, float] | None:
         now = self.conditions
         if now.is_black_hole:

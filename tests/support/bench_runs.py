@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.limits import Costs
 from benchmarks.results_file import ResultsFile, Writer
-from benchmarks.samples import RunSample, from_record, to_record
-from benchmarks.systems import Sample
+from benchmarks.systems import RunSample, Sample, from_record, to_record
 from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 from specsplit.orchestrator.wire import Traffic, Wire
 

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.compare import MIN_ROUNDS, Comparison, compare, different_settings
+from benchmarks.research.comparison.judge import MIN_ROUNDS, Comparison, compare, different_settings
 from benchmarks.results_file import ResultsFile, Run, Writer, read
-from benchmarks.samples import RunSample, Told
+from benchmarks.systems import RunSample, Told
 from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.orchestrator.request import RequestTimings, SpeculativeDecoding
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.neighbours import Neighbours
+from benchmarks.environment import Neighbours
 from benchmarks.processes import Child
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import results_file
 from benchmarks.results_file import SWEEP, Writer, read
-from benchmarks.samples import from_record, to_record
-from benchmarks.systems import Sample
+from benchmarks.systems import Sample, from_record, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
 from tests.support.bench_runs import (
     ARRIVALS,

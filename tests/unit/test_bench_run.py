@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,10 @@ from benchmarks.metrics import (
 )
 from benchmarks.peers.openai_completions import Completions, first_model
 from benchmarks.results_file import Run, read
-from benchmarks.samples import RunSample
 from benchmarks.settings import Pair, ServedMode, Setup, Shape, chosen_pair, is_inflated
-from benchmarks.systems import Sample, Task
+from benchmarks.systems import RunSample, Sample, Task
 from specsplit.core.defaults import DRAFTLESS
-from specsplit.core.errors import InvalidRequest, InvalidSettings, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import InvalidRequest, InvalidSettings, MissingExtra, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import SamplingParams
 from tests.support.bench_runs import SPECULATIVE, made_file, made_header, made_sample, round_records, stored_sample
 
@@ -106,10 +106,11 @@ def test_without_lookup_a_round_verifies_the_drafts_nodes_alone():
     assert both.num_draft_tokens > 3 * both.num_spec_steps, "where lookup thinks otherwise, it adds nodes"
 
 
-def test_a_package_that_is_not_installed_is_named():
-    entry = registry.Entry("peer", "here", lambda setup: pytest.fail("made"), packages=("json", "no_such_package"))
-    assert entry.missing_package() == "no_such_package"
-    assert registry.find("generate", Setup()).missing_package() is None
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    made = registry.find("openai:http://127.0.0.1:1/v1", Setup()).make(Setup())
+    with pytest.raises(MissingExtra, match="openai"):
+        made()
 
 
 def test_the_pair_is_the_embedded_one_unless_a_target_is_named(tmp_path: Path):

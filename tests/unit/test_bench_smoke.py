@@ -15,15 +15,14 @@ from typer.testing import CliRunner
 from benchmarks import environment, smoke, summary, workloads
 from benchmarks.__main__ import app
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
-from benchmarks.alternation import interrupts_between_runs, running_order
 from benchmarks.limits import Costs
+from benchmarks.measuring import interrupts_between_runs, running_order
 from benchmarks.metrics import acceptance, overhead_ms
 from benchmarks.report import console as report
 from benchmarks.research.alternate import Measurement, alternate, num_runs
 from benchmarks.results_file import Run
-from benchmarks.samples import from_record, to_record
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
-from benchmarks.systems import Sample, Task
+from benchmarks.systems import Sample, Task, from_record, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 

@@ -18,9 +18,8 @@ from benchmarks.report.tables import Text
 from benchmarks.research import figures
 from benchmarks.research.__main__ import app as research
 from benchmarks.results_file import SWEEP, ResultsFile, read
-from benchmarks.samples import to_record
 from benchmarks.sweep_grid import GridSettings, Point
-from benchmarks.systems import Task
+from benchmarks.systems import Task, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from tests.support.bench_runs import COSTS, made_sample, write_lines
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.datasets import KNOWN, SPEC_BENCH_TASKS, Question, load
+from benchmarks.workloads import KNOWN, SPEC_BENCH_TASKS, Prompt
+from benchmarks.workloads import read_questions as load
 from specsplit.core.errors import InvalidRequest
 
 DATA = os.environ.get("SPECSPLIT_TEST_BENCH_DATA")
@@ -45,16 +46,14 @@ def _refusal(spec: str, sha256: str | None = None) -> str:
     return message
 
 
-def test_spec_bench_questions_keep_their_turns_and_count_under_its_tasks(tmp_path: Path):
+def test_spec_bench_prompts_are_first_turns_under_its_tasks(tmp_path: Path):
     path = _written(tmp_path, WRITING, QA)
-    first, second = load(f"spec-bench:{path}", _sum(path))
-    assert first == Question("81", "writing", ("Write.", "Rewrite."))
-    assert [first.task, second.task] == ["mt_bench", "qa"]
+    assert load(f"spec-bench:{path}", _sum(path)) == [Prompt("81", "Write.", "mt_bench"), Prompt("241", "Who?", "qa")]
 
 
 def test_humaneval_and_gsm8k_questions_have_one_turn(tmp_path: Path):
     path = _written(tmp_path, HUMANEVAL)
-    assert load(f"humaneval:{path}", _sum(path)) == [Question("HumanEval/0", "humaneval", ("def f():\n",))]
+    assert load(f"humaneval:{path}", _sum(path)) == [Prompt("HumanEval/0", "def f():\n", "humaneval")]
     path = _written(tmp_path, GSM8K, GSM8K)
     assert [question.id for question in load(f"gsm8k:{path}", _sum(path))] == ["GSM8K/0", "GSM8K/1"]
 
@@ -63,7 +62,7 @@ def test_blank_lines_and_a_missing_last_line_feed_do_not_matter(tmp_path: Path):
     path = tmp_path / "questions.jsonl"
     odd = {**GSM8K, "question": "one\u2028two\x85three"}
     path.write_text("\n" + json.dumps(odd, ensure_ascii=False) + "\r\n\n" + json.dumps(GSM8K), encoding="utf-8")
-    assert [question.turns for question in load(f"gsm8k:{path}", _sum(path))] == [(odd["question"],), ("How many?",)]
+    assert [question.text for question in load(f"gsm8k:{path}", _sum(path))] == [odd["question"], "How many?"]
 
 
 def test_a_file_that_is_not_the_published_one_is_read_with_a_warning(
@@ -151,8 +150,7 @@ def test_the_published_files_are_read_whole_and_without_a_warning():
     told: list[str] = []
     folder = Path(DATA or "")
     spec_bench = load(f"spec-bench:{folder / 'spec_bench.jsonl'}", warn=told.append)
-    assert Counter(question.task for question in spec_bench) == dict.fromkeys(SPEC_BENCH_TASKS, 80)
-    assert {len(question.turns) for question in spec_bench if question.task == "mt_bench"} == {2}
+    assert Counter(question.category for question in spec_bench) == dict.fromkeys(SPEC_BENCH_TASKS, 80)
     assert len(load(f"humaneval:{folder / 'humaneval.jsonl'}", KNOWN["humaneval"], warn=told.append)) == 164
     assert len(load(f"gsm8k:{folder / 'gsm8k_test.jsonl'}", warn=told.append)) == 1319
     assert told == []

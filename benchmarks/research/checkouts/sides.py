@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.worker_process import WorkerProcess
+from benchmarks.processes import WorkerProcess
 from specsplit.core.errors import ResourceError
 
 DRIVER = Path(__file__).with_name("driver.py")

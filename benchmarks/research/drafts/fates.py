@@ -14,10 +14,10 @@ from typing import Literal
 
 from benchmarks.peers.ours import Ours, request_of
 from benchmarks.peers.ours_remote import connect, worker, worker_arguments
+from benchmarks.processes import WorkerProcess
 from benchmarks.research.drafts.held import HeldProcess
 from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.systems import Sample, Task
-from benchmarks.worker_process import WorkerProcess
 from specsplit.assembly.workers import Workers
 from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError

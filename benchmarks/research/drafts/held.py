@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from benchmarks.worker_process import WorkerProcess
+from benchmarks.processes import WorkerProcess
 
 _HELD = """
 import json, sys

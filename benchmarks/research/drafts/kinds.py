@@ -21,9 +21,8 @@ import typer
 
 from benchmarks import workloads
 from benchmarks.agreement import differences
-from benchmarks.alternation import ShouldStop, Tick, interrupts_between_runs
-from benchmarks.environment import provenance
-from benchmarks.neighbours import Neighbours
+from benchmarks.environment import Neighbours, provenance
+from benchmarks.measuring import ShouldStop, Tick, interrupts_between_runs
 from benchmarks.processes import Child
 from benchmarks.registry import serve_modes
 from benchmarks.report import console as report
@@ -33,10 +32,9 @@ from benchmarks.research.drafts.fates import AUTO, PLAIN, Fate, ServeFate
 from benchmarks.research.drafts.made import MadeDraft, ServeMaking
 from benchmarks.research.drafts.table import show
 from benchmarks.results_file import SCHEMA
-from benchmarks.samples import to_record
 from benchmarks.settings import Pair, ServedMode, Shape, is_inflated
 from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, paired_speedup
-from benchmarks.systems import Sample, Task
+from benchmarks.systems import Sample, Task, to_record
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, InvalidSettings

@@ -17,14 +17,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from benchmarks.bars import Bar
 from benchmarks.environment import provenance
+from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import spread
-from benchmarks.statistics import estimate, paired_speedup
-from benchmarks.worker_process import WorkerProcess
+from benchmarks.statistics import Bar, estimate, paired_speedup
 from specsplit.assembly.links import remote_workers
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.environment import provenance
+from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import spread
 from benchmarks.research.stages.cost import cuts, write_model
 from benchmarks.statistics import Estimate, estimate, paired_speedup
-from benchmarks.worker_process import WorkerProcess
 from specsplit.core.sections import TargetSettings
 from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.orchestrator import Orchestrator

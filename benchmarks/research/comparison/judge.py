@@ -20,8 +20,8 @@ from benchmarks import metrics
 from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, PLAIN
 from benchmarks.results_file import ResultsFile, Run
-from benchmarks.samples import RunSample
 from benchmarks.statistics import BOOTSTRAP_SEED, quantile
+from benchmarks.systems import RunSample
 from specsplit.core.errors import InvalidRequest
 
 NUM_RESAMPLES = 1000
@@ -114,6 +114,7 @@ class Comparison:
     settings: list[str]
     """Differences between the settings, prompts and models of the two; empty unless forced."""
     num_rounds: tuple[int, int]
+    confidence: float = CONFIDENCE
 
     @property
     def changed(self) -> list[Change]:
@@ -124,7 +125,7 @@ class Comparison:
         return {
             "kind": "comparison",
             "reference": self.reference,
-            "confidence": CONFIDENCE,
+            "confidence": self.confidence,
             "num_rounds": list(self.num_rounds),
             "different_settings": self.settings,
             "notes": self.notes,

@@ -1,21 +1,39 @@
-"""Sections and the comparison of two runs in the terminal."""
+"""The command `compare`, and its table in the terminal."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.console import Console
 
-from benchmarks.compare import CONFIDENCE, Comparison
-from benchmarks.report.console import show_tables
-from benchmarks.report.tables import Section, Table, Text
+from benchmarks.report import console as report
+from benchmarks.report.tables import Table
+from benchmarks.research.app import app
+
+if TYPE_CHECKING:
+    from benchmarks.research.comparison.judge import Comparison
+
+ResultsPath = Annotated[Path, typer.Argument(help="A results file of `run`.", dir_okay=False)]
 
 
-def show_section(console: Console, section: Section) -> None:
-    """Print the text and the tables that the page would show unfolded."""
-    for part in section.parts:
-        if isinstance(part, Text):
-            console.print(f"{'Warning: ' * part.is_warning}{part.content}", markup=False)
-        elif isinstance(part, Table):
-            show_tables(console, [part])
+@app.command()
+def compare(
+    before: ResultsPath,
+    after: ResultsPath,
+    force: Annotated[bool, typer.Option("--force", help="Compare runs of different settings all the same.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line to stdout, the table to stderr.")] = False,
+) -> None:
+    """Say what changed between two results files of `run` beyond noise."""
+    from benchmarks import results_file
+    from benchmarks.research.comparison import judge
+
+    found = judge.compare(results_file.read(before), results_file.read(after), is_forced=force)
+    show_comparison(report.new_console() if as_json else Console(width=None if sys.stdout.isatty() else 140), found)
+    if as_json:
+        report.emit(found.to_dict(), None)
 
 
 def show_comparison(console: Console, found: Comparison) -> None:
@@ -23,7 +41,7 @@ def show_comparison(console: Console, found: Comparison) -> None:
     first, second = found.num_rounds
     notes = [
         f"{first} and {second} rounds; times are divided by those of {found.reference} beside them.",
-        f"Intervals hold for all rows together at {CONFIDENCE:.1%}.",
+        f"Intervals hold for all rows together at {found.confidence:.1%}.",
         *(f"Different: {each}" for each in found.settings),
         *found.notes,
     ]
@@ -46,7 +64,7 @@ def show_comparison(console: Console, found: Comparison) -> None:
     for note in notes:
         console.print(note, markup=False)
     columns = ("system, metric", "before", "after", "ratio", "interval", "", "would find")
-    show_tables(console, [Table("After / before", columns, rows)])
+    report.show_tables(console, [Table("After / before", columns, rows)])
     console.print(f"Times and rates are in tokens of {found.reference}: 1 is the time of one of its tokens.")
     for line in changes or ["Nothing changed beyond noise."]:
         console.print(line, markup=False)

@@ -1,0 +1,1 @@
+"""`compare`: what changed between two results files of `run` beyond noise."""
