@@ -17,7 +17,7 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
-from specsplit.sampling.pick import candidate_estimates
+from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
 from specsplit.speculation.token_tree import ROOT_INDEX
 
 
@@ -161,11 +161,13 @@ class Grower:
         sampler = session.sampler
         assert sampler is not None, "the session has begun"
         is_root = frontier == [ROOT_INDEX]
-        if not sampler.changes_nothing:
+        if sampler.changes_nothing:
+            token_ids, log_probs = candidate_estimates(logits, branching)
+        else:
             row_depths = [0] if is_root else [tree.nodes.depths[node] for node in frontier]
             paths = [tree.nodes.path_tokens(node) for node in frontier] if sampler.needs_paths else None
-            logits = sampler.scores(logits, session.ids, row_depths, paths)
-        token_ids, log_probs = candidate_estimates(logits, branching)
+            best = sampler.best(logits, session.ids, row_depths, paths, num_compared(branching))
+            token_ids, log_probs = estimates_of(best, branching)
         if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
             raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")
         tree.is_root_expanded = True

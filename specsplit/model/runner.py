@@ -15,7 +15,7 @@ from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import RecordedCpuBackend, StepShape, try_record
 from specsplit.model.kv_cache import KVCache
-from specsplit.sampling.pick import tensor_over
+from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
 """A mebibyte: 64 rows of a vocabulary of 4,096, or one of 150,000."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest
 
 _WORD = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_QUANTUM = 2.0**-16
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+QUANTUM = 2.0**-16
 _CACHED_ELEMENTS = 32768
 """A CPU works through so many values at a time: they stay in its cache, and a pass hides the calls' own cost."""
 _WINDOW_ROWS = 32
@@ -34,13 +34,27 @@ def gumbel_rows(
     Raises:
         InvalidRequest: the seed is not an unsigned 64-bit integer.
     """
-    session_key = _absorb(_absorb(0, _checked_seed(seed)), choice)
-    row_keys = [_signed(_absorb(session_key, first_position + row)) for row in range(num_positions)]
+    key = session_key(seed, choice)
+    row_keys = [_signed(position_key(key, first_position + row)) for row in range(num_positions)]
     starts = torch.tensor(row_keys, dtype=torch.int64, device=device).unsqueeze(1)
-    steps = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GAMMA))
+    steps = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(GAMMA))
     if starts.is_cuda or vocab_size <= _CACHED_ELEMENTS:
         return _gumbel(starts + steps)
     return torch.cat([_gumbel(starts + part) for part in steps.split(_CACHED_ELEMENTS)], dim=-1)
+
+
+def session_key(seed: int, choice: int) -> int:
+    """Return what the keys of a session's positions are made from.
+
+    Raises:
+        InvalidRequest: the seed is not an unsigned 64-bit integer.
+    """
+    return _absorb(_absorb(0, _checked_seed(seed)), choice)
+
+
+def position_key(key: int, position: int) -> int:
+    """Return the state before the first token of the position's SplitMix64 stream; `key` is `session_key`'s."""
+    return _absorb(key, position)
 
 
 class NoiseRows:
@@ -102,13 +116,13 @@ class NoiseRows:
 def _gumbel(bits: Tensor) -> Tensor:
     """Finalise SplitMix64 states and return their Gumbel values, float64; `bits` is used up."""
     scratch = torch.empty_like(bits)
-    _xor_shifted(bits, 30, scratch).mul_(_signed(_MIX_1))
-    _xor_shifted(bits, 27, scratch).mul_(_signed(_MIX_2))
+    _xor_shifted(bits, 30, scratch).mul_(_signed(MIX_1))
+    _xor_shifted(bits, 27, scratch).mul_(_signed(MIX_2))
     _xor_shifted(bits, 31, scratch)
     high_bits = _shift_right(bits, 32, scratch)
     uniform = bits.view(torch.float64).copy_(high_bits).add_(0.5).mul_(2.0**-32)
     # Quantised, because the last bit of `log` differs between devices.
-    return uniform.log_().neg_().log_().mul_(-1 / _QUANTUM).round_().mul_(_QUANTUM)
+    return uniform.log_().neg_().log_().mul_(-1 / QUANTUM).round_().mul_(QUANTUM)
 
 
 def _checked_seed(seed: int) -> int:
@@ -119,9 +133,9 @@ def _checked_seed(seed: int) -> int:
 
 def _absorb(key: int, word: int) -> int:
     """Mix one more word into a key with the SplitMix64 finaliser."""
-    mixed = ((key ^ (word & _WORD)) + _GAMMA) & _WORD
-    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _WORD
-    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _WORD
+    mixed = ((key ^ (word & _WORD)) + GAMMA) & _WORD
+    mixed = ((mixed ^ (mixed >> 30)) * MIX_1) & _WORD
+    mixed = ((mixed ^ (mixed >> 27)) * MIX_2) & _WORD
     return mixed ^ (mixed >> 31)
 
 

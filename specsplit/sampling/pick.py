@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from specsplit.sampling.best import Best, best_by_scans
+from specsplit.sampling.rows import as_array
+
+NOT_A_NUMBER = -1
+"""The pick of a row whose scores are not numbers."""
 _FEW = 3
 """With two more than the best the estimates order growth as well as the sum over the vocabulary does (docs/log.md)."""
-_ARRAY = "specsplit_array"
-"""The attribute by which a tensor knows the numpy array that it was made from."""
-
-
-def tensor_over(array: NDArray[Any]) -> Tensor:
-    """Return a tensor on the memory of `array`, which it keeps at hand for `as_array`.
-
-    Right after a forward, whose weights have swept the caches, `Tensor.numpy` takes longer than finding the best of
-    4,096 tokens; `from_numpy` takes a tenth of it. Views and results of operators are tensors like any other; a tensor
-    made here is neither reshaped in place nor deep-copied.
-    """
-    rows = torch.from_numpy(array)
-    setattr(rows, _ARRAY, array)
-    return rows
-
-
-def as_array(rows: Tensor) -> NDArray[Any]:
-    """Return rows on the CPU as a numpy array: their own memory, or a float32 copy of half precision."""
-    kept: NDArray[Any] | None = getattr(rows, _ARRAY, None)
-    if kept is not None:
-        return kept
-    return (rows if rows.dtype in (torch.float32, torch.float64) else rows.float()).numpy()
 
 
 def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
@@ -61,20 +42,21 @@ def pick(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def try_pick(scores: Tensor) -> list[int] | None:
-    """Return `pick` of each row; None if a score is not a number."""
-    if not scores.is_cpu:
-        return None if bool(scores.isnan().any()) else scores.argmax(dim=-1).tolist()
+def picked_ids(scores: Tensor) -> list[int]:
+    """Return `pick` of each row as plain numbers, NOT_A_NUMBER for a row with a score that is none."""
     # The argmax of a row with a NaN is the NaN, so a look at the best scores finds every one.
+    if not scores.is_cpu:
+        token_ids = scores.argmax(dim=-1, keepdim=True)
+        return token_ids.masked_fill(scores.gather(-1, token_ids).isnan(), NOT_A_NUMBER).flatten().tolist()
     rows = as_array(scores)
     if len(rows) == 1:
         token_id = int(rows.argmax())
-        return None if math.isnan(rows.item(token_id)) else [token_id]
-    token_ids: list[int] = rows.argmax(axis=-1).tolist()
-    for row, token_id in enumerate(token_ids):
+        return [NOT_A_NUMBER if math.isnan(rows.item(token_id)) else token_id]
+    picks: list[int] = rows.argmax(axis=-1).tolist()
+    for row, token_id in enumerate(picks):
         if math.isnan(rows.item(row, token_id)):
-            return None
-    return token_ids
+            picks[row] = NOT_A_NUMBER
+    return picks
 
 
 def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -85,10 +67,19 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
     few, a function of the gaps between perturbed scores (docs/algorithms.md 2), which needs no sum over the vocabulary.
     Left out are tokens that the processors cut and scores that are not numbers.
     """
+    return estimates_of(best_of_rows(scores, num_compared(k)), k)
+
+
+def num_compared(k: int) -> int:
+    """Return how many of a row's best the estimates of `k` candidates compare."""
+    return max(k + 1, _FEW)
+
+
+def estimates_of(rows: Iterable[Best], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Return `candidate_estimates` from each row's `num_compared(k)` best."""
     token_ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    count = max(k + 1, _FEW)
-    for ids, values in _best_of_rows(scores, count):
+    for ids, values in rows:
         log_sum, best = 0.0, values[0] if values else 0.0
         if values:
             log_sum = math.log(sum([math.exp(value - best) for value in values]))
@@ -97,34 +88,14 @@ def candidate_estimates(scores: Tensor, k: int) -> tuple[list[list[int]], list[l
     return token_ids, log_probs
 
 
-_Best = tuple[list[int], list[float]]
-
-
-def _best_of_rows(scores: Tensor, count: int) -> Iterable[_Best]:
+def best_of_rows(scores: Tensor, count: int) -> Iterable[Best]:
     """Return per row the ids of its `count` best finite scores, and the scores; among equals the lower id is first."""
     if not scores.is_cpu:
         return _best_by_topk(scores, count)
-    return [_best_by_scans(row, count) for row in as_array(scores)]
+    return [best_by_scans(row, count) for row in as_array(scores)]
 
 
-def _best_by_scans(row: NDArray[Any], count: int) -> _Best:
-    """Return the best of one row [V], which is as it was in the end; a scan for each of a few is faster than a topk."""
-    ids: list[int] = []
-    values: list[float] = []
-    while len(ids) < count:
-        token_id = int(row.argmax())
-        value: float = row.item(token_id)
-        if not math.isfinite(value):
-            break
-        ids.append(token_id)
-        values.append(value)
-        row[token_id] = -math.inf
-    for token_id, value in zip(ids, values, strict=True):
-        row[token_id] = value
-    return ids, values
-
-
-def _best_by_topk(scores: Tensor, count: int) -> Iterable[_Best]:
+def _best_by_topk(scores: Tensor, count: int) -> Iterable[Best]:
     values, ids = scores.topk(min(count, scores.shape[-1]))
     for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
         top: float = row_values[0]

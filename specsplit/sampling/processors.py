@@ -6,19 +6,16 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, SupportsIndex
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
-
-_COLDEST = 1e-30
+from specsplit.sampling.cuts import cut
 
 
 class PenaltyContext(NamedTuple):
@@ -46,7 +43,7 @@ def process_logits(
         logits = logits.float() + bias
     if params.is_greedy:
         return logits
-    return _cut(logits.float(), params)
+    return cut(logits.float(), params)
 
 
 def bias_row(params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
@@ -166,58 +163,3 @@ def _penalised(logits: Tensor, params: SamplingParams, context: PenaltyContext) 
     if params.presence_penalty:
         logits = torch.sub(logits, context.output_counts.clamp(max=1), alpha=params.presence_penalty)
     return logits
-
-
-def _cut(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Find each row's lowest logit that stays, cut by cut, and mask what lies below it."""
-    has_top_k = 0 < params.top_k < logits.shape[-1]
-    if not has_top_k and params.top_p == 1 and params.min_p == 0:
-        return logits
-    surplus = None
-    if has_top_k or params.top_p < 1:
-        ranked = _ranked(logits)
-        lowest_rank = params.top_k - 1 if has_top_k else -1
-        best, border = ranked[:, :1], ranked[:, lowest_rank].unsqueeze(-1)
-        if params.top_p < 1:
-            border, surplus = _nucleus(logits, ranked, border, params)
-    else:
-        best = logits.amax(dim=-1, keepdim=True)
-        border = torch.full_like(best, -torch.inf)
-    if params.min_p > 0:
-        border = torch.maximum(border, best + params.temperature * math.log(params.min_p))
-    outside = logits < border
-    if surplus is not None:
-        outside |= surplus
-    return logits.masked_fill(outside, -torch.inf)
-
-
-def _nucleus(logits: Tensor, ranked: Tensor, lowest: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
-    """Return the lowest logit [N, 1] of the smallest set of likeliest tokens whose mass reaches `top_p`.
-
-    Only logits from `lowest` on count. Of equal logits the lower ids come first; where the border separates
-    some, the second tensor, bool [N, V], marks those outside. Sums run in float64, so that they depend neither
-    on the number of rows nor on the device.
-    """
-    vocab_size = logits.shape[-1]
-    # Colder than _COLDEST, the temperature would vanish in float32 and the best token's weight with it.
-    weights = (ranked - ranked[:, :1]).div_(max(params.temperature, _COLDEST)).exp_()
-    if params.top_k:
-        weights.masked_fill_(ranked < lowest, 0)
-    mass = weights.cumsum(dim=-1, dtype=torch.float64)
-    # A token belongs to the set while the mass of those before it falls short. Logits that are NaN find no place:
-    # the clamp keeps one session's broken row from failing an indexing kernel, and with it the device.
-    sizes = 1 + torch.searchsorted(mass, params.top_p * mass[:, -1:]).clamp_(max=vocab_size - 1)
-    border = ranked.gather(-1, sizes - 1)
-    is_split = (sizes < vocab_size) & (ranked.gather(-1, sizes.clamp(max=vocab_size - 1)) == border)
-    if not bool(is_split.any()):
-        return border, None
-    room = sizes - (ranked > border).sum(dim=-1, keepdim=True)
-    at_border = logits == border
-    return border, at_border & (at_border.cumsum(dim=-1) > room)
-
-
-def _ranked(logits: Tensor) -> Tensor:
-    """Return each row's logits in descending order; without their ids there are no ties to break."""
-    if logits.device.type == "cpu":  # numpy's sort is vectorised, 10 to 18 times faster than torch's
-        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
-    return logits.sort(dim=-1, descending=True).values

@@ -5,15 +5,18 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from specsplit.core.types import SessionParams
+from specsplit.sampling.best import Best, best_sums
 from specsplit.sampling.noise import NoiseRows
-from specsplit.sampling.pick import scores
+from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
+from specsplit.sampling.rows import as_array
+from specsplit.sampling.sparse_noise import shared_noise
 
 
 class Sampler:
@@ -23,20 +26,53 @@ class Sampler:
         check_against_vocabulary(params.sampling, vocab_size)
         self.params = params
         sampling = params.sampling
+        self._sparse_noise = None if sampling.is_greedy else shared_noise(params.seed, params.choice, vocab_size)
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
         self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
         self.needs_paths = self._counts is not None
         self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
+    def picks(
+        self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
+    ) -> list[int]:
+        """Return the token of each row, NOT_A_NUMBER where the logits are none; arguments are those of `scores`."""
+        if self._sparse_noise is None or not logits.is_cpu:
+            return picked_ids(self.scores(logits, committed, depths, paths))
+        best = self.best(logits, committed, depths, paths, 1)
+        return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
+
+    def best(
+        self,
+        logits: Tensor,
+        committed: Sequence[int],
+        depths: Sequence[int],
+        paths: Sequence[Sequence[int]] | None,
+        count: int,
+    ) -> Iterable[Best]:
+        """Return the `count` best tokens of each row with their finite scores; the rest as for `scores`."""
+        if self._sparse_noise is None or not logits.is_cpu:
+            return best_of_rows(self.scores(logits, committed, depths, paths), count)
+        rows = as_array(self._processed(logits, committed, paths))
+        positions = [len(committed) + depth for depth in depths]
+        return best_sums(rows, self.params.sampling.temperature, self._sparse_noise, positions, count)
+
     def scores(
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Return processed logits / T + noise, [N, V].
+        """Return processed logits / T + noise, [N, V]: of all tokens, where `picks` and `best` look at a few.
 
         Row i stands `depths[i]` levels below the last of the `committed` tokens; `paths[i]` are the token ids on its
         way there, used only if `needs_paths`.
         """
+        processed = self._processed(logits, committed, paths)
+        if self._noise is None:
+            return processed
+        # The token picked at a row stands one position behind it, at len(committed) + its depth: the root has depth 0.
+        noise = self._noise.for_depths(len(committed), depths)
+        return scores(processed, self.params.sampling.temperature, noise)
+
+    def _processed(self, logits: Tensor, committed: Sequence[int], paths: Sequence[Sequence[int]] | None) -> Tensor:
         if self.changes_nothing:
             return logits
         context = None
@@ -44,9 +80,4 @@ class Sampler:
             assert paths is not None, "penalties need each row's path"
             self._counts.sync(committed)
             context = self._counts.rows(paths)
-        processed = process_logits(logits, self.params.sampling, context, self._bias)
-        if self._noise is None:
-            return processed
-        # The token picked at a row stands one position behind it, at len(committed) + its depth: the root has depth 0.
-        noise = self._noise.for_depths(len(committed), depths)
-        return scores(processed, self.params.sampling.temperature, noise)
+        return process_logits(logits, self.params.sampling, context, self._bias)

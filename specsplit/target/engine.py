@@ -17,7 +17,7 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.sampling.pick import try_pick
+from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
@@ -162,18 +162,19 @@ class TargetEngine(Engine):
         """Return the target's pick at the root and at every node."""
         sampler = session.sampler
         assert sampler is not None, "the session has begun"
-        if not sampler.changes_nothing:
+        if sampler.changes_nothing:
+            picks = picked_ids(logits)
+        else:
             paths: list[list[int]] | None = None
             if sampler.needs_paths:
                 paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
-            logits = sampler.scores(logits, session.ids, [0, *depths(tree)], paths)
-        token_ids = try_pick(logits)
-        if token_ids is None:
+            picks = sampler.picks(logits, session.ids, [0, *depths(tree)], paths)
+        if NOT_A_NUMBER in picks:
             raise ModelDamaged(
                 f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
                 f"{self._model.identity.dtype}: try --dtype fp32."
             )
-        return token_ids
+        return picks
 
 
 def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from specsplit.core.types import quantised_log_prob
 from specsplit.sampling.noise import gumbel_rows
-from specsplit.sampling.pick import as_array, candidate_estimates, pick, scores, tensor_over, try_pick
+from specsplit.sampling.pick import NOT_A_NUMBER, candidate_estimates, pick, picked_ids, scores
+from specsplit.sampling.rows import as_array, tensor_over
 
 
 def test_scores_are_divided_and_summed_in_float64() -> None:
@@ -113,9 +114,10 @@ def test_scores_equal_in_float32_are_ranked_exactly_at_the_top() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_picks_of_rows_with_something_that_is_not_a_number_are_none(dtype: torch.dtype) -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0], [0.5, float("inf"), -float("inf")]], dtype=dtype)
-    assert try_pick(rows) == pick(rows).tolist() == [1, 1]
+    assert picked_ids(rows) == pick(rows).tolist() == [1, 1]
     rows[1, 2] = float("nan")
-    assert try_pick(rows) is None
+    assert picked_ids(rows) == [1, NOT_A_NUMBER]
+    assert picked_ids(rows[1:]) == [NOT_A_NUMBER]
 
 
 def test_rows_made_of_an_array_are_that_array() -> None:

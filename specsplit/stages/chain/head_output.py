@@ -6,7 +6,6 @@ Legend: R wanted rows (the last committed token, then the tree's nodes), V vocab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,13 +13,9 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.tree import depths, path_to
-from specsplit.sampling.pick import pick
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import HeadRequest, Packet, PacketSession
-
-NOT_A_NUMBER = -1
-"""The pick of a row whose logits are not numbers."""
 
 
 def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession) -> tuple[int, ...]:
@@ -43,12 +38,7 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     if sampler.needs_paths:
         paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
     committed = [*before, *session.token_ids[: root + 1]]
-    scores = sampler.scores(logits, committed, [0, *depths(tree)], paths)
-    picks = pick(scores)  # of a row with a NaN, the NaN
-    picked: list[float] = scores.gather(-1, picks.to(scores.device).unsqueeze(-1)).flatten().tolist()
-    return tuple(
-        NOT_A_NUMBER if math.isnan(score) else token for token, score in zip(picks.tolist(), picked, strict=True)
-    )
+    return tuple(sampler.picks(logits, committed, [0, *depths(tree)], paths))
 
 
 def log_probs_of(request: HeadRequest, logits: Tensor) -> tuple[float, ...]:

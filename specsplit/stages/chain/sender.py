@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from specsplit.core.errors import InvalidPacket
-from specsplit.stages.chain.head_output import NOT_A_NUMBER
+from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.stages.packet import Packet, check_answer
 from specsplit.stages.ports import StageLink
 

@@ -19,8 +19,8 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
+from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
-from specsplit.stages.chain.head_output import NOT_A_NUMBER
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape
 from specsplit.stages.chain.step_slice import ChainInput
 from specsplit.stages.packet import HeadRequest

@@ -1,0 +1,212 @@
+"""What looks at a few tokens returns what the computation over all of them returns, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.sampling.best import best_sums
+from specsplit.sampling.cuts import cut, cut_by_sorting
+from specsplit.sampling.noise import gumbel_rows
+from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
+from specsplit.sampling.sampler import Sampler
+from specsplit.sampling.sparse_noise import LEAST, MOST, SparseNoise, gumbel, shared_noise
+
+Rows = NDArray[np.float32]
+SHAPES = ["normal", "whole numbers", "three levels", "level", "one far above", "few left", "most cut", "huge", "broken"]
+VOCABULARIES = [7, 300, 4096, 8193, 20_000]
+"""On both sides of the size from which on noise is looked up for a few tokens."""
+TEMPERATURES = [1e-320, 1e-45, 1e-3, 0.3, 0.7, 1.0, 3.0, 100.0]
+
+
+def logits_of(shape: str, num_rows: int, vocab_size: int, seed: int) -> Rows:
+    """Return logits [N, V] of a shape at which a shortcut might fail."""
+    generator = np.random.default_rng(seed)
+    rows = generator.standard_normal((num_rows, vocab_size)).astype(np.float32)
+    rows *= np.float32(generator.choice([0.01, 1, 3, 10]))
+    any_row, any_token = generator.integers(num_rows), generator.integers(vocab_size)
+    match shape:
+        case "whole numbers":
+            rows = np.round(rows)
+        case "three levels":
+            rows = generator.integers(0, 3, rows.shape).astype(np.float32)
+        case "level":
+            rows[:] = 5
+        case "one far above":
+            rows[:, any_token] += 30
+        case "few left":
+            rows[generator.random(rows.shape) < 1 - 3 / vocab_size] = -np.inf
+        case "most cut":
+            rows[generator.random(rows.shape) < 0.95] = -np.inf
+        case "huge":
+            rows[any_row] *= np.float32(1e30)
+            rows[any_row, any_token] = np.float32(3e38)
+        case "broken":
+            rows[any_row, any_token] = generator.choice([np.nan, np.inf])
+        case _:
+            pass
+    return rows
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    vocab_size=st.sampled_from(VOCABULARIES),
+    temperature=st.sampled_from(TEMPERATURES),
+    count=st.sampled_from([1, 3, 9]),
+    depths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    seed=st.integers(0, (1 << 64) - 1),
+)
+@settings(max_examples=250, deadline=None)
+def test_the_best_are_those_of_the_full_computation(
+    shape: str, vocab_size: int, temperature: float, count: int, depths: list[int], seed: int
+) -> None:
+    rows = logits_of(shape, len(depths), vocab_size, seed)
+    before = rows.copy()
+    noise = gumbel_rows(seed, 1, 50, 5, vocab_size)[depths]
+    everything = scores(torch.from_numpy(rows), temperature, noise)
+    found = best_sums(rows, temperature, SparseNoise(seed, 1, vocab_size), [50 + depth for depth in depths], count)
+    assert found == list(best_of_rows(everything, count))
+    assert np.array_equal(rows, before, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", ["normal", "one far above", "level"])
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_a_large_vocabulary_has_the_same_best(shape: str, temperature: float) -> None:
+    rows = logits_of(shape, 4, 151_936, 5)
+    everything = scores(torch.from_numpy(rows), temperature, gumbel_rows(8, 0, 70, 4, 151_936))
+    found = best_sums(rows, temperature, SparseNoise(8, 0, 151_936), range(70, 74), 3)
+    assert found == list(best_of_rows(everything, 3))
+
+
+def test_both_ways_to_the_best_are_taken() -> None:
+    """A level row is decided by the high noise alone, a steep one by its few best logits."""
+    for slope, temperature in ((0.0, 1.0), (-1e-2, 0.1), (-1e-3, 1.0)):
+        rows = np.float32(slope) * np.arange(30_000, dtype=np.float32)[None].repeat(3, 0)
+        everything = scores(torch.from_numpy(rows), temperature, gumbel_rows(2, 0, 9, 3, 30_000))
+        found = best_sums(rows, temperature, SparseNoise(2, 0, 30_000), range(9, 12), 4)
+        assert found == list(best_of_rows(everything, 4))
+
+
+@pytest.mark.parametrize("margin", [-1e-3, 1e-3])
+@pytest.mark.parametrize("num_near", [0, 5000, 100_000])
+@pytest.mark.parametrize("is_high", [True, False])
+def test_noise_lifts_a_token_as_far_as_it_reaches(margin: float, num_near: int, *, is_high: bool) -> None:
+    """Among 20 million tokens some have noise of 16; such a one wins from as far below, and not from further.
+
+    So does the luckiest of those whose noise is not looked up.
+    """
+    vocab_size = 100_000
+    noise = SparseNoise(11, 0, vocab_size)
+    for position in range(200):
+        values = gumbel(noise.hashes(position, np.arange(vocab_size)))
+        if not is_high:
+            values[values >= noise.bound] = LEAST
+        lucky = int(values.argmax())
+        row = np.full((1, vocab_size), -60, np.float32)
+        row[0, :num_near] = 10
+        row[0, 40] = 30
+        row[0, lucky] = 30 - (values[lucky] - noise.one(position, 40)) + margin
+        expected = lucky if margin > 0 else 40
+        assert best_sums(row, 1.0, noise, [position], 1)[0][0] == [expected], position
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    vocab_size=st.sampled_from([1, *VOCABULARIES]),
+    temperature=st.sampled_from(TEMPERATURES),
+    top_p=st.sampled_from([1.0, 1 - 1e-12, 0.95, 0.9, 0.5, 1e-9]),
+    top_k=st.sampled_from([0, 1, 2, 50, 127, 129, 5000]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    seed=st.integers(0, 1 << 32),
+)
+@settings(max_examples=250, deadline=None)
+def test_cuts_keep_what_sorting_everything_keeps(
+    shape: str, vocab_size: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    logits = torch.from_numpy(logits_of(shape, 3, vocab_size, seed))
+    before = logits.clone()
+    result = cut(logits, params)
+    assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))
+    if result is not logits:
+        assert torch.equal(result.nan_to_num(7.5), cut_by_sorting(logits, params).nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
+def test_a_nucleus_that_ends_between_equals_keeps_the_lower_ids(top_p: float) -> None:
+    """Sums in another order differ in their last digits, so that here only the full computation can tell."""
+    for level in (0.0, 0.1, -3.7):
+        logits = torch.full((1, 12_000), level)
+        logits[0, :7] += 1.3
+        params = SamplingParams(temperature=0.7, top_p=top_p)
+        assert torch.equal(cut(logits, params), cut_by_sorting(logits, params))
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1000, 4096, 40_000])
+@pytest.mark.parametrize("seed", [0, 77, (1 << 64) - 1])
+def test_sparse_noise_is_the_noise(vocab_size: int, seed: int) -> None:
+    truth = gumbel_rows(seed, 2, 30, 12, vocab_size).numpy()
+    noise = SparseNoise(seed, 2, vocab_size)
+    every_id = np.arange(vocab_size)
+    for position, row in enumerate(truth, 30):
+        assert np.array_equal(noise.all(position), row)
+        hashes = noise.hashes(position, every_id)
+        is_high = hashes >= noise.least_high
+        assert row[~is_high].max(initial=-math.inf) < noise.bound
+        assert np.array_equal(gumbel(hashes), row)
+        high_ids, high_noise = noise.high(position)
+        assert np.array_equal(high_ids, np.flatnonzero(is_high))
+        assert np.array_equal(high_noise, row[is_high])
+        assert noise.one(position, vocab_size - 1) == row[-1]
+
+
+def test_one_noise_serves_all_samplers_of_a_session_and_goes_with_them() -> None:
+    noise = shared_noise(5, 0, 4096)
+    kept = ref(noise)
+    assert shared_noise(5, 0, 4096) is noise
+    assert shared_noise(5, 1, 4096) is not noise
+    first = noise.all(3)
+    assert np.shares_memory(shared_noise(5, 0, 4096).all(3), first)
+    del noise
+    assert kept() is None
+
+
+def test_all_noise_lies_within_its_bounds() -> None:
+    ends = np.array([0, (1 << 64) - 1], np.uint64)
+    assert (gumbel(ends) > LEAST).all()
+    assert (gumbel(np.array([0, (1 << 64) - 1], np.uint64)) < MOST).all()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(presence_penalty=1, logit_bias=((3, 2.0),)),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1, top_p=0.9, frequency_penalty=0.3, repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, top_k=20, min_p=0.02, logit_bias=((3, 2.0),)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_size", [300, 9000])
+def test_a_sampler_picks_what_its_scores_say(sampling: SamplingParams, vocab_size: int) -> None:
+    params = SessionParams(sampling=sampling, seed=6, choice=0, prompt_length=2)
+    sampler = Sampler(params, vocab_size, torch.device("cpu"))
+    depths, paths = [0, 1, 1, 2], [[], [5], [7], [7, 5]]
+    committed = [1, 2, 3, 4]
+    for round_number in range(4):
+        logits = torch.from_numpy(logits_of("normal", 4, vocab_size, round_number))
+        everything = sampler.scores(logits, committed, depths, paths)
+        assert sampler.picks(logits, committed, depths, paths) == picked_ids(everything)
+        assert list(sampler.best(logits, committed, depths, paths, 3)) == list(best_of_rows(everything, 3))
+        logits[2, 5] = math.nan
+        assert sampler.picks(logits, committed, depths, paths)[2] == NOT_A_NUMBER
+        committed.append(round_number)
