@@ -7,7 +7,7 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
 
 import torch
@@ -27,8 +27,20 @@ class PenaltyContext(NamedTuple):
     """float32 [N, V]: how often it occurs after the prompt, the row's own path included."""
 
 
+class PenaltyColumns(NamedTuple):
+    """A context without the tokens that do not occur, which no penalty changes."""
+
+    token_ids: Tensor
+    """int64 [M]: the tokens that the context's columns belong to."""
+    context: PenaltyContext
+    """Its V is M."""
+
+
 def process_logits(
-    logits: Tensor, params: SamplingParams, context: PenaltyContext | None = None, bias: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParams,
+    context: PenaltyContext | PenaltyColumns | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the logits, float32 [N, V], after penalties, bias and cuts; a token that is cut has -inf.
 
@@ -38,7 +50,12 @@ def process_logits(
     """
     if params.has_penalties:
         assert context is not None, "penalties need the tokens of each row's path"
-        logits = _penalised(logits.float(), params, context)
+        if isinstance(context, PenaltyColumns):
+            logits = logits.to(torch.float32, copy=True)
+            cells = context.token_ids.expand(len(logits), -1)
+            logits.scatter_(1, cells, _penalised(logits.gather(1, cells), params, context.context))
+        else:
+            logits = _penalised(logits.float(), params, context)
     if bias is not None:
         logits = logits.float() + bias
     if params.is_greedy:
@@ -102,6 +119,9 @@ class TokenCounts:
         self._token_ids: list[int] = []
         self._total = torch.zeros(vocab_size, device=self._device)
         self._output = torch.zeros(vocab_size, device=self._device)
+        self._columns: dict[int, int] = {}
+        """The place of every token that has occurred, also of those that have gone."""
+        self._column_ids = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -123,20 +143,44 @@ class TokenCounts:
 
         The root's path is empty. Tokens of a path are output tokens.
         """
-        output = self._output.repeat(len(paths), 1)
-        seen = (self._total > 0).repeat(len(paths), 1)
-        token_ids = torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int64, device=self._device)
+        return self._context(self._total, self._output, paths, list(chain.from_iterable(paths)))
+
+    def columns(self, paths: Sequence[Sequence[int]]) -> PenaltyColumns:
+        """Return `rows` without tokens that occur nowhere."""
+        on_paths = list(chain.from_iterable(paths))
+        columns, new, column_ids = self._columns, *self._columns_with(on_paths)
+        total, output = self._total[column_ids], self._output[column_ids]
+        places = [columns[each] if each in columns else new[each] for each in on_paths]
+        return PenaltyColumns(column_ids, self._context(total, output, paths, places))
+
+    def _context(
+        self, total: Tensor, output: Tensor, paths: Sequence[Sequence[int]], on_paths: list[int]
+    ) -> PenaltyContext:
+        """Return the context of N rows from the counts of all, and the columns of the paths' tokens, path by path."""
+        output = output.repeat(len(paths), 1)
+        seen = (total > 0).repeat(len(paths), 1)
+        column_ids = torch.tensor(on_paths, dtype=torch.int64, device=self._device)
         lengths = torch.tensor([len(path) for path in paths], device=self._device)
         row_ids = torch.repeat_interleave(torch.arange(len(paths), device=self._device), lengths)
-        output.index_put_((row_ids, token_ids), torch.ones(len(token_ids), device=self._device), accumulate=True)
-        seen[row_ids, token_ids] = True
+        output.index_put_((row_ids, column_ids), torch.ones(len(on_paths), device=self._device), accumulate=True)
+        seen[row_ids, column_ids] = True
         return PenaltyContext(seen, output)
+
+    def _columns_with(self, token_ids: Sequence[int]) -> tuple[dict[int, int], Tensor]:
+        """Return the places of those tokens that have none, behind all others, and the ids of all with them."""
+        new = dict.fromkeys([token_id for token_id in token_ids if token_id not in self._columns], 0)
+        if not new:
+            return new, self._column_ids
+        new_ids = torch.tensor(list(new), dtype=torch.int64, device=self._device)
+        return dict(zip(new, count(len(self._columns)))), torch.cat([self._column_ids, new_ids])
 
     def _add(self, token_ids: Sequence[int], first_index: int, weight: float) -> None:
         # Counts are whole numbers below 2^24, exact in float32 whatever the order of addition.
         if not token_ids:
             return
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        new, self._column_ids = self._columns_with(token_ids)
+        self._columns.update(new)
         weights = torch.full((len(token_ids),), weight, device=self._device)
         self._total.index_put_((ids,), weights, accumulate=True)
         num_prompt = max(0, self._prompt_length - first_index)

@@ -79,5 +79,5 @@ class Sampler:
         if self._counts is not None:
             assert paths is not None, "penalties need each row's path"
             self._counts.sync(committed)
-            context = self._counts.rows(paths)
+            context = self._counts.columns(paths) if logits.is_cpu else self._counts.rows(paths)
         return process_logits(logits, self.params.sampling, context, self._bias)

@@ -17,6 +17,7 @@ from specsplit.sampling.best import best_sums
 from specsplit.sampling.cuts import cut, cut_by_sorting
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
+from specsplit.sampling.processors import TokenCounts, process_logits
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.sparse_noise import LEAST, MOST, SparseNoise, gumbel, shared_noise
 
@@ -148,6 +149,28 @@ def test_a_nucleus_that_ends_between_equals_keeps_the_lower_ids(top_p: float) ->
         logits[0, :7] += 1.3
         params = SamplingParams(temperature=0.7, top_p=top_p)
         assert torch.equal(cut(logits, params), cut_by_sorting(logits, params))
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 49), max_size=20), min_size=1, max_size=5),
+    paths=st.lists(st.lists(st.integers(0, 49), max_size=4), min_size=1, max_size=4),
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    repetition=st.floats(0.25, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_penalties_of_what_occurs_are_all_penalties(
+    texts: list[list[int]], paths: list[list[int]], presence: float, frequency: float, repetition: float
+) -> None:
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
+    counts = TokenCounts(50, 3)
+    logits = torch.from_numpy(logits_of("normal", len(paths), 50, len(texts)))
+    before = logits.clone()
+    for token_ids in texts:
+        counts.sync(token_ids)
+        everything = process_logits(logits, params, counts.rows(paths))
+        assert torch.equal(process_logits(logits, params, counts.columns(paths)), everything)
+        assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1000, 4096, 40_000])
