@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import random
 import tempfile
 import time
@@ -19,6 +18,7 @@ from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitErro
 from specsplit.core.ports import Tokenizer
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
+from specsplit.core.user_cache import user_cache
 from specsplit.rpc.connectivity import why_unreachable
 
 T = TypeVar("T")
@@ -136,10 +136,5 @@ def _load_tokenizer(files: TokenizerFiles, cache: Path | None) -> Tokenizer:
 
 
 def _cache_folder() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        home = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        # In many containers the user has no home.
-        return None
-    return home / "specsplit" / "tokenizers"
+    home = user_cache()
+    return home / "tokenizers" if home is not None else None

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
-from specsplit.model.attention.metadata import BiasKind, evaluate_mask
+from specsplit.model.attention.metadata import MaskFunction, evaluate_mask
 from specsplit.model.kv_cache import HeadShape
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
@@ -38,10 +38,10 @@ _NUM_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Each attention layer's parameters, and the kinds of bias among them."""
+    """Each attention layer's parameters, and the kinds of masks among them (None = plainly causal)."""
 
     layers: tuple[LayerSpec, ...]
-    kinds: tuple[BiasKind, ...]
+    masks: tuple[MaskFunction | None, ...]
 
 
 def refuse_by_config(config: Any) -> None:
@@ -72,7 +72,7 @@ class _Probe:
     def __init__(self, model_type: str) -> None:
         self._model_type = model_type
         self.layers: dict[int, LayerSpec] = {}
-        self.kinds: list[BiasKind] = []
+        self.masks: list[MaskFunction | None] = []
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Record the call; the output's values do not matter, only that every layer is reached."""
@@ -80,17 +80,16 @@ class _Probe:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             self._refuse("calls attention more than once a layer")
-        # Layers share a bias if they share the rule and the number of query heads that lie in one KV head's rows.
-        kind = BiasKind(None if mask.is_plain_causal else mask.function, q.shape[1] // k.shape[1])
-        if kind not in self.kinds:
-            _check_is_causal(kind, self._model_type)
-            self.kinds.append(kind)
+        rule = None if mask.is_plain_causal else mask.function
+        if rule not in self.masks:
+            _check_is_causal(rule, self._model_type)
+            self.masks.append(rule)
         scaling = keywords.get("scaling")
         spec = LayerSpec(
             scaling=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap=keywords.get("softcap"),
             sinks=keywords.get("s_aux"),
-            bias=self.kinds.index(kind),
+            mask=self.masks.index(rule),
             key_shape=HeadShape(k.shape[1], k.shape[3]),
             value_shape=HeadShape(v.shape[1], v.shape[3]),
         )
@@ -147,12 +146,12 @@ def probe(
             f"{type(model).__name__} does not send every layer through transformers' attention interface "
             f"({len(seen.layers)} of {len(layers)} layers), so SpecSplit cannot keep its KV cache."
         )
-    return ProbeResult(tuple(seen.layers[layer] for layer in layers), tuple(seen.kinds))
+    return ProbeResult(tuple(seen.layers[layer] for layer in layers), tuple(seen.masks))
 
 
-def _check_is_causal(kind: BiasKind, model_type: str) -> None:
+def _check_is_causal(mask: MaskFunction | None, model_type: str) -> None:
     positions = torch.arange(64)
-    if kind.mask is not None and evaluate_mask(kind.mask, positions, positions).triu(1).any():
+    if mask is not None and evaluate_mask(mask, positions, positions).triu(1).any():
         raise ModelUnsupported(f"This {model_type} model looks at later tokens; SpecSplit serves causal models.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
-from specsplit.model.attention.metadata import OneTokenMetadata, SequenceInput, make_metadata
+from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
-from specsplit.model.backends.recorded_cpu import RecordedCpuBackend, StepShape, try_record
+from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.rows import tensor_over
 
@@ -59,10 +59,13 @@ class Runner:
         """Forwards that may be pending at once: a device in this process computes one."""
         self.num_forwards = 0
         """Forwards since load."""
-        self._eager, self._context = eager, context
+        self.context = context
+        self._eager = eager
         self.backend: Backend = eager
         self._is_cuda = self.device.type == "cuda"
-        self._one_token = None if self._is_cuda else OneTokenMetadata(eager.kinds, self.dtype)
+        self._builder = MetadataBuilder(
+            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, by_path=not self._is_cuda
+        )
 
     @property
     def is_recorded(self) -> bool:
@@ -78,7 +81,7 @@ class Runner:
 
         Writes each sequence's rows into its slot. The caller owns the slots' lengths.
         """
-        logits = self.backend.forward(*self._arguments(sequences))
+        logits = self.backend.forward(*self._arguments(self._builder.build(sequences)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
         # Kernels run behind the call: without this a step's time would be that of its launch.
@@ -95,19 +98,45 @@ class Runner:
         self.backend = try_record(self._eager, self._example, has_logits_memory=has_logits_memory) or self._eager
         return self.is_recorded
 
-    def _arguments(self, sequences: Sequence[SequenceInput]) -> tuple[Tensor, ...]:
-        """Return the step and all the memory it touches: a recording may hold no tensor that changes."""
-        metadata = self._one_token.try_update(sequences) if self._one_token is not None else None
-        if metadata is None:
-            metadata = make_metadata(sequences, self._eager.kinds, dtype=self.dtype, device=self.device)
+    @property
+    def products(self) -> Mapping[tuple[int, int], Tensor]:
+        """One packed weight of each shape (outputs, inputs); empty if none is packed."""
+        return self._eager.linears.by_shape if self._eager.linears is not None else {}
+
+    @property
+    def outline(self) -> str:
+        """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
+        layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
+        config = self.model.config.to_diff_dict()
+        return repr((sorted(config.items(), key=str), sorted(self.products), layers, self.is_recorded))
+
+    def pack(self, width: int) -> None:
+        """Pack the weights, in products of at most `width` inputs.
+
+        Raises:
+            RuntimeError: this machine or torch has no packed products for the dtype; nothing changed.
+        """
+        self._eager.pack(self._example(FIRST, 0), width)
+
+    def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Return the logits [R, V] of all sequences, in order."""
+        return torch.cat(self.forward(sequences))
+
+    def _arguments(self, metadata: AttentionMetadata, source: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the step and all the memory it touches: a recording may hold no tensor that changes.
+
+        `source` takes the place of the token ids where the model has no embedding.
+        """
         return (
-            metadata.token_ids,
+            metadata.token_ids if source is None else source,
             metadata.position_ids,
             metadata.logit_rows,
             metadata.spans,
+            metadata.stores,
             *metadata.biases,
             *self.cache.keys,
             *self.cache.values,
+            *self._eager.packs,
             *self._logits_memory(metadata.logit_rows.shape[0]),
         )
 
@@ -123,7 +152,7 @@ class Runner:
 
     def _example(self, shape: StepShape, seed: int) -> tuple[Tensor, ...]:
         """Return the arguments of a random step."""
-        shape = shape.within(self._context, self.cache.num_slots)
+        shape = shape.within(self.context, self.cache.num_slots)
         generator = torch.Generator().manual_seed(seed)
         parents = [(row - 1) // 2 if row else -1 for row in range(shape.num_tokens)] if shape.is_tree else None
         sequences: list[SequenceInput] = []
@@ -131,4 +160,4 @@ class Runner:
             token_ids = torch.randint(self.vocab_size, (shape.num_tokens,), generator=generator).tolist()
             num_logits = max(1, shape.num_tokens - 1)
             sequences.append(SequenceInput(slot, shape.first_row, token_ids, parents, num_logits=num_logits))
-        return self._arguments(sequences)
+        return self._arguments(self._builder.build(sequences))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specsplit.model.attention.function import SlotAttention
+from specsplit.model.attention.function import LayerAttention, SlotAttention
+from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.probe import ProbeResult
 
 
@@ -15,23 +20,49 @@ class EagerBackend:
 
     def __init__(self, model: PreTrainedModel, probed: ProbeResult) -> None:
         self.model = model
-        self.layers, self.kinds = probed.layers, probed.kinds
+        self.layers, self.masks = probed.layers, probed.masks
+        self.linears: PackedLinears | None = None
+        """The model's linear layers in another layout, once `pack` was called."""
+
+    @property
+    def packs(self) -> Sequence[Tensor]:
+        return self.linears.packs if self.linears is not None else ()
+
+    def pack(self, example: Sequence[Tensor], width: int) -> None:
+        """Pack the linear layers that this step calls, in products of at most `width` inputs; their own copies go."""
+        self.linears = PackedLinears(lambda: self.forward(*example), self.model.parameters(), width)
 
     def forward(
-        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
     ) -> Tensor:
-        num_kinds, num_layers = len(self.kinds), len(self.layers)
-        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers : -1]
-        logits = self.model(
-            input_ids=source,
-            position_ids=position_ids,
-            # Without it transformers takes jumping position ids for packed sequences, and overlays a mask of its own.
-            attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            layer_attention=SlotAttention(self.layers, keys, values, spans, biases),
-        ).logits[0]
+        with self._products(memory):
+            logits = self.model(
+                input_ids=source,
+                position_ids=position_ids,
+                # Without it transformers takes jumping position ids for packed sequences, and adds a mask of its own.
+                attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                layer_attention=self._attention(spans, stores, memory),
+            ).logits[0]
         return _delivered(logits, memory[-1])
+
+    def _attention(self, spans: Tensor, stores: Tensor, memory: Sequence[Tensor], num_before: int = 0) -> LayerAttention:
+        """Return the attention of one forward; `num_before` layers of the whole model come before the first one here."""
+        num_masks, num_layers = len(self.masks), len(self.layers)
+        biases, keys, values = memory[:num_masks], memory[num_masks:][:num_layers], memory[num_masks + num_layers :]
+
+        # Attention modules name their layer of the whole model; the layers before the first one here are never used.
+        def shifted(items: Sequence[Any]) -> list[Any]:
+            return [*list(items[:1]) * num_before, *items]
+
+        return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, stores), biases)
+
+    def _products(self, memory: Sequence[Tensor]) -> AbstractContextManager[object]:
+        if self.linears is None:
+            return nullcontext()
+        first = len(self.masks) + 2 * len(self.layers)
+        return self.linears.serving(memory[first : first + len(self.linears.packs)])
 
 
 @torch.jit.script

@@ -41,7 +41,7 @@ class StepShape:
         )
 
 
-_FIRST = StepShape(5, 0)
+FIRST = StepShape(5, 0)
 _FAR = 1 << 62
 _COMPARED = (
     # Each shape twice: the executor specialises on the second call, and that is the one that will be used.
@@ -67,7 +67,7 @@ def try_record(eager: Backend, make_step: MakeStep, *, has_logits_memory: bool) 
     Linear layers that read the same input are one in it, unless only a recording as the model is reproduces it: in half
     precision a single rounding is more than the tolerance.
     """
-    example = make_step(_FIRST, 0)
+    example = make_step(FIRST, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
         for way in (lambda: fuse_linears(lambda: eager.forward(*example)), nullcontext):

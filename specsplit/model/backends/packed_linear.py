@@ -1,0 +1,274 @@
+"""Linear layers in oneDNN's packed layout: a few rows cost what one costs, and a row has the same bits among any number.
+
+One run of the model shows which weights it multiplies with, so no family is named here. Products have at most `width`
+inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
+the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its pack is there.
+
+Legend: N outputs, K inputs, R rows, X experts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_HINT = 8
+"""Rows for which a layout is chosen; with a hint of one row its bits differ from those of more."""
+_ALIGNMENT = 16
+# TorchScript cannot spell the empty Scalar?[] of this operator, its IR can; a recording then holds the call.
+_IR = """
+graph(%input : Tensor, %weight : Tensor, %bias : Tensor?):
+  %attr : str = prim::Constant[value="none"]()
+  %algorithm : str = prim::Constant[value=""]()
+  %scalars : Scalar?[] = prim::ListConstruct()
+  %output : Tensor = mkldnn::_linear_pointwise(%input, %weight, %bias, %attr, %scalars, %algorithm)
+  return (%output)
+"""
+packed_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch._C._create_function_from_graph(
+    "packed_product", torch._C.parse_ir(_IR)
+)
+"""Returns [..., N] for an input [..., K], a pack and a bias [N]."""
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a weight [N, K] in oneDNN's layout.
+
+    Raises:
+        RuntimeError: this machine or torch has none for the dtype.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT)
+
+
+def part_width(num_inputs: int, width: int) -> int:
+    """Return the inputs of each part of a product, as equal as they can be and a multiple of the vectors' length."""
+    parts = -(-num_inputs // width)
+    return -(-num_inputs // (parts * _ALIGNMENT)) * _ALIGNMENT if parts > 1 else num_inputs
+
+
+def _product(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) -> Tensor:
+    """Return the product as the sum of its parts, in order and in fp32."""
+    if len(packs) == 1:
+        return packed_product(x, packs[0], bias)
+    parts = x.split(width, dim=-1)
+    total = packed_product(parts[0].contiguous(), packs[0], None).float()
+    for index in range(1, len(packs)):
+        total += packed_product(parts[index].contiguous(), packs[index], None)
+    if bias is not None:
+        total += bias
+    return total.to(x.dtype)
+
+
+def _grouped_product(x: Tensor, packs: list[Tensor], width: int, offsets: Tensor) -> Tensor:
+    """Return the product of rows that are sorted by expert; `offsets` [X] are the ends of each expert's rows.
+
+    An expert's rows are filled up to a multiple of four, as for any product of few outputs.
+    """
+    ends: list[int] = offsets.tolist()
+    num_parts = len(packs) // len(ends)
+    outputs: list[Tensor] = []
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            rows = F.pad(x.narrow(0, start, end - start), [0, 0, 0, (4 - (end - start) % 4) % 4])
+            own = packs[expert * num_parts : (expert + 1) * num_parts]
+            outputs.append(product(rows, own, width, None).narrow(0, 0, end - start))
+        start = end
+    return torch.cat(outputs, dim=0)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
+    product: Callable[[Tensor, list[Tensor], int, Tensor | None], Tensor] = torch.jit.script(_product)
+    grouped_product: Callable[[Tensor, list[Tensor], int, Tensor], Tensor] = torch.jit.script(_grouped_product)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One product that the model asks for: input [..., K], weight [N, K], or [X, N, K] with the ends of groups."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    offsets: Tensor | None = None
+
+    @property
+    def key(self) -> int:
+        """Where the weight lies, whichever view of it the model passes."""
+        return self.weight.data_ptr()
+
+    def goes_with(self, other: _Call) -> bool:
+        return (
+            self.input is other.input
+            and self.weight.dtype == other.weight.dtype
+            and (self.bias is None) == (other.bias is None)
+            and self.offsets is None
+            and other.offsets is None
+        )
+
+
+def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
+    """Return the product with a weight that a torch function stands for; None for any other function."""
+    if func is F.linear:
+        return _Call(*args, **kwargs)
+    if func is torch.addmm and len(args) == 3 and not kwargs:
+        bias, given, weight = args
+        return _Call(given, weight.t(), bias) if isinstance(weight, torch.nn.Parameter) else None
+    if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and set(kwargs) <= {"offs"}:
+        given, weight = args
+        return _Call(given, weight.transpose(-2, -1), None, kwargs["offs"])
+    return None
+
+
+class _Watching(TorchFunctionMode):
+    """Collects the products of a forward, and the weights that are looked up in as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.looked_up: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = _as_call(func, args, kwargs or {})
+        if call is not None:
+            self.calls.append(call)
+        elif func is F.embedding:
+            self.looked_up.add(args[1].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One product as it is computed: the weights of one call, or of several that read the same input."""
+
+    members: Sequence[int]
+    """The weights' keys."""
+    sizes: Sequence[int]
+    """Outputs of each member."""
+    bias: Tensor | None
+    width: int
+    packs: slice
+    """Its packs among all."""
+
+
+class _Serving(TorchFunctionMode):
+    """Computes the model's products with packs, within a `with` block."""
+
+    def __init__(self, products: Mapping[int, _Packed], packs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._products, self._packs = products, packs
+        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
+        """Maps a weight to the input that it was multiplied with, and the result."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = _as_call(func, args, kwargs or {})
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        # A result that was computed ahead serves only the very input it was computed for.
+        known_input, ready = self._ready.pop(call.key, (None, None))
+        if ready is not None and known_input is call.input:
+            return ready
+        packed = self._products.get(call.key)
+        if packed is None:
+            return func(*args, **(kwargs or {}))
+        packs = list(self._packs[packed.packs])
+        if call.offsets is not None:
+            return grouped_product(call.input, packs, packed.width, call.offsets)
+        result = product(call.input, packs, packed.width, packed.bias)
+        if len(packed.members) == 1:
+            return result
+        first, *others = result.split(list(packed.sizes), dim=-1)
+        for member, other in zip(packed.members[1:], others, strict=True):
+            self._ready[member] = call.input, other
+        return first
+
+
+class PackedLinears:
+    """The packed weights of one model.
+
+    Its products are found by running `forward` once; those of `parameters` that it multiplies with are packed, and the
+    model's own copies go. A weight that is looked up in as well (a tied embedding) stays.
+
+    Raises:
+        RuntimeError: this machine or torch cannot pack weights of the dtype.
+    """
+
+    def __init__(self, forward: Callable[[], object], parameters: Iterable[Tensor], width: int) -> None:
+        owners = {parameter.data_ptr(): parameter for parameter in parameters if parameter.numel() > 0}
+        self.packs: list[Tensor] = []
+        """A recording takes them as arguments: it can hold no tensor of this layout."""
+        self.by_shape: dict[tuple[int, int], Tensor] = {}
+        """One pack of each shape, outputs and inputs, cut as it is."""
+        self._width = width
+        self._products: dict[int, _Packed] = {}
+        watching = _Watching()
+        with watching:
+            forward()
+        for group in _groups([call for call in watching.calls if call.key in owners]):
+            members = [owners[call.key] for call in group]
+            packed = self._packed(group)
+            for member in members:
+                if member.data_ptr() not in watching.looked_up:
+                    _let_go(member)
+            # Where a weight lies names it in the forwards to come; its new place is its own, too.
+            keys = [member.data_ptr() for member in members]
+            self._products[keys[0]] = replace(packed, members=keys)
+
+    def serving(self, packs: Sequence[Tensor]) -> TorchFunctionMode:
+        """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""
+        return _Serving(self._products, packs)
+
+    def _packed(self, group: Sequence[_Call]) -> _Packed:
+        first, first_pack = group[0], len(self.packs)
+        num_inputs = first.weight.shape[-1]
+        width = part_width(num_inputs, self._width)
+        weights = first.weight.unbind() if first.offsets is not None else [_joined([call.weight for call in group])]
+        for weight in weights:
+            parts = weight.split(width, dim=1)
+            for part in parts:
+                self.packs.append(pack(part))
+                self.by_shape.setdefault((part.shape[0], part.shape[1]), self.packs[-1])
+        biases = [call.bias for call in group if call.bias is not None]
+        return _Packed(
+            members=(),
+            sizes=[call.weight.shape[-2] for call in group],
+            bias=_joined(biases) if biases else None,
+            width=width,
+            packs=slice(first_pack, len(self.packs)),
+        )
+
+
+def _groups(calls: Sequence[_Call]) -> list[list[_Call]]:
+    """Return the products to pack, those that read the same input in a row as one; a shared weight stays alone."""
+    counts = Counter(call.key for call in calls)
+    groups: dict[int, list[_Call]] = {}
+    latest: list[_Call] = []
+    for call in calls:
+        if call.key in groups:
+            latest = []
+        elif latest and counts[call.key] == counts[latest[-1].key] == 1 and latest[-1].goes_with(call):
+            latest.append(call)
+        else:
+            latest = groups[call.key] = [call]
+    return list(groups.values())
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _let_go(weight: Tensor) -> None:
+    """Free a weight's memory; it keeps its shape, and an address of its own."""
+    with torch.inference_mode(False), torch.no_grad():
+        weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)

@@ -1,0 +1,231 @@
+"""Whether a row of a model has the same bits in any company: packed products, and the proof on the model itself.
+
+With it plain decoding, any tree, batch, prefill and cut into stages give the same logits bit for bit, and so the same
+text in every dtype (docs/adr/0015). It depends on processor, torch and shapes, so it is proved at load; the outcome is
+kept in the user's cache. Where it does not hold, a worker serves all the same and says "near ties".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specsplit.core.user_cache import user_cache
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.attention.metadata import end_row as attended_rows
+from specsplit.model.backends.packed_linear import pack, packed_product
+from specsplit.model.kv_cache import KVCache
+
+BITS, NEAR_TIES = "bits", "near ties"
+_WIDTHS = (1024, 512, 256)
+"""Inputs of a product, the widest first."""
+_NO_CUT = 1 << 30
+_COUNTS = (2, 3, 5, 8, 9, 16, 17, 33, 64, 100, 129, 256, 512)
+_MOST_PRODUCTS = 1 << 34
+"""Multiplications of one proof of a product; the largest (a head) is tried with fewer rows."""
+_PROOF_ROWS, _FEW_PROOF_ROWS = 524, 140
+_FEW_PARAMETERS = 100_000_000
+_LAST = 24
+"""Rows at the end of the proof's text that are compared one by one."""
+_CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
+_VERSION = 1
+
+
+class Provable(Protocol):
+    """A runner, as the proof needs it."""
+
+    cache: KVCache
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    context: int
+    exactness: str
+    exactness_reason: str
+    numerics: str
+
+    @property
+    def products(self) -> Mapping[tuple[int, int], Tensor]:
+        """One pack of each shape (outputs, inputs); empty if no weight is packed."""
+        ...
+
+    @property
+    def outline(self) -> str:
+        """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
+        ...
+
+    def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Return all rows that a forward of these sequences gives for the logits wanted."""
+        ...
+
+
+def product_width(dtype: torch.dtype) -> int:
+    """Return up to how many inputs a packed product's rows do not depend on their number here; no cut if none is found."""
+    generator = torch.Generator().manual_seed(0)
+    for width in _WIDTHS:
+        weight = torch.randn(768, width, generator=generator).to(dtype)
+        if _has_invariant_rows(pack(weight), (768, width), dtype):
+            return width
+    return _NO_CUT
+
+
+@torch.inference_mode()
+def settle(runner: Provable) -> None:
+    """Prove that the runner's rows have the same bits in any company, and note on it what was found and why."""
+    if runner.device.type != "cpu":
+        runner.exactness_reason = "on a GPU the order of sums follows the number of rows"
+        return
+    if not runner.products and runner.cache.keys:
+        runner.exactness_reason = f"this machine has no packed products for {str(runner.dtype).removeprefix('torch.')}"
+        return
+    runner.numerics = fingerprint(runner.dtype)
+    key = _digest(runner.numerics, runner.outline)
+    proofs = _Proofs(user_cache())
+    reason = proofs.get(key)
+    if reason is None:
+        reason = _objection(runner)
+        proofs.put(key, reason)
+    runner.exactness, runner.exactness_reason = (NEAR_TIES, reason) if reason else (BITS, "")
+
+
+def fingerprint(dtype: torch.dtype) -> str:
+    """Return 16 hex digits: machines of the same compute the same bits from the same weights."""
+    return _digest(_processor(), torch.__version__, dtype, _WIDTHS, attended_rows(0), attended_rows(600), _VERSION)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return what the libraries choose their kernels by: maker, model and the instructions that it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    vectors = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
+    flags = told.get("flags", told.get("Features", "")).split()
+    names = " ".join(sorted(flag for flag in flags if any(part in flag for part in vectors)))
+    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")]
+    return f"{platform.machine()} {told.get('vendor_id', '')} {told.get('model name', '')} {names} {limits}"
+
+
+def _objection(runner: Provable) -> str:
+    """Return why a row of this model has other bits in other company; "" if it has the same."""
+    for shape, weight in runner.products.items():
+        if not _has_invariant_rows(weight, shape, runner.dtype):
+            return f"products of {shape[0]} x {shape[1]} differ with the number of rows on this machine"
+    for name, holds in _trials(runner):
+        if not holds:
+            return f"a row differs {name} on this machine"
+    return ""
+
+
+def _has_invariant_rows(weight: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    most = max(_COUNTS[3], min(_COUNTS[-1], _MOST_PRODUCTS // (shape[0] * shape[1])))
+    rows = torch.randn(most, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    places = sorted({0, 1, 2, 6, most // 3, most - 1})
+    alone = {place: packed_product(rows[place : place + 1], weight, None) for place in places}
+    for count in _COUNTS:
+        if count <= most:
+            among = packed_product(rows[:count], weight, None)
+            if any(not torch.equal(among[place], row[0]) for place, row in alone.items() if place < count):
+                return False
+    return True
+
+
+def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
+    """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
+    is_small = sum(shape[0] * shape[1] for shape in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
+    num_rows = min(_PROOF_ROWS if is_small else _FEW_PROOF_ROWS, runner.context)
+    last = min(_LAST, num_rows)
+    token_ids = torch.randint(runner.vocab_size, (num_rows,), generator=torch.Generator().manual_seed(2)).tolist()
+    rows = runner.proof_rows([SequenceInput(0, 0, token_ids, num_logits=last)])
+    memory = _memory(runner, num_rows)
+
+    cut = _in_chunks(runner, token_ids, last)
+    yield "in a prefill of another width", torch.equal(cut, rows) and _same(_memory(runner, num_rows), memory)
+
+    depth = min(8, num_rows - 1, (runner.cache.capacity - num_rows) // 2)
+    base = num_rows - depth
+    wanted = rows[last - depth :] if depth else rows[:0]
+    alone = [runner.proof_rows([SequenceInput(0, base + row, [token_ids[base + row]])]) for row in range(depth)]
+    yield "alone", not alone or torch.equal(torch.cat(alone), wanted)
+
+    # Node 2 i is a wrong token, 2 i + 1 the true one; both hang below the true token before.
+    nodes = [token for true in token_ids[base:] for token in ((true + 1) % runner.vocab_size, true)]
+    parents = [parent for row in range(depth) for parent in (2 * row - 1, 2 * row - 1)]
+    if nodes:
+        tree = runner.proof_rows([SequenceInput(0, base, nodes, parents, num_logits=len(nodes))])
+        places = [base + 2 * row + 1 for row in range(depth)]
+        stored = [tensor[0, :, places] for tensor in (*runner.cache.keys, *runner.cache.values)]
+        yield "in a tree", torch.equal(tree[1::2], wanted) and _same(stored, [row[:, base:] for row in memory])
+
+    if runner.cache.num_slots > 1 and depth:
+        other = SequenceInput(1, 0, token_ids[: min(9, num_rows)])
+        both = runner.proof_rows([other, SequenceInput(0, base, token_ids[base:], num_logits=depth)])
+        yield "beside other sessions", torch.equal(both[1:], wanted)
+
+
+def _in_chunks(runner: Provable, token_ids: Sequence[int], last: int) -> Tensor:
+    """Return the last rows of a text that comes in chunks of many widths."""
+    rows: list[Tensor] = []
+    start = turn = 0
+    while start < len(token_ids):
+        stop = min(start + _CHUNKS[turn % len(_CHUNKS)], len(token_ids))
+        chunk = runner.proof_rows([SequenceInput(0, start, token_ids[start:stop], num_logits=stop - start)])
+        rows.append(chunk[max(0, len(token_ids) - last - start) :])
+        start, turn = stop, turn + 1
+    return torch.cat(rows)
+
+
+def _memory(runner: Provable, num_rows: int) -> list[Tensor]:
+    """Return copies of the first slot's keys and values [heads, num_rows, D], layer by layer."""
+    return [tensor[0, :, :num_rows].clone() for tensor in (*runner.cache.keys, *runner.cache.values)]
+
+
+def _same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, ones, others))
+
+
+class _Proofs:
+    """The outcomes of proofs, kept in one file of the user's cache; a cache that cannot be used is none."""
+
+    _MOST = 256
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / "proofs.json" if folder is not None else None
+
+    def get(self, key: str) -> str | None:
+        """Return the reason that was found against the bits, "" for none, None if nobody tried."""
+        reason = self._read().get(key)
+        return reason if isinstance(reason, str) else None
+
+    def put(self, key: str, reason: str) -> None:
+        if self._file is None:
+            return
+        known = {**self._read(), key: reason}
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
+                json.dump(dict(list(known.items())[-self._MOST :]), file)
+            os.replace(file.name, self._file)
+
+    def _read(self) -> dict[str, object]:
+        if self._file is None:
+            return {}
+        try:
+            found = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
