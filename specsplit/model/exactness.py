@@ -20,13 +20,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specsplit.core.exactness import Exactness
 from specsplit.core.user_cache import user_cache
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.metadata import end_row as attended_rows
 from specsplit.model.backends.packed_linear import pack, packed_product
 from specsplit.model.kv_cache import KVCache
 
-BITS, NEAR_TIES = "bits", "near ties"
 _WIDTHS = (1024, 512, 256)
 """Inputs of a product, the widest first."""
 _NO_CUT = 1 << 30
@@ -49,7 +49,7 @@ class Provable(Protocol):
     dtype: torch.dtype
     device: torch.device
     context: int
-    exactness: str
+    exactness: Exactness
     exactness_reason: str
     numerics: str
 
@@ -69,7 +69,7 @@ class Provable(Protocol):
 
 
 def product_width(dtype: torch.dtype) -> int:
-    """Return up to how many inputs a packed product's rows do not depend on their number here; no cut if none is found."""
+    """Return the inputs up to which a packed product's rows do not depend on their number here; no cut if none."""
     generator = torch.Generator().manual_seed(0)
     for width in _WIDTHS:
         weight = torch.randn(768, width, generator=generator).to(dtype)
@@ -94,7 +94,7 @@ def settle(runner: Provable) -> None:
     if reason is None:
         reason = _objection(runner)
         proofs.put(key, reason)
-    runner.exactness, runner.exactness_reason = (NEAR_TIES, reason) if reason else (BITS, "")
+    runner.exactness, runner.exactness_reason = ("near ties", reason) if reason else ("bits", "")
 
 
 def fingerprint(dtype: torch.dtype) -> str:
@@ -219,7 +219,7 @@ class _Proofs:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
                 json.dump(dict(list(known.items())[-self._MOST :]), file)
-            os.replace(file.name, self._file)
+            Path(file.name).replace(self._file)
 
     def _read(self) -> dict[str, object]:
         if self._file is None:

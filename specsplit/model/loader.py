@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
-from specsplit.model import memory
-from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model import exactness, memory
+from specsplit.model.attention.metadata import SequenceInput, slot_rows
 from specsplit.model.backends.eager import EagerBackend
-from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
+from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
@@ -138,10 +138,17 @@ def load_model(
         fix_longrope(model, context)
         cache = allocate(model, probed, context, node_limit, max_sessions)
         runner = Runner(EagerBackend(model, probed), cache, context)
-        _check_logits(runner, model, context, name)
+        # Distinct ids, so that a wrong position or mask cannot cancel out.
+        token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
+        truth = eager_logits(model, token_ids)
+        pack(runner)
+        ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
+        check_against_eager(ours, truth, name)
         report("recording", 0.85)
         if options.get("record", True):
             runner.record()
+        report("proving", 0.9)
+        exactness.settle(runner)
     report("tokenizer", 0.95)
     tokenizer, eos_ids = load_tokenizer(path, name, config)
     report("ready", 1.0)
@@ -233,14 +240,16 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_lim
     memory.require_kv(per_token, context, node_limit, max_sessions, model.device)
     # The free memory is an estimate: another process may take it between the check and the allocation.
     try:
-        return KVCache(shapes, max_sessions, context + node_limit, dtype=model.dtype, device=model.device)
+        return KVCache(shapes, max_sessions, slot_rows(context + node_limit), dtype=model.dtype, device=model.device)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise memory.out_of_memory(per_token, context, node_limit, max_sessions, model.device) from error
 
 
-@torch.inference_mode()
-def _check_logits(runner: Runner, model: PreTrainedModel, context: int, name: str) -> None:
-    # Distinct ids, so that a wrong position or mask cannot cancel out.
-    token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
-    ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
-    check_against_eager(ours, eager_logits(model, token_ids), name)
+def pack(runner: Runner) -> None:
+    """Pack the weights where this machine can; else lay them out as its own products read them best."""
+    if runner.device.type != "cpu":
+        return
+    try:
+        runner.pack(exactness.product_width(runner.dtype))
+    except RuntimeError:
+        lay_out(runner.model)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from specsplit.core.errors import OutOfMemory
+from specsplit.model.attention.metadata import held_tokens, slot_rows
 
 _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""
@@ -45,7 +46,7 @@ def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int,
         OutOfMemory: naming the context that would fit.
     """
     free = available_bytes(device)
-    if free is not None and per_token * (context + node_limit) * max_sessions > free * _RESERVE:
+    if free is not None and per_token * slot_rows(context + node_limit) * max_sessions > free * _RESERVE:
         raise out_of_memory(per_token, context, node_limit, max_sessions, device)
 
 
@@ -53,10 +54,10 @@ def out_of_memory(
     per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device
 ) -> OutOfMemory:
     """Return the error that says what was needed, what there is, and which --context fits."""
-    needed = per_token * (context + node_limit) * max_sessions
-    # free >= per_token * (context + node_limit) * sessions, solved for the context.
+    needed = per_token * slot_rows(context + node_limit) * max_sessions
+    # free >= per_token * slot_rows(context + node_limit) * sessions, solved for the context.
     free = available_bytes(device) or 0
-    fits = int(free * _RESERVE) // (per_token * max_sessions) - node_limit
+    fits = held_tokens(int(free * _RESERVE) // (per_token * max_sessions)) - node_limit
     if fits >= 64:
         remedy = f"--context {fits // 64 * 64} fits"
     else:

@@ -62,7 +62,7 @@ class LayerAttention(Protocol):
 
 
 class SlotAttention:
-    """The attention of one forward: `spans` [E, 6], `stores` [3, N] and `biases` are its metadata, K and V come per layer."""
+    """The attention of one forward: `layout` (spans [E, 6], stores [3, N]) and `biases` are its metadata."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ def _attend_spans(
 ) -> Tensor:
     """Attend span by span, each over as many rows of its slot as `metadata.end_row` says.
 
-    `memory` is (keys, values, spans, stores, biases) as in AttentionMetadata; `scale` is (scaling, soft-cap or 0, sinks).
+    `memory` is (keys, values, spans, stores, biases), the last three as in AttentionMetadata; `scale` is (scaling,
+    soft-cap or 0, sinks).
     On a CPU the shapes of all products follow from a row's position, but for the number of rows, which is filled up to
     a multiple of four or eight: so a row's result does not depend on its company (docs/adr/0015).
     """
@@ -148,7 +149,7 @@ def _attend_at_once(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scali
     if q.is_cuda:
         out = F.scaled_dot_product_attention(rows, all_keys, all_values, attn_mask=bias, scale=scaling)
         return out.narrow(2, 0, num_rows).reshape(num_heads, group, count, -1), torch.empty(0)
-    out, mass = torch._scaled_dot_product_flash_attention_for_cpu(
+    out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows, all_keys, all_values, 0.0, False, attn_mask=bias, scale=scaling
     )
     if num_rows % 4 > 0:

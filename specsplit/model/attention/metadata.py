@@ -38,8 +38,21 @@ _NUM_SAMPLES = 33
 
 def end_row(position: int) -> int:
     """Return how many rows of its slot a token at this position is multiplied with, the hidden ones included."""
-    step = 64 if position < 512 else 128 if position < 2048 else 512
-    return (position // step + 1) * step
+    return (position // _step(position) + 1) * _step(position)
+
+
+def slot_rows(num_tokens: int) -> int:
+    """Return the rows that a slot needs for so many tokens."""
+    return end_row(num_tokens - 1)
+
+
+def held_tokens(num_rows: int) -> int:
+    """Return the tokens that so many rows are enough for."""
+    return num_rows // _step(num_rows) * _step(num_rows)
+
+
+def _step(row: int) -> int:
+    return 64 if row < 512 else 128 if row < 2048 else 512
 
 
 @record
@@ -135,9 +148,7 @@ class _Step:
         assert sequence.parents is not None
         start, count, base = len(self.token_ids), len(sequence.token_ids), sequence.base_length
         last_row = base + len(sequence.parents)
-        self.spans.append(
-            _Span(sequence.slot, start, start + count, last_row - count, end_row(last_row - 1), sequence)
-        )
+        self.spans.append(_Span(sequence.slot, start, start + count, last_row - count, end_row(last_row - 1), sequence))
         self._add_tokens(sequence, range(count), tree_positions(base, sequence.parents)[-count:])
 
     def add_tree(self, sequence: SequenceInput) -> None:
@@ -352,7 +363,7 @@ def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 
 
 def _level_bias(level: SequenceInput, mask: MaskFunction | None, num_columns: int) -> Tensor:
-    """Return the bias [t, num_columns] of a level: committed rows, itself and its ancestors, unless `mask` hides them."""
+    """Return the bias [t, num_columns] of a level: it sees committed rows, itself and its ancestors, if `mask` lets it."""
     assert level.parents is not None
     base, num_rows, count = level.base_length, len(level.parents), len(level.token_ids)
     visible: NDArray[np.bool_] = np.zeros((count, num_columns), dtype=np.bool_)

@@ -16,7 +16,7 @@ class Backend(Protocol):
         """Return logits [R, V] of the rows wanted in a packed step of T tokens.
 
         `source` is what enters the model, token ids [1, T]; `position_ids` [1, T], `logit_rows` [R], `spans` and
-        `stores` are those of AttentionMetadata. `memory` is all the rest that a step touches, as
-        [biases of each kind | keys of each layer | values of each layer | packed weights | the logits' own memory, if any].
+        `stores` are those of AttentionMetadata. `memory` is all the rest that a step touches, as [biases of each kind |
+        keys of each layer | values of each layer | packed weights | the logits' own memory, if any].
         """
         ...

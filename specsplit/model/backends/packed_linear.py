@@ -1,4 +1,4 @@
-"""Linear layers in oneDNN's packed layout: a few rows cost what one costs, and a row has the same bits among any number.
+"""Linear layers in oneDNN's packed layout: a few rows cost what one costs, and a row has the same bits among many.
 
 One run of the model shows which weights it multiplies with, so no family is named here. Products have at most `width`
 inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
@@ -32,8 +32,9 @@ graph(%input : Tensor, %weight : Tensor, %bias : Tensor?):
   %output : Tensor = mkldnn::_linear_pointwise(%input, %weight, %bias, %attr, %scalars, %algorithm)
   return (%output)
 """
-packed_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch._C._create_function_from_graph(
-    "packed_product", torch._C.parse_ir(_IR)
+_ir: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+packed_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _ir._create_function_from_graph(
+    "packed_product", _ir.parse_ir(_IR)
 )
 """Returns [..., N] for an input [..., K], a pack and a bias [N]."""
 
@@ -71,7 +72,7 @@ def _grouped_product(x: Tensor, packs: list[Tensor], width: int, offsets: Tensor
 
     An expert's rows are filled up to a multiple of four, as for any product of few outputs.
     """
-    ends: list[int] = offsets.tolist()
+    ends: list[int] = offsets.to(torch.int64).tolist()
     num_parts = len(packs) // len(ends)
     outputs: list[Tensor] = []
     start = 0
@@ -101,7 +102,7 @@ class _Call:
 
     @property
     def key(self) -> int:
-        """Where the weight lies, whichever view of it the model passes."""
+        """The address of the weight, whichever view of it the model passes."""
         return self.weight.data_ptr()
 
     def goes_with(self, other: _Call) -> bool:
@@ -121,7 +122,7 @@ def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     if func is torch.addmm and len(args) == 3 and not kwargs:
         bias, given, weight = args
         return _Call(given, weight.t(), bias) if isinstance(weight, torch.nn.Parameter) else None
-    if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and set(kwargs) <= {"offs"}:
+    if getattr(func, "__name__", "") == "_grouped_mm" and len(args) == 2 and kwargs.get("bias") is None:
         given, weight = args
         return _Call(given, weight.transpose(-2, -1), None, kwargs["offs"])
     return None

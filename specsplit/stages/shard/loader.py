@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.model.attention.function import NAME, SlotAttention
+from specsplit.model import exactness
+from specsplit.model.attention.function import NAME
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import StepShape
@@ -34,6 +35,7 @@ from specsplit.model.loader import (
     as_device,
     as_dtype,
     one_thread,
+    pack,
 )
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
@@ -53,6 +55,8 @@ __all__ = [
 ]
 
 _NUM_CHECKED = 24
+_NUM_SOURCES = 61
+"""Hidden states that stand for token ids in the proof of exactness."""
 
 
 def hidden_entry(
@@ -134,7 +138,7 @@ class ShardRunner(Runner):
 
     def __init__(self, part: PartialModel, probed: ProbeResult, cache: KVCache, context: int) -> None:
         super().__init__(_ShardBackend(part, probed), cache, context)
-        self.spec, self.hidden_size, self.context = part.spec, part.hidden_size, context
+        self.spec, self.hidden_size = part.spec, part.hidden_size
         self._part = part
 
     @torch.inference_mode()
@@ -147,11 +151,15 @@ class ShardRunner(Runner):
         Raises:
             InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
         """
-        step = self._arguments(sequences)
-        num_tokens = step[0].shape[1]
+        metadata = self._builder.build(sequences)
+        source, order = None, metadata.order
         if not self.spec.has_embedding or hidden is not None:
-            step = (self._checked(hidden, num_tokens), *step[1:])
-        rows = self.backend.forward(*step)
+            source = self._checked(hidden, metadata.token_ids.shape[1])
+            if order is not None:
+                source = source[:, order]
+        rows = self.backend.forward(*self._arguments(metadata, source))
+        if order is not None and not self.spec.has_head:
+            rows = rows[torch.argsort(order)]
         # The rows leave this process next; without waiting the copy out of the device would be timed as the link's.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -182,6 +190,15 @@ class ShardRunner(Runner):
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
 
+    def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Return the logits wanted [R, V], or the hidden states [R, H] of the same rows; ids choose what enters."""
+        hidden = None
+        if not self.spec.has_embedding:
+            ids = torch.tensor([token_id for entry in sequences for token_id in entry.token_ids])
+            hidden = self._part.random_source(_NUM_SOURCES, 0)[0][ids % _NUM_SOURCES]
+        rows = self.forward(sequences, hidden)
+        return torch.cat([own[-entry.num_logits :] for own, entry in zip(rows, sequences, strict=True)])
+
     def _logits_memory(self, num_rows: int) -> tuple[Tensor, ...]:
         return ()
 
@@ -198,23 +215,16 @@ class _ShardBackend(EagerBackend):
         self._part = part
 
     def forward(
-        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, *memory: Tensor
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
     ) -> Tensor:
-        num_kinds, num_layers = len(self.kinds), len(self.layers)
-        biases, keys, values = memory[:num_kinds], memory[num_kinds:][:num_layers], memory[num_kinds + num_layers :]
-
-        # Attention modules name their layer of the whole model; the layers before the stage's first are never used.
-        def shifted(layers: tuple[Any, ...]) -> tuple[Any, ...]:
-            return layers[:1] * self._part.spec.start + layers
-
-        attention = SlotAttention(shifted(self.layers), shifted(keys), shifted(values), spans, biases)
-        return self._part(
-            source,
-            position_ids,
-            logit_rows,
-            attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
-            layer_attention=attention,
-        )
+        with self._products(memory):
+            return self._part(
+                source,
+                position_ids,
+                logit_rows,
+                attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
+                layer_attention=self._attention(spans, stores, memory, self._part.spec.start),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,9 +332,12 @@ def _runner(
     probed = _probe(model, part)
     cache = allocate(model, probed, context, options.node_limit, options.max_sessions)
     runner = ShardRunner(part, probed, cache, context)
-    _check_rows(runner, part, name)
+    check = _RowsCheck(runner, part)
+    pack(runner)
+    check.require(name)
     if options.record:
         runner.record()
+    exactness.settle(runner)
     return runner
 
 
@@ -340,24 +353,31 @@ def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
     return probe(model, forward, part.spec.layers)
 
 
-@torch.inference_mode()
-def _check_rows(runner: ShardRunner, part: PartialModel, name: str) -> None:
-    """Compare the stage with itself under transformers' own attention.
+class _RowsCheck:
+    """Compares a stage with itself under transformers' own attention, whose rows it takes before weights are packed."""
 
-    Raises:
-        ModelDamaged, ModelUnsupported.
-    """
-    num_tokens = min(_NUM_CHECKED, runner.context)
-    source = part.random_source(num_tokens, 0)
-    if part.spec.has_embedding:
-        ours = runner.rows([SequenceInput(0, 0, source[0].tolist(), num_logits=num_tokens)])
-    else:
-        ours = runner.rows([hidden_entry(0, 0, num_tokens, num_logits=num_tokens)], source[0])
-    positions = torch.arange(num_tokens, device=runner.device)
-    # The same model object computes the truth, with the family's own attention and masks.
-    part.model.set_attn_implementation("eager")
-    try:
-        truth = part(source, positions[None], positions)
-    finally:
-        part.model.set_attn_implementation(NAME)
-    check_against_eager(ours, truth, f"{name} ({part.spec})")
+    @torch.inference_mode()
+    def __init__(self, runner: ShardRunner, part: PartialModel) -> None:
+        self._runner = runner
+        num_tokens = min(_NUM_CHECKED, runner.context)
+        self._source = part.random_source(num_tokens, 0)
+        positions = torch.arange(num_tokens, device=runner.device)
+        # The same model object computes the truth, with the family's own attention and masks.
+        part.model.set_attn_implementation("eager")
+        try:
+            self._truth = part(self._source, positions[None], positions)
+        finally:
+            part.model.set_attn_implementation(NAME)
+
+    def require(self, name: str) -> None:
+        """Refuse the stage if its rows are others.
+
+        Raises:
+            ModelDamaged, ModelUnsupported.
+        """
+        runner, num_tokens = self._runner, self._source.shape[1]
+        if runner.spec.has_embedding:
+            ours = runner.rows([SequenceInput(0, 0, self._source[0].tolist(), num_logits=num_tokens)])
+        else:
+            ours = runner.rows([hidden_entry(0, 0, num_tokens, num_logits=num_tokens)], self._source[0])
+        check_against_eager(ours, self._truth, f"{name} ({runner.spec})")
