@@ -363,7 +363,7 @@ def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 
 
 def _level_bias(level: SequenceInput, mask: MaskFunction | None, num_columns: int) -> Tensor:
-    """Return the bias [t, num_columns] of a level: it sees committed rows, itself and its ancestors, if `mask` lets it."""
+    """Return the bias [t, num_columns] of a level: committed rows, itself and ancestors, as `mask` allows."""
     assert level.parents is not None
     base, num_rows, count = level.base_length, len(level.parents), len(level.token_ids)
     visible: NDArray[np.bool_] = np.zeros((count, num_columns), dtype=np.bool_)

@@ -50,7 +50,7 @@ class EagerBackend:
     def _attention(
         self, spans: Tensor, stores: Tensor, memory: Sequence[Tensor], num_before: int = 0
     ) -> LayerAttention:
-        """Return the attention of one forward; `num_before` layers of the whole model come before the first one here."""
+        """Return the attention of one forward; `num_before` layers of the model come before the first one here."""
         num_masks, num_layers = len(self.masks), len(self.layers)
         biases, keys, values = memory[:num_masks], memory[num_masks:][:num_layers], memory[num_masks + num_layers :]
 
