@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.attention.metadata import MetadataBuilder, SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, hidden_entry, load_ends, load_shard
 
@@ -88,7 +88,13 @@ class Whole:
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         self.boundaries = {}
-        return self.runner.forward(entries)
+        logits = self.runner.forward(entries)
+        # A tree's rows are computed path by path; the boundaries have them in the entries' order.
+        builder = MetadataBuilder([None], 512, dtype=torch.float32, device=torch.device("cpu"), by_path=True)
+        order = builder.build(entries).order
+        if order is not None:
+            self.boundaries = {layer: rows[torch.argsort(order)] for layer, rows in self.boundaries.items()}
+        return logits
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         self.runner.cache.move_rows(slot, sources, start)

@@ -25,6 +25,7 @@ from specsplit.engine.executor import LoopExecutor
 from specsplit.engine.scheduler import WorkStatistics
 from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
+from specsplit.model.attention.metadata import slot_rows
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.probe import probe
@@ -375,7 +376,7 @@ def test_the_slots_take_the_memory_that_the_check_names(max_sessions: int, monke
     model = loaded()
     layers = probe(model.runner.model).layers
     per_token = KVCache.bytes_per_token([(layer.key_shape, layer.value_shape) for layer in layers], model.runner.dtype)
-    needed = per_token * (CONTEXT + NODE_LIMIT) * max_sessions
+    needed = per_token * slot_rows(CONTEXT + NODE_LIMIT) * max_sessions
     assert model.runner.cache.num_bytes == needed
     assert model.kv_bytes_per_token == per_token
     monkeypatch.setattr(memory, "available_bytes", lambda device: int(needed / 0.95) + 1)

@@ -190,6 +190,11 @@ class ShardRunner(Runner):
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
 
+    def pack(self, width: int) -> None:
+        """Pack the weights that the stage multiplies with; an embedding alone has none, though its model has a head."""
+        if not self.spec.is_empty or self.spec.has_head:
+            super().pack(width)
+
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits wanted [R, V], or the hidden states [R, H] of the same rows; ids choose what enters."""
         hidden = None
