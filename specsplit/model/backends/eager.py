@@ -30,7 +30,7 @@ class EagerBackend:
 
     def pack(self, example: Sequence[Tensor], width: int) -> None:
         """Pack the linear layers that this step calls, in products of at most `width` inputs; their own copies go."""
-        self.linears = PackedLinears(lambda: self.forward(*example), self.model.parameters(), width)
+        self.linears = PackedLinears(lambda: self.forward(*example), self.model, width)
 
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor

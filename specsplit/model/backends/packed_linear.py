@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _HINT = 8
@@ -121,7 +121,7 @@ def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return _Call(*args, **kwargs)
     if func is torch.addmm and len(args) == 3 and not kwargs:
         bias, given, weight = args
-        return _Call(given, weight.t(), bias) if isinstance(weight, torch.nn.Parameter) else None
+        return _Call(given, weight.t(), bias) if isinstance(weight, nn.Parameter) else None
     if getattr(func, "__name__", "") == "_grouped_mm" and len(args) == 2 and kwargs.get("bias") is None:
         given, weight = args
         return _Call(given, weight.transpose(-2, -1), None, kwargs["offs"])
@@ -129,12 +129,11 @@ def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 class _Watching(TorchFunctionMode):
-    """Collects the products of a forward, and the weights that are looked up in as well."""
+    """Collects the products of a forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
-        self.looked_up: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -142,8 +141,6 @@ class _Watching(TorchFunctionMode):
         call = _as_call(func, args, kwargs or {})
         if call is not None:
             self.calls.append(call)
-        elif func is F.embedding:
-            self.looked_up.add(args[1].data_ptr())
         return func(*args, **(kwargs or {}))
 
 
@@ -198,15 +195,16 @@ class _Serving(TorchFunctionMode):
 class PackedLinears:
     """The packed weights of one model.
 
-    Its products are found by running `forward` once; those of `parameters` that it multiplies with are packed, and the
-    model's own copies go. A weight that is looked up in as well (a tied embedding) stays.
+    Its products are found by running `forward` once; those parameters of `model` that it multiplies with are packed,
+    and the model's own copies go. A weight that is looked up in as well (a tied embedding) stays.
 
     Raises:
         RuntimeError: this machine or torch cannot pack weights of the dtype.
     """
 
-    def __init__(self, forward: Callable[[], object], parameters: Iterable[Tensor], width: int) -> None:
-        owners = {parameter.data_ptr(): parameter for parameter in parameters if parameter.numel() > 0}
+    def __init__(self, forward: Callable[[], object], model: nn.Module, width: int) -> None:
+        owners = {parameter.data_ptr(): parameter for parameter in model.parameters() if parameter.numel() > 0}
+        looked_up = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
         self.packs: list[Tensor] = []
         """A recording takes them as arguments: it can hold no tensor of this layout."""
         self.by_shape: dict[tuple[int, int], Tensor] = {}
@@ -220,7 +218,7 @@ class PackedLinears:
             members = [owners[call.key] for call in group]
             packed = self._packed(group)
             for member in members:
-                if member.data_ptr() not in watching.looked_up:
+                if member.data_ptr() not in looked_up:
                     _let_go(member)
             # Where a weight lies names it in the forwards to come; its new place is its own, too.
             keys = [member.data_ptr() for member in members]
