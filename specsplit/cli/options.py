@@ -75,7 +75,8 @@ DraftModel = Annotated[
     _option("--draft-model", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
 ]
 DtypeOption = Annotated[
-    Dtype | None, _option("--dtype", _MODELS, "Number format of the weights.", "fp32 on cpu, the checkpoint's on cuda")
+    Dtype | None,
+    _option("--dtype", _MODELS, "Number format of the weights.", "the checkpoint's, or fp32 on a CPU without it"),
 ]
 DeviceOption = Annotated[DeviceName, _option("--device", _MODELS, "Where both models run.")]
 Threads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of each model.", "one per core", "N")]

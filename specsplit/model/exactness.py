@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from specsplit.core.exactness import Exactness
 from specsplit.core.user_cache import user_cache
+from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.attention.metadata import end_row as attended_rows
 from specsplit.model.backends.packed_linear import pack, packed_product
 from specsplit.model.kv_cache import KVCache
 
@@ -38,7 +37,10 @@ _FEW_PARAMETERS = 100_000_000
 _LAST = 24
 """Rows at the end of the proof's text that are compared one by one."""
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
+"""Variables that choose the libraries' kernels."""
 _VERSION = 1
+"""Changes with the layout of forwards: the rows attended to, the parts of products."""
 
 
 class Provable(Protocol):
@@ -99,25 +101,12 @@ def settle(runner: Provable) -> None:
 
 def fingerprint(dtype: torch.dtype) -> str:
     """Return 16 hex digits: machines of the same compute the same bits from the same weights."""
-    return _digest(_processor(), torch.__version__, dtype, _WIDTHS, attended_rows(0), attended_rows(600), _VERSION)
+    limits = [os.environ.get(name, "") for name in _LIMITS]
+    return _digest(processor.description(), limits, torch.__version__, dtype, _WIDTHS, _VERSION)
 
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return what the libraries choose their kernels by: maker, model and the instructions that it has."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    vectors = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
-    flags = told.get("flags", told.get("Features", "")).split()
-    names = " ".join(sorted(flag for flag in flags if any(part in flag for part in vectors)))
-    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")]
-    return f"{platform.machine()} {told.get('vendor_id', '')} {told.get('model name', '')} {names} {limits}"
 
 
 def _objection(runner: Provable) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
-from specsplit.model import exactness, memory
+from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput, slot_rows
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, resolve
@@ -36,7 +36,7 @@ class LoadOptions(TypedDict, total=False):
     """Options of `load_model`."""
 
     dtype: str | None
-    """The default is fp32 on the CPU and the checkpoint's own on CUDA."""
+    """The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively."""
     device: str
     threads: int | None
     """Threads for the engine's operators."""
@@ -130,7 +130,7 @@ def load_model(
         config = load_config(path, name)
         refuse_by_config(config)
         report("weights", 0.15)
-        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device), device)
+        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device, config), device)
         report("probing", 0.7)
         probed = probe(model)
         default_context = options.get("default_context", DEFAULT_CONTEXT)
@@ -203,10 +203,13 @@ def as_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def as_dtype(dtype: str | None, device: torch.device) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of a setting; by default fp32 on the CPU and the checkpoint's own elsewhere."""
+def as_dtype(dtype: str | None, device: torch.device, config: Any) -> torch.dtype | Literal["auto"]:
+    """Return the dtype of a setting; by default the checkpoint's own, or fp32 on a CPU that has no products of it."""
+    if dtype is None and device.type != "cpu":
+        return "auto"
     if dtype is None:
-        return torch.float32 if device.type == "cpu" else "auto"
+        stored = config.get_text_config().dtype
+        return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}.", param="dtype")
     return DTYPES[dtype]

@@ -150,14 +150,14 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
 
 
 def _default_dtype(settings: TargetSettings) -> str:
-    """Return the number format of stages without --dtype: fp32 on the CPU, else the checkpoint's."""
-    if settings.device == "cpu":
-        return "fp32"
+    """Return the number format of stages without --dtype: what a worker would choose on this machine."""
     from specsplit.model.files import load_config, resolve
-    from specsplit.model.loader import DTYPES
+    from specsplit.model.loader import DTYPES, as_device, as_dtype
 
     config = load_config(*resolve(settings.model, "target"))
-    return next((name for name, dtype in DTYPES.items() if dtype == config.get_text_config().dtype), "fp32")
+    chosen = as_dtype(None, as_device(settings.device), config)
+    stored = config.get_text_config().dtype if chosen == "auto" else chosen
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 
 def _has_weights(source: str) -> bool:

@@ -308,7 +308,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         held.check(outline.num_layers, name)
         context = as_context(config, options.context, DEFAULT_CONTEXT, name)
         checkpoint = Checkpoint(path, name)
-        model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device), device)
+        model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device, config), device)
         fix_longrope(model, context)
         with translated(path, name):
             runners = [_runner(model, outline, spec, name, context, options) for spec in specs]
