@@ -1,4 +1,4 @@
-"""What the processor of this machine is, and which number formats it computes natively."""
+"""The processor of this machine, and the number formats that it computes natively."""
 
 from __future__ import annotations
 

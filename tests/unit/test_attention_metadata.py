@@ -1,7 +1,11 @@
-"""The layout of a step against its definition: who may see whom, at which position, in which row."""
+"""The layout of a step against its definition: who sees whom, at which position, in which row, in any company.
+
+A step is played on slots that hold labels in place of keys: span by span as the attention does it, then the stores.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,16 +15,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specsplit.model.attention.metadata import (
+    MOST_ROWS,
+    ROW_MULTIPLE,
     AttentionMetadata,
-    BiasKind,
     MaskFunction,
-    OneTokenMetadata,
+    MetadataBuilder,
     SequenceInput,
+    end_row,
     evaluate_mask,
-    make_metadata,
+    held_tokens,
+    slot_rows,
 )
 
 CPU = torch.device("cpu")
+CAPACITY = slot_rows(900)
+NODES = 10_000
+"""Labels: a committed token has its position, a node of the tree its number behind this one."""
+FREE = -1
 
 
 def window_rule(size: int) -> MaskFunction:
@@ -39,166 +50,316 @@ def chunk_rule(size: int) -> MaskFunction:
     return rule
 
 
+bases = st.one_of(st.integers(0, 12), st.integers(50, 70), st.integers(500, 520), st.integers(630, 650))
+
+
 @st.composite
-def entries(draw: st.DrawFn) -> SequenceInput:
-    """An entry of any shape: prefill, tail and tree, or one more level of a tree that already lies in the slot."""
-    num_rows = draw(st.integers(1, 10))
-    count = draw(st.integers(1, num_rows))
-    is_chain = count == num_rows and draw(st.booleans())
+def chains(draw: st.DrawFn, most: int = 150) -> SequenceInput:
+    count = draw(st.integers(1, most))
     return SequenceInput(
-        slot=draw(st.integers(0, 3)),
-        base_length=draw(st.integers(0, 12)),
-        token_ids=[draw(st.integers(0, 99)) for _ in range(count)],
-        parents=None if is_chain else [draw(st.integers(-1, row - 1)) for row in range(num_rows)],
+        draw(st.integers(0, 3)),
+        draw(bases),
+        [draw(st.integers(0, 99)) for _ in range(count)],
+        draw(st.sampled_from([None, list(range(-1, count - 1))])),
         num_logits=draw(st.integers(1, count)),
     )
 
 
-plain_kinds = st.builds(BiasKind, st.none(), st.integers(1, 4))
-kinds = st.builds(
-    BiasKind,
-    st.one_of(st.none(), st.builds(window_rule, st.integers(1, 9)), st.builds(chunk_rule, st.integers(1, 9))),
-    st.integers(1, 4),
-)
+@st.composite
+def trees(draw: st.DrawFn) -> SequenceInput:
+    """A whole tree with what is committed with it, or one more level of a tree that already lies in the slot."""
+    num_rows = draw(st.integers(2, 12))
+    count = draw(st.one_of(st.just(num_rows), st.integers(1, num_rows)))
+    return SequenceInput(
+        draw(st.integers(0, 3)),
+        draw(bases),
+        [draw(st.integers(0, 99)) for _ in range(count)],
+        [draw(st.integers(-1, row - 1)) for row in range(num_rows)],
+        num_logits=draw(st.integers(1, count)),
+    )
 
 
-def plan_of(step: list[SequenceInput], of_kinds: list[BiasKind]) -> AttentionMetadata:
-    return make_metadata(step, of_kinds, dtype=torch.float32, device=CPU)
+entries = st.one_of(chains(), trees())
+steps = st.lists(entries, min_size=1, max_size=4, unique_by=lambda entry: entry.slot)
+distance_masks = st.one_of(st.none(), st.builds(window_rule, st.integers(1, 70)))
+masks = st.one_of(distance_masks, st.builds(chunk_rule, st.integers(1, 70)))
+builders = st.lists(masks, min_size=1, max_size=3)
+either = st.booleans()
+
+
+def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True) -> MetadataBuilder:
+    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, by_path=by_path)
 
 
 def parents_of(entry: SequenceInput) -> list[int]:
     return list(range(-1, len(entry.token_ids) - 1)) if entry.parents is None else list(entry.parents)
 
 
-def lineage(parents: list[int], row: int) -> set[int]:
-    """Return the row and its ancestors, counted from behind the base."""
-    seen: set[int] = set()
+def lineage(parents: Sequence[int], row: int) -> list[int]:
+    """Return the row's ancestors and itself, from the base on."""
+    seen: list[int] = []
     while row >= 0:
-        seen.add(row)
+        seen.append(row)
         row = parents[row]
-    return seen
+    return seen[::-1]
 
 
-def expected_visibility(entry: SequenceInput, mask: MaskFunction | None) -> list[list[bool]]:
-    """Return by definition which rows of the slot each of the entry's tokens sees."""
-    parents, base = parents_of(entry), entry.base_length
-    lines = [lineage(parents, row) for row in range(len(parents))]
-    positions = [*range(base), *(base + len(line) - 1 for line in lines)]
-    visible: list[list[bool]] = []
-    for row in range(len(parents) - len(entry.token_ids), len(parents)):
-        query = positions[base + row]
-        visible.append(
-            [
-                (key < base or key - base in lines[row])
-                and (mask is None or bool(mask(*(torch.tensor(n) for n in (0, 0, query, positions[key])))))
-                for key in range(base + len(parents))
-            ]
-        )
-    return visible
+def expected_view(entry: SequenceInput, node: int, mask: MaskFunction | None) -> tuple[Tensor, Tensor]:
+    """Return by definition the labels of what a node sees, in order, and the position of each."""
+    line = torch.tensor(lineage(parents_of(entry), node))
+    labels = torch.cat([torch.arange(entry.base_length), NODES + line])
+    positions = torch.arange(len(labels))
+    if mask is not None:
+        zero = torch.tensor(0)
+        positions = positions[mask(zero, zero, positions[-1], positions)]
+    return labels[positions], positions
 
 
-def bias_of(plan: AttentionMetadata, index: int, kind_index: int, group: int) -> Tensor | None:
-    """Return an entry's bias [group, t, end_row] as the attention function reads it, None where there is none."""
-    _, start, stop, _, end_row, offset = plan.spans[index].tolist()
-    if offset < 0:
-        return None
-    size = group * (stop - start) * end_row
-    return plan.biases[kind_index][group * offset :][:size].view(group, stop - start, end_row)
+def bias_of(metadata: AttentionMetadata, span: Sequence[int], kind: int) -> Tensor:
+    """Return a span's bias [t, end_row] as the attention function reads it."""
+    _, start, stop, _, end, offset = span
+    count = stop - start
+    rows = 1 if count == 1 else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+    bias = metadata.biases[kind].narrow(0, offset, rows * end).view(rows, end)
+    assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
+    assert (bias[count:] == 0).all(), "a row that sees nothing is no number"
+    return bias[:count]
 
 
-@given(st.lists(entries(), min_size=1, max_size=4), st.lists(kinds, min_size=1, max_size=3))
-def test_every_token_sees_the_base_and_its_own_line_within_the_rule(
-    step: list[SequenceInput], of_kinds: list[BiasKind]
-) -> None:
-    plan = plan_of(step, of_kinds)
-    for index, entry in enumerate(step):
-        for kind_index, kind in enumerate(of_kinds):
-            expected = torch.tensor(expected_visibility(entry, kind.mask))
-            bias = bias_of(plan, index, kind_index, kind.group)
-            if bias is None:
-                assert expected.all()
-                continue
-            assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
-            assert torch.equal(bias == 0, expected.expand(kind.group, -1, -1))
+class Slots:
+    """Slots that hold labels, as a step finds them and changes them."""
+
+    def __init__(self, step: Sequence[SequenceInput]) -> None:
+        self.rows: dict[int, Tensor] = {}
+        for entry in step:
+            rows = torch.full((CAPACITY,), FREE)
+            base, num_earlier = entry.base_length, entry.num_tree_rows - len(entry.token_ids)
+            rows[:base] = torch.arange(base)
+            rows[base : base + num_earlier] = NODES + torch.arange(num_earlier)
+            self.rows[entry.slot] = rows
+
+    def views(self, metadata: AttentionMetadata, labels: Tensor, kind: int) -> list[tuple[Tensor, Tensor]]:
+        """Play the step; return for each of its tokens the labels that it sees, and their rows."""
+        views: list[tuple[Tensor, Tensor]] = []
+        for span in metadata.spans.tolist():
+            slot, start, stop, first_row, _, _ = span
+            self.rows[slot][first_row : first_row + stop - start] = labels[start:stop]
+            seen = self.rows[slot].clone()
+            for visible in bias_of(metadata, span, kind) == 0:
+                rows = visible.nonzero().flatten()
+                views.append((seen[rows], rows))
+        for slot, token, row in metadata.stores.t().tolist():
+            self.rows[slot][row] = labels[token]
+        return views
 
 
-@given(st.lists(entries(), min_size=1, max_size=4), st.lists(kinds, min_size=1, max_size=3))
-def test_biases_lie_one_behind_the_other_without_a_gap(step: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
-    plan = plan_of(step, of_kinds)
-    sizes = [
-        len(e.token_ids) * (e.base_length + e.num_tree_rows)
-        for e, span in zip(step, plan.spans, strict=True)
-        if span[5] >= 0
+def owners(step: Sequence[SequenceInput]) -> list[tuple[SequenceInput, int]]:
+    """Return the sequence and the node of each token, in the order of the sequences."""
+    return [
+        (entry, node)
+        for entry in step
+        for node in range(entry.num_tree_rows - len(entry.token_ids), entry.num_tree_rows)
     ]
-    assert [len(flat) for flat in plan.biases] == [kind.group * sum(sizes) for kind in of_kinds]
-    offsets = [offset for offset in plan.spans[:, 5].tolist() if offset >= 0]
-    assert offsets == [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-@given(st.lists(entries(), min_size=1, max_size=4), st.lists(plain_kinds, min_size=1, max_size=2))
-def test_entries_are_packed_in_their_order(step: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
-    plan = plan_of(step, of_kinds)
-    token_ids, positions, logit_rows, spans = [], [], [], []
-    for entry in step:
-        parents, count, start = parents_of(entry), len(entry.token_ids), len(token_ids)
-        token_ids.extend(entry.token_ids)
-        depths = [len(lineage(parents, row)) for row in range(len(parents))]
-        positions.extend(entry.base_length + depth - 1 for depth in depths[-count:])
-        logit_rows.extend(range(start + count - entry.num_logits, start + count))
-        end_row = entry.base_length + len(parents)
-        spans.append([entry.slot, start, start + count, end_row - count, end_row])
-    assert plan.token_ids.tolist() == [token_ids]
-    assert plan.position_ids.tolist() == [positions]
-    assert plan.logit_rows.tolist() == logit_rows
-    assert plan.spans[:, :5].tolist() == spans
+def order_of(metadata: AttentionMetadata) -> list[int]:
+    return list(range(metadata.token_ids.shape[1])) if metadata.order is None else metadata.order.tolist()
 
 
-@given(entries())
-def test_a_chain_said_by_parents_is_a_chain(entry: SequenceInput) -> None:
-    chain = replace(entry, parents=None)
-    said = replace(entry, parents=list(range(-1, len(entry.token_ids) - 1)))
-    of_kinds = [BiasKind(None, 2), BiasKind(window_rule(3), 1)]
-    implicit, explicit = plan_of([chain], of_kinds), plan_of([said], of_kinds)
-    assert torch.equal(implicit.position_ids, explicit.position_ids)
-    assert torch.equal(implicit.spans, explicit.spans)
-    assert all(torch.equal(one, other) for one, other in zip(implicit.biases, explicit.biases, strict=True))
+def check_step(step: Sequence[SequenceInput], of: Sequence[MaskFunction | None], *, by_path: bool) -> None:
+    metadata = builder(of, by_path=by_path).build(step)
+    owned = owners(step)
+    order = order_of(metadata)
+    assert sorted(order) == list(range(len(owned)))
+    in_order = [owned[place] for place in order]
+    labels = torch.tensor([NODES + node for _, node in in_order])
+    for kind, mask in enumerate(of):
+        slots = Slots(step)
+        views = slots.views(metadata, labels, kind)
+        for (entry, node), (seen, rows) in zip(in_order, views, strict=True):
+            expected, positions = expected_view(entry, node, mask)
+            assert torch.equal(seen.sort().values, expected.sort().values)
+            if entry.is_chain or (by_path and entry.num_tree_rows == len(entry.token_ids)):
+                assert torch.equal(seen, expected)
+                assert torch.equal(rows, positions), "down a path a row's number is its position"
+        for entry in step:
+            base, num_rows = entry.base_length, entry.base_length + entry.num_tree_rows
+            expected = torch.cat([torch.arange(base), NODES + torch.arange(entry.num_tree_rows)])
+            assert torch.equal(slots.rows[entry.slot][:num_rows], expected), "every node ends on its own row"
 
 
-def test_a_single_token_needs_no_bias_where_every_layer_is_plainly_causal() -> None:
-    plan = plan_of([SequenceInput(0, 7, [5])], [BiasKind(None, 2)])
-    assert plan.spans[0, 5] == -1
-    assert plan.biases[0].numel() == 0
+@given(steps, builders, either)
+def test_a_token_sees_committed_ones_and_ancestors_as_the_mask_allows(
+    step: list[SequenceInput], of: list[MaskFunction | None], by_path: bool
+) -> None:
+    check_step(step, of, by_path=by_path)
 
 
-def test_a_single_token_behind_a_window_does_not_see_what_lies_before_it() -> None:
-    plan = plan_of([SequenceInput(0, 7, [5])], [BiasKind(None, 2), BiasKind(window_rule(3), 1)])
-    assert (plan.biases[1] == 0).tolist() == [False] * 5 + [True] * 3
-    assert (plan.biases[0] == 0).all()
+@given(steps, either)
+def test_tokens_positions_and_logits_are_those_of_the_sequences(step: list[SequenceInput], by_path: bool) -> None:
+    metadata = builder([None], by_path=by_path).build(step)
+    order, owned = order_of(metadata), owners(step)
+    assert by_path or order == list(range(len(owned)))
+    token_ids = [token_id for entry in step for token_id in entry.token_ids]
+    positions = [entry.base_length + len(lineage(parents_of(entry), node)) - 1 for entry, node in owned]
+    assert metadata.token_ids.tolist() == [[token_ids[place] for place in order]]
+    assert metadata.position_ids.tolist() == [[positions[place] for place in order]]
+    wanted: list[int] = []
+    for start, entry in zip(starts(step), step, strict=True):
+        stop = start + len(entry.token_ids)
+        wanted.extend(range(stop - entry.num_logits, stop))
+    assert [order[row] for row in metadata.logit_rows.tolist()] == wanted
+
+
+def starts(step: Sequence[SequenceInput]) -> list[int]:
+    return [sum(len(entry.token_ids) for entry in step[:index]) for index in range(len(step))]
+
+
+@given(steps)
+def test_spans_cover_the_step_and_are_short(step: list[SequenceInput]) -> None:
+    metadata = builder([None]).build(step)
+    spans = metadata.spans.tolist()
+    assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
+    assert spans[-1][2] == metadata.token_ids.shape[1]
+    levels = {entry.slot for entry in step if not entry.is_chain and entry.num_tree_rows > len(entry.token_ids)}
+    for slot, start, stop, first_row, end, _ in spans:
+        assert start < stop
+        assert first_row + stop - start <= end <= CAPACITY
+        assert slot in levels or stop - start <= MOST_ROWS
+
+
+@given(steps, st.lists(distance_masks, min_size=1, max_size=2), chains(most=9))
+def test_a_token_has_the_bias_and_the_rows_that_it_has_alone(
+    step: list[SequenceInput], of: list[MaskFunction | None], other: SequenceInput
+) -> None:
+    """A token of a chain or a tree gets what plain decoding gives it at its position, whatever comes with it."""
+    made = builder(of)
+    step = [entry for entry in step if entry.is_chain or entry.num_tree_rows == len(entry.token_ids)]
+    metadata = made.build([*step, replace(other, slot=9)])
+    positions = metadata.position_ids[0].tolist()
+    expected = {}
+    for position in set(positions):
+        alone = builder(of).build([SequenceInput(0, position, [1])])
+        expected[position] = [bias_of(alone, alone.spans[0].tolist(), kind)[0] for kind in range(len(of))]
+        assert len(expected[position][0]) == end_row(position)
+    for span in metadata.spans.tolist():
+        for kind in range(len(of)):
+            for row, position in zip(bias_of(metadata, span, kind), positions[span[1] : span[2]], strict=True):
+                assert torch.equal(row, expected[position][kind])
+
+
+@pytest.mark.parametrize("position", [*range(200), *range(500, 700), *range(2040, 2060), 4095, 4096, 100_000])
+def test_rows_attended_to_hold_the_token_and_grow_with_its_position(position: int) -> None:
+    assert position < end_row(position) <= position + 512
+    assert end_row(position) <= end_row(position + 1)
+    assert end_row(end_row(position) - 1) == end_row(position), "so the last row of a span answers for all"
+
+
+@given(st.integers(64, 10_000))
+def test_a_slot_has_rows_for_the_tokens_it_holds(num_rows: int) -> None:
+    assert slot_rows(held_tokens(num_rows)) <= num_rows < slot_rows(held_tokens(num_rows) + 1)
+
+
+@given(st.lists(chains(most=1), min_size=1, max_size=5), st.lists(masks, min_size=1, max_size=2))
+def test_one_token_is_laid_out_as_any_step(sequences: list[SequenceInput], of: list[MaskFunction | None]) -> None:
+    made = builder(of)
+    for sequence in sequences:
+        general = made.build([replace(sequence, num_logits=0)])
+        alone = made.build([sequence])
+        assert alone.logit_rows.tolist() == [0]
+        assert alone.order is None
+        for name in ("token_ids", "position_ids", "spans", "stores"):
+            ours, expected = getattr(alone, name), getattr(general, name)
+            assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+            assert name == "spans" or torch.equal(ours, expected)
+        assert torch.equal(alone.spans[:, :5], general.spans[:, :5])
+        for kind in range(len(of)):
+            ours, expected = (bias_of(metadata, metadata.spans[0].tolist(), kind) for metadata in (alone, general))
+            assert torch.equal(ours, expected)
+
+
+def test_one_more_token_of_a_chain_that_lies_in_the_slot_stands_behind_it() -> None:
+    metadata = builder([None]).build([SequenceInput(1, 7, [5], [-1, 0, 1])])
+    assert metadata.position_ids.tolist() == [[9]]
+    assert metadata.spans[0, :5].tolist() == [1, 0, 1, 9, 64]
+
+
+@given(trees(), builders)
+def test_a_chain_is_the_same_with_its_parents(entry: SequenceInput, of: list[MaskFunction | None]) -> None:
+    explicit = replace(entry, parents=list(range(-1, len(entry.token_ids) - 1)))
+    ours, truth = builder(of).build([explicit]), builder(of).build([replace(entry, parents=None)])
+    assert ours.order is None
+    assert ours.stores.shape == (3, 0)
+    assert torch.equal(ours.position_ids, truth.position_ids)
+    assert torch.equal(ours.spans, truth.spans)
+    assert all(torch.equal(one, other) for one, other in zip(ours.biases, truth.biases, strict=True))
+
+
+def test_a_tree_is_one_span_if_it_is_not_laid_out_path_by_path() -> None:
+    tree = SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
+    assert builder([None], by_path=False).build([tree]).spans[:, :5].tolist() == [[0, 0, 5, 4, 64]]
+    by_path = builder([None]).build([tree])
+    assert by_path.spans[:, :5].tolist() == [[0, 0, 3, 4, 64], [0, 3, 5, 5, 64]]
+    assert order_of(by_path) == [0, 1, 3, 2, 4]
+    # Behind the second path row 5 holds node 2 and row 6 node 4; node 0 alone is in place.
+    assert sorted(by_path.stores.t().tolist()) == [[0, 1, 5], [0, 2, 7], [0, 3, 6], [0, 4, 8]]
 
 
 def test_a_window_counts_positions_and_not_rows() -> None:
     """Five siblings stand at one position: rows between a query and the base take nothing from its window."""
-    plan = plan_of([SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1] * 5)], [BiasKind(window_rule(3), 1)])
-    bias = bias_of(plan, 0, 0, 1)
-    assert bias is not None
-    assert (bias[0, -1] == 0).tolist() == [False, False, True, True, False, False, False, False, True]
+    step = [SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1] * 5)]
+    metadata = builder([window_rule(3)], by_path=False).build(step)
+    visible = bias_of(metadata, metadata.spans[0].tolist(), 0)[-1] == 0
+    assert visible.nonzero().flatten().tolist() == [2, 3, 8]
 
 
-def test_plans_of_one_shape_do_not_share_what_they_write_to() -> None:
-    """Chain biases come from a cache: a plan that is handed out must not be able to change the next one."""
-    first = plan_of([SequenceInput(0, 0, [1, 2, 3])], [BiasKind(None, 1)])
+def num_biases(of: MaskFunction, capacity: int = CAPACITY) -> int:
+    """Return the length of one token's bias, which is that of two slots if the mask looks at distances only."""
+    made = MetadataBuilder([of], capacity, dtype=torch.float32, device=CPU, by_path=True)
+    return len(made.build([SequenceInput(0, 7, [5])]).biases[0])
+
+
+@pytest.mark.parametrize("size", [1, 8, 4000])
+def test_the_bias_of_a_window_is_made_once(size: int) -> None:
+    assert num_biases(window_rule(size)) == 2 * CAPACITY
+
+
+@pytest.mark.parametrize("capacity", [64, 512, 1536, 4608])
+def test_a_rule_of_chunks_is_no_window(capacity: int) -> None:
+    """Whatever their size, and wherever the samples of the rule fall."""
+    for size in [*range(2, 200), capacity // 32, capacity // 16, capacity // 2, capacity // 2 + 1, capacity - 1]:
+        if 1 < size < capacity:
+            assert num_biases(chunk_rule(size), capacity) == 64, size
+
+
+def test_a_model_without_layers_needs_no_bias() -> None:
+    metadata = builder([]).build([SequenceInput(0, 3, [4])])
+    assert (metadata.biases, metadata.token_ids.tolist()) == ((), [[4]])
+
+
+@pytest.mark.parametrize("make", [lambda: None, lambda: window_rule(2), lambda: chunk_rule(2)])
+def test_metadata_that_is_handed_out_shares_nothing_with_the_next(make: Callable[[], MaskFunction | None]) -> None:
+    made = builder([make()])
+    step = [SequenceInput(0, 0, [1, 2, 3])]
+    first = made.build(step)
     kept = first.biases[0].clone()
     first.biases[0].zero_()
-    assert torch.equal(plan_of([SequenceInput(0, 0, [1, 2, 3])], [BiasKind(None, 1)]).biases[0], kept)
+    assert torch.equal(made.build(step).biases[0], kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_biases_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
-    plan = make_metadata(
-        [SequenceInput(0, 3, [1, 2], [-1, -1])], [BiasKind(window_rule(2), 2)], dtype=dtype, device=CPU
-    )
-    assert plan.biases[0].dtype == dtype
-    assert set(plan.biases[0].float().tolist()) == {0.0, float("-inf")}
+@pytest.mark.parametrize("rule", [None, window_rule(2), chunk_rule(2)])
+def test_biases_have_the_dtype_of_the_model(dtype: torch.dtype, rule: MaskFunction | None) -> None:
+    made = MetadataBuilder([rule], CAPACITY, dtype=dtype, device=CPU, by_path=True)
+    for step in (
+        SequenceInput(0, 3, [1]),
+        SequenceInput(0, 3, [1, 2]),
+        SequenceInput(0, 3, [1, 2], [-1, -1]),
+        SequenceInput(0, 3, [2], [-1, -1]),
+    ):
+        bias = made.build([step]).biases[0]
+        assert bias.dtype == dtype
+        assert set(bias.float().tolist()) == {0.0, float("-inf")}
 
 
 def test_a_rule_that_ignores_the_queries_is_expanded_to_all_of_them() -> None:
@@ -207,32 +368,3 @@ def test_a_rule_that_ignores_the_queries_is_expanded_to_all_of_them() -> None:
 
     allowed = evaluate_mask(only_even_keys, torch.arange(3), torch.arange(4))
     assert allowed.tolist() == [[True, False, True, False]] * 3
-
-
-one_token = st.builds(
-    lambda slot, base, token_id, num_rows: SequenceInput(
-        slot, base, [token_id], list(range(-1, num_rows - 1)) if num_rows else None
-    ),
-    *(st.integers(0, most) for most in (3, 12, 99, 6)),
-)
-
-
-@given(st.lists(st.one_of(entries(), one_token), min_size=1, max_size=6), st.lists(kinds, min_size=1, max_size=2))
-def test_one_token_is_laid_out_as_ever(steps: list[SequenceInput], of_kinds: list[BiasKind]) -> None:
-    kept = OneTokenMetadata(of_kinds, torch.float32)
-    for entry in steps:
-        found, truth = kept.try_update([entry]), plan_of([entry], of_kinds)
-        is_its = len(entry.token_ids) == 1 and parents_of(entry) == list(range(-1, len(parents_of(entry)) - 1))
-        assert (found is not None) == (is_its and all(kind.mask is None for kind in of_kinds))
-        if found is not None:
-            for name in ("token_ids", "position_ids", "logit_rows", "spans"):
-                ours, expected = getattr(found, name), getattr(truth, name)
-                assert ours.dtype == expected.dtype
-                assert torch.equal(ours, expected)
-            assert [bias.shape for bias in found.biases] == [bias.shape for bias in truth.biases]
-
-
-def test_a_step_of_two_entries_or_without_logits_is_laid_out_anew() -> None:
-    kept = OneTokenMetadata([BiasKind(None, 2)], torch.float32)
-    assert kept.try_update([SequenceInput(0, 3, [1]), SequenceInput(1, 4, [2])]) is None
-    assert kept.try_update([SequenceInput(0, 3, [1], num_logits=0)]) is None

@@ -13,6 +13,7 @@ from specsplit.model.backends import recorded_cpu
 from specsplit.model.fused_linear import Fusing, fuse_linears
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.packs import require_packs, take_packs_away
 
 
 class Block(nn.Module):
@@ -113,13 +114,24 @@ def test_a_member_that_gets_another_input_this_time_is_computed_by_itself() -> N
 
 
 @pytest.mark.parametrize(("family", "per_layer"), [("llama", 4), ("gpt2", 0), ("opt", 4), ("phi3", 4)])
-def test_families_record_fewer_products(family: str, per_layer: int, tmp_path: Path) -> None:
+def test_families_record_fewer_products_where_no_weight_is_packed(
+    family: str, per_layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Llama: qkv, o, gate and up, down. OPT: qkv, o and two. GPT-2 and Phi-3 come with theirs joined."""
+    take_packs_away(monkeypatch)
     folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
     loaded = load_model(str(folder), role="target", threads=1)
     recorded = loaded.runner.backend.forward
     head = 1
     assert str(recorded.graph).count("aten::linear") == head + per_layer * loaded.runner.model.config.num_hidden_layers
+
+
+def test_packed_layers_are_not_fused_once_more(tmp_path: Path) -> None:
+    require_packs("fp32")
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    runner = load_model(str(folder), role="target", threads=1).runner
+    assert runner.is_recorded
+    assert "aten::linear" not in str(runner.backend.forward.graph)
 
 
 def test_an_unfused_recording_is_used_if_only_it_reproduces_the_model(
@@ -128,6 +140,7 @@ def test_an_unfused_recording_is_used_if_only_it_reproduces_the_model(
     def wrong(forward: object) -> Fusing:
         raise RuntimeError("a view of a slice that is none")
 
+    take_packs_away(monkeypatch)
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     truth = load_model(str(folder), role="target", threads=1, record=False).runner.forward(
         [SequenceInput(0, 0, [5, 6, 7])]

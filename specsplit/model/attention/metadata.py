@@ -340,7 +340,9 @@ def _ramp(mask: MaskFunction | None, capacity: int) -> Tensor | None:
         return ramp
     keys = torch.arange(capacity)
     ramp[:capacity] = _as_bias(evaluate_mask(mask, keys[-1:], keys))[0]
-    queries = torch.linspace(0, capacity - 1, min(_NUM_SAMPLES, capacity)).long()
+    # In pairs: a rule of chunks looks like a window to samples that all stand at the ends of chunks.
+    pairs = torch.linspace(0, capacity - 2, _NUM_SAMPLES).long()
+    queries = torch.cat([pairs, pairs + 1])
     expected = torch.stack([ramp[capacity - 1 - query :][:capacity] for query in queries.tolist()])
     return ramp if torch.equal(_as_bias(evaluate_mask(mask, queries, keys)), expected) else None
 

@@ -105,6 +105,10 @@ class _Call:
         """The address of the weight, whichever view of it the model passes."""
         return self.weight.data_ptr()
 
+    @property
+    def num_weights(self) -> int:
+        return self.weight.numel()
+
     def goes_with(self, other: _Call) -> bool:
         return (
             self.input is other.input
@@ -186,10 +190,9 @@ class _Serving(TorchFunctionMode):
         result = product(call.input, packs, packed.width, packed.bias)
         if len(packed.members) == 1:
             return result
-        first, *others = result.split(list(packed.sizes), dim=-1)
-        for member, other in zip(packed.members[1:], others, strict=True):
-            self._ready[member] = call.input, other
-        return first
+        for member, part in zip(packed.members, result.split(list(packed.sizes), dim=-1), strict=True):
+            self._ready[member] = call.input, part
+        return self._ready.pop(call.key)[1]
 
 
 class PackedLinears:
@@ -214,7 +217,11 @@ class PackedLinears:
         watching = _Watching()
         with watching:
             forward()
-        for group in _groups([call for call in watching.calls if call.key in owners]):
+        # A part of a weight is left alone: other parts may be used elsewhere.
+        calls = [call for call in watching.calls if call.num_weights == _size(owners.get(call.key))]
+        for dtype in {call.weight.dtype for call in calls}:
+            pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
+        for group in _groups(calls):
             members = [owners[call.key] for call in group]
             packed = self._packed(group)
             for member in members:
@@ -222,7 +229,7 @@ class PackedLinears:
                     _let_go(member)
             # Where a weight lies names it in the forwards to come; its new place is its own, too.
             keys = [member.data_ptr() for member in members]
-            self._products[keys[0]] = replace(packed, members=keys)
+            self._products.update(dict.fromkeys(keys, replace(packed, members=keys)))
 
     def serving(self, packs: Sequence[Tensor]) -> TorchFunctionMode:
         """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""
@@ -261,6 +268,10 @@ def _groups(calls: Sequence[_Call]) -> list[list[_Call]]:
         else:
             latest = groups[call.key] = [call]
     return list(groups.values())
+
+
+def _size(parameter: Tensor | None) -> int:
+    return parameter.numel() if parameter is not None else 0
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

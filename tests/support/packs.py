@@ -1,0 +1,46 @@
+"""Machines with packed weights and without, as tests need them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from specsplit.model import exactness
+from specsplit.model.backends.packed_linear import pack
+from specsplit.model.runner import Runner
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@cache
+def can_pack(dtype: str) -> bool:
+    """Return whether this machine has packed products of the dtype."""
+    try:
+        pack(torch.zeros(16, 16, dtype=DTYPES[dtype]))
+    except RuntimeError:
+        return False
+    return True
+
+
+def require_packs(dtype: str) -> None:
+    """Skip the test on a machine without packed products of the dtype."""
+    if not can_pack(dtype):
+        pytest.skip(f"this machine has no packed products of {dtype}")
+
+
+def require_bits(runner: Runner, dtype: str) -> None:
+    """Assert that rows were proved to have the same bits in any company; skip on a machine that cannot pack."""
+    require_packs(dtype)
+    assert (runner.exactness, runner.exactness_reason) == ("bits", "")
+
+
+def take_packs_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this a machine that packs no weights."""
+
+    def refuse(weight: Tensor) -> Tensor:
+        raise RuntimeError("no packed weights on this machine")
+
+    monkeypatch.setattr(exactness, "pack", refuse)
