@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specsplit.model.mapped_file import addresses, let_pages_go
+
 _HINT = 8
 """Rows for which a layout is chosen; with a hint of one row its bits differ from those of more."""
 _ALIGNMENT = 16
@@ -223,7 +225,9 @@ class PackedLinears:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
         for group in _groups(calls):
             members = [owners[call.key] for call in group]
+            places = [addresses(member) for member in members]
             packed = self._packed(group)
+            let_pages_go(places)
             for member in members:
                 if member.data_ptr() not in looked_up:
                     _let_go(member)
