@@ -24,9 +24,9 @@ def let_pages_go(ranges: Iterable[_Range]) -> None:
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for start, stop in ranges:
+    for first, last in ranges:
         # Whole pages only: the first and the last one may hold a neighbour's numbers.
-        start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
         place = bisect.bisect_right(mapped, (start, 1 << 64)) - 1
         if start < stop and place >= 0 and stop <= mapped[place][1]:
             madvise(start, stop - start, _MADV_DONTNEED)
