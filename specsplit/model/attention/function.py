@@ -62,7 +62,7 @@ class LayerAttention(Protocol):
 
 
 class SlotAttention:
-    """The attention of one forward: `layout` (spans [E, 6], stores [3, N]) and `biases` are its metadata."""
+    """The attention of one forward: `layout` (spans [E, 7], stores [3, N]) and `biases` are its metadata."""
 
     def __init__(
         self,
@@ -104,12 +104,15 @@ def _attend_spans(
     outputs: list[Tensor] = []
     table: list[list[int]] = spans.tolist()
     is_alone = len(table) == 1  # its tokens are all of the step's then, and need not be cut out
-    for slot, start, stop, first_row, end_row, offset in table:
+    for slot, start, stop, first_row, end_row, offset, is_new in table:
         # Rows of the slot: [older rows | first_row: this span's | hidden ones, up to end_row).
         slot_keys, slot_values = keys[slot, :, :end_row], values[slot, :, :end_row]
         count = stop - start
         slot_keys[:, first_row : first_row + count].copy_(k[0] if is_alone else k[0, :, start:stop])
         slot_values[:, first_row : first_row + count].copy_(v[0] if is_alone else v[0, :, start:stop])
+        if is_new == 1:
+            slot_keys[:, first_row + count :].zero_()
+            slot_values[:, first_row + count :].zero_()
         own = (q if is_alone else q[:, :, start:stop]).reshape(keys.size(1), -1, count, q.size(3))
         num_rows = 1 if count == 1 else (count + 3) // 4 * 4
         bias = biases.narrow(0, offset, num_rows * end_row).view(num_rows, end_row)

@@ -86,10 +86,12 @@ class AttentionMetadata:
     """One step as tensors, E spans in T tokens.
 
     `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits], in the order of the sequences' tokens.
-    `spans` [E, 6] and `stores` [3, N] are on the CPU. A span is (slot, start, stop, first_row, end_row, offset): tokens
-    of the step, the rows they are written to, the rows attended to, and where its bias begins. `biases` holds, per kind
-    of mask, flat biases of 0 or -inf: [end_row] for a span of one token, else [t filled up to a ROW_MULTIPLE, end_row].
-    `stores` are (slot, token of the step, row): keys and values that go elsewhere once all spans have attended.
+    `spans` [E, 7] and `stores` [3, N] are on the CPU. A span is (slot, start, stop, first_row, end_row, offset, is_new):
+    tokens of the step, the rows they are written to, the rows attended to, where its bias begins, and whether rows
+    behind its own come into sight with it; these are cleared, since what another session left may be infinite.
+    `biases` holds, per kind of mask, flat biases of 0 or -inf: [end_row] for a span of one token, else [t filled up to
+    a ROW_MULTIPLE, end_row]. `stores` are (slot, token of the step, row): keys and values that go elsewhere once all
+    spans have attended.
     `order` [T] is the place of each token of the step among the sequences' tokens, None if they are in place.
     """
 
@@ -117,6 +119,11 @@ class _Span:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is the first to attend to some of its rows."""
+        return self.first_row == 0 or end_row(self.first_row - 1) < self.end_row
 
 
 @dataclass(slots=True)
@@ -260,7 +267,7 @@ class MetadataBuilder:
             logit_rows=logit_rows.to(self._device),
             spans=_integers(
                 [
-                    [span.slot, span.start, span.stop, span.first_row, span.end_row, offset]
+                    [span.slot, span.start, span.stop, span.first_row, span.end_row, offset, span.is_new]
                     for span, offset in zip(step.spans, offsets, strict=True)
                 ]
             ),
@@ -308,7 +315,7 @@ class _OneToken:
     def __init__(self, ramps: Sequence[Tensor], capacity: int) -> None:
         # Arrays and tensors share their memory: an update of the numbers below is an update of the metadata.
         token_ids, position_ids = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-        spans = np.array([[0, 0, 1, 0, 0, 0]], np.int64)
+        spans = np.array([[0, 0, 1, 0, 0, 0, 0]], np.int64)
         self._token_ids, self._position_ids, self._spans = token_ids[0], position_ids[0], spans[0]
         self._capacity = capacity
         self._metadata = AttentionMetadata(
@@ -326,6 +333,7 @@ class _OneToken:
         self._position_ids[0] = row  # along a chain a row's number is its position
         spans = self._spans
         spans[0], spans[3], spans[4], spans[5] = sequence.slot, row, end_row(row), self._capacity - 1 - row
+        spans[6] = row == 0 or end_row(row - 1) < end_row(row)
         return self._metadata
 
 
