@@ -118,6 +118,13 @@ class Runner:
         """
         self._eager.pack(self._example(FIRST, 0), width)
 
+    def step_order(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Return where each token of a step stands in the model's own rows: a tree is computed path by path."""
+        metadata = self._builder.build(sequences)
+        if metadata.order is None:
+            return torch.arange(metadata.token_ids.shape[1])
+        return torch.argsort(metadata.order)
+
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits [R, V] of all sequences, in order."""
         return torch.cat(self.forward(sequences))

@@ -16,6 +16,7 @@ import pytest
 
 from specsplit.cli.main import main
 from specsplit.telemetry import names
+from tests.support.machine import DTYPE
 from tests.support.processes import LIMIT_S, ROOT, command, environment, run, start
 
 EMBEDDED = ROOT / "specsplit" / "model" / "embedded"
@@ -204,7 +205,7 @@ def test_doctor_is_well_here(capfd: pytest.CaptureFixture[str]):
     assert (code, report["ok"]) == (0, True)
     found = {check["name"]: check["detail"] for check in report["checks"]}
     assert found["vocabulary"] == "the same for draft and target"
-    assert found["target"].startswith("embedded: fp32 on cpu")
+    assert found["target"].startswith(f"embedded: {DTYPE} on cpu")
     assert "GiB" in found["draft"]
     for role in ("target", "draft"):
         assert re.match(r"(bits|near ties), numerics ([0-9a-f]{1,16}|unknown)(: .+\.)?$", found[f"{role} exactness"])

@@ -25,6 +25,7 @@ from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import DraftService
 from specsplit.telemetry import names
 from tests.support.fakes import FakeDraft
+from tests.support.machine import DTYPE
 from tests.support.processes import LIMIT_S, WorkerProcess, environment, run
 
 PROMPT = "def add(a, b):"
@@ -229,7 +230,9 @@ def test_doctor_looks_at_the_services(target: WorkerProcess, draft: WorkerProces
     assert main(["doctor", "--target", target.address, "--draft", draft.address, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     found = {check["name"]: check for check in report["checks"]}
-    assert found["target"]["detail"].startswith(f"{target.address}: embedded: fp32 on cpu, vocabulary 4096, context ")
+    assert found["target"]["detail"].startswith(
+        f"{target.address}: embedded: {DTYPE} on cpu, vocabulary 4096, context "
+    )
     assert found["vocabulary"]["detail"] == "the same for draft and target"
     assert {"target version", "target clock", "draft version", "draft clock", "context"} <= found.keys()
     assert {"target exactness", "draft exactness"} <= found.keys()

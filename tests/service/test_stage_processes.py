@@ -17,6 +17,7 @@ from specsplit.cli.main import main
 from specsplit.core.errors import LinkError
 from specsplit.core.sections import StageSettings
 from tests.support.disturbed import SAMPLINGS, generate, links, own_cache
+from tests.support.machine import DTYPE
 from tests.support.processes import LIMIT_S, SILENT_S, WorkerProcess
 from tests.support.stage_processes import (
     SAMPLED,
@@ -122,7 +123,7 @@ def test_the_doctor_takes_it_for_any_other_target(near: Near, capfd: Capture):
     report = json.loads(capfd.readouterr().out)
     assert (code, report["ok"]) == (0, True)
     found = {check["name"]: check["detail"] for check in report["checks"]}
-    assert "embedded: fp32 on cpu, vocabulary 4096, context 4096" in found["target"]
+    assert f"embedded: {DTYPE} on cpu, vocabulary 4096, context 4096" in found["target"]
     assert found["vocabulary"] == "the same for draft and target"
 
 
@@ -137,7 +138,7 @@ def test_stages_that_do_not_fit_are_refused_with_the_reason(near: Near, tmp_path
         (("--stages", first), f"Layers 4:10 are missing behind the last stage, at {first} (layers 0:4)."),
         (("--stages", last), f"The first stage, at {last}, has layers 4:10 and does not begin with layer 0"),
         (("--stages", f"{first},{last}", "--model", other), f"The stage at {first} has other weights for layers 0:4"),
-        (("--stages", f"{first},{last}", "--dtype", "bf16"), "computes in fp32, not in bf16"),
+        (("--stages", f"{first},{last}", "--dtype", "fp16"), f"computes in {DTYPE}, not in fp16"),
         (("--stages", f"{first},{last}", "--ends", "coordinator"), f"The stage at {first} holds the embedding"),
         (("--stages", f"{first},{last}", "--sessions", "9"), f"The stage at {first} has 4 slots, but the coordinator"),
         (("--stages", f"{first},{last}"), f"The stage at {first} refuses: The stage serves another coordinator"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specsplit.model.attention.metadata import MetadataBuilder, SequenceInput
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec, hidden_entry, load_ends, load_shard
 
@@ -90,10 +90,8 @@ class Whole:
         self.boundaries = {}
         logits = self.runner.forward(entries)
         # A tree's rows are computed path by path; the boundaries have them in the entries' order.
-        builder = MetadataBuilder([None], 512, dtype=torch.float32, device=torch.device("cpu"), by_path=True)
-        order = builder.build(entries).order
-        if order is not None:
-            self.boundaries = {layer: rows[torch.argsort(order)] for layer, rows in self.boundaries.items()}
+        order = self.runner.step_order(entries)
+        self.boundaries = {layer: rows[order] for layer, rows in self.boundaries.items()}
         return logits
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:

@@ -86,7 +86,7 @@ class AttentionMetadata:
     """One step as tensors, E spans in T tokens.
 
     `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits], in the order of the sequences' tokens.
-    `spans` [E, 7] and `stores` [3, N] are on the CPU. A span is (slot, start, stop, first_row, end_row, offset, is_new):
+    `spans` [E, 7] and `stores` [3, N] are on the CPU. A span is (slot, start, stop, first_row, end_row, offset, new):
     tokens of the step, the rows they are written to, the rows attended to, where its bias begins, and whether rows
     behind its own come into sight with it; these are cleared, since what another session left may be infinite.
     `biases` holds, per kind of mask, flat biases of 0 or -inf: [end_row] for a span of one token, else [t filled up to
@@ -113,17 +113,14 @@ class _Span:
     stop: int
     first_row: int
     end_row: int
+    is_new: bool
+    """Whether it is the first to attend to some of its rows."""
     level: SequenceInput | None = None
     """Set for a level: its rows stand where the tree's rows stand, and see their ancestors only."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it is the first to attend to some of its rows."""
-        return self.first_row == 0 or end_row(self.first_row - 1) < self.end_row
 
 
 @dataclass(slots=True)
@@ -136,13 +133,18 @@ class _Step:
     logit_rows: list[int] = field(default_factory=list[int])
     spans: list[_Span] = field(default_factory=list[_Span])
     stores: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    sight: dict[int, int] = field(default_factory=dict[int, int])
+    """Rows that the spans of each slot attend to so far."""
 
     def add_run(self, slot: int, first_row: int, count: int) -> None:
         """Add spans for the next `count` tokens, consecutive positions down one path."""
         start = len(self.token_ids)
         for first, stop in _pieces(first_row, first_row + count):
-            begin = start + first - first_row
-            self.spans.append(_Span(slot, begin, begin + stop - first, first, end_row(stop - 1)))
+            begin, end = start + first - first_row, end_row(stop - 1)
+            # Another path of the same step may be there already, and must not be cleared.
+            before = max(end_row(first - 1) if first else 0, self.sight.get(slot, 0))
+            self.spans.append(_Span(slot, begin, begin + stop - first, first, end, is_new=before < end))
+            self.sight[slot] = max(before, end)
 
     def add_chain(self, sequence: SequenceInput) -> None:
         count = len(sequence.token_ids)
@@ -155,7 +157,9 @@ class _Step:
         assert sequence.parents is not None
         start, count, base = len(self.token_ids), len(sequence.token_ids), sequence.base_length
         last_row = base + len(sequence.parents)
-        self.spans.append(_Span(sequence.slot, start, start + count, last_row - count, end_row(last_row - 1), sequence))
+        end = end_row(last_row - 1)
+        is_new = base == 0 or end_row(base - 1) < end
+        self.spans.append(_Span(sequence.slot, start, start + count, last_row - count, end, is_new, sequence))
         self._add_tokens(sequence, range(count), tree_positions(base, sequence.parents)[-count:])
 
     def add_tree(self, sequence: SequenceInput) -> None:
