@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -18,6 +21,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["GRPC_VERBOSITY"] = "NONE"
 # Beside another process of `make test`, a second thread would only wait for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# What a developer's own cache holds changes no test, and tests leave nothing there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specsplit-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 for name in list(os.environ):
     if name.startswith("SPECSPLIT_") and not name.startswith("SPECSPLIT_TEST_"):
         del os.environ[name]  # a developer's own settings must not change what a test sees

@@ -206,9 +206,10 @@ class _Proofs:
         known = {**self._read(), key: reason}
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
-                json.dump(dict(list(known.items())[-self._MOST :]), file)
-            Path(file.name).replace(self._file)
+            with tempfile.TemporaryDirectory(dir=self._file.parent) as folder:
+                new = Path(folder) / self._file.name
+                new.write_text(json.dumps(dict(list(known.items())[-self._MOST :])))
+                new.replace(self._file)
 
     def _read(self) -> dict[str, object]:
         if self._file is None:
