@@ -18,6 +18,7 @@ from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NO
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.orchestrator.request import Result
 from specsplit.speculation.options import Speculation
+from tests.support.packs import DTYPES, require_bits, require_packs
 from tests.support.pipelines import PLAIN, assert_same_tokens, request, run
 
 ROOT = Path(__file__).parents[2]
@@ -90,21 +91,30 @@ SAMPLINGS = {
     "T 1": {"temperature": 1.0},
     "T 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
-CHOSEN = [("default", "T 0.6"), ("tree", "T 1"), ("default", "T 1, top-p 0.9")]
-OTHERS = [pair for pair in product(("default", "tree"), SAMPLINGS) if pair not in CHOSEN]
+CHOSEN = [("default", "T 0.6", "bf16"), ("tree", "T 1", "fp32"), ("default", "T 1, top-p 0.9", "bf16")]
+OTHERS = [case for case in product(("default", "tree"), SAMPLINGS, DTYPES) if case not in CHOSEN]
 
 
 @pytest.mark.parametrize(
-    ("shape", "sampling"), [*CHOSEN, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
+    ("shape", "sampling", "dtype"), [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
-def test_sampled_output_is_that_of_plain_decoding_with_the_same_seed(shape: str, sampling: str) -> None:
+def test_sampled_output_is_that_of_plain_decoding_with_the_same_seed(shape: str, sampling: str, dtype: str) -> None:
+    if dtype != "fp32":
+        require_packs(dtype)  # without bits, near ties are frequent
+    target, draft = model("target", dtype), model("draft", dtype)
     requests = [
         request(prompt, seed=seed, tokens=32, **SAMPLINGS[sampling]) for seed, prompt in enumerate(prompts()[:4])
     ]
-    truth = run(model("target"), None, PLAIN, requests)
-    results = run(model("target"), model("draft"), SHAPES[shape], requests)
+    truth = run(target, None, PLAIN, requests)
+    results = run(target, draft, SHAPES[shape], requests)
     assert [result.token_ids for result in results] == [result.token_ids for result in truth]
     assert sum(result.target_forwards for result in results) < sum(result.target_forwards for result in truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_embedded_pair_promises_the_bits(role: str, dtype: str) -> None:
+    require_bits(model(role, dtype).runner, dtype)
 
 
 def test_the_text_is_that_of_its_tokens() -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from specsplit.stages.packet import Packet
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot, Shards, opened
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.packs import DTYPES, can_pack, require_packs
 from tests.support.processes import LIMIT_S
 from tests.support.rounds import params_of, random_prompt, script, text_after, together
 from tests.support.stage_models import Whole, largest_difference
@@ -48,19 +50,20 @@ def folder(family: str) -> Path:
 
 
 @cache
-def whole(family: str) -> LoadedModel:
-    return load_model(str(folder(family)), role="target", threads=1, max_sessions=4, context=160, record=False)
+def whole(family: str, dtype: str = "fp32") -> LoadedModel:
+    options: Any = {"dtype": dtype, "max_sessions": 4, "context": 160, "record": False}
+    return load_model(str(folder(family)), role="target", threads=1, **options)
 
 
 @cache
-def shards(family: str, bounds: tuple[int, ...], ends: EndsAt) -> Shards:
-    return Shards.load(folder(family), 3, bounds, ends)
+def shards(family: str, bounds: tuple[int, ...], ends: EndsAt, dtype: str = "fp32") -> Shards:
+    return Shards.load(folder(family), 3, bounds, ends, dtype=dtype)
 
 
 @cache
-def texts(family: str, sampling: str) -> tuple[list[int], ...]:
+def texts(family: str, sampling: str, dtype: str = "fp32") -> tuple[list[int], ...]:
     async def main() -> list[list[int]]:
-        target = TargetEngine(whole(family))
+        target = TargetEngine(whole(family, dtype))
         made = [await text_after(target, SAMPLING[sampling], n, TEXT_LENGTH) for n in PROMPT_LENGTHS]
         await target.aclose()
         return made
@@ -68,39 +71,48 @@ def texts(family: str, sampling: str) -> tuple[list[int], ...]:
     return tuple(asyncio.run(main()))
 
 
-def pairwise() -> list[tuple[str, int, EndsAt, str, str]]:
+Case = tuple[str, str, int, EndsAt, str, str]
+"""Family, dtype, cut, ends, shape and sampling."""
+
+
+def pairwise() -> list[Case]:
     """Return cases in which every family meets every cut, and either ends, shape and sampling each of the others."""
-    cases: list[tuple[str, int, EndsAt, str, str]] = []
+    cases: list[Case] = []
     for index, family in enumerate(("llama", "gpt2", "gemma2")):
         for cut in range(len(CUTS)):
             ends: EndsAt = "stages" if (index + cut) % 2 else "coordinator"
-            cases.append(
-                (family, cut, ends, ("tree", "chain")[(cut // 2 + index) % 2], sorted(SAMPLING)[(cut + index) % 3])
-            )
+            shape, sampling = ("tree", "chain")[(cut // 2 + index) % 2], sorted(SAMPLING)[(cut + index) % 3]
+            cases.append((family, ("fp32", "bf16")[(cut + 1) // 2 % 2], cut, ends, shape, sampling))
     return cases
 
 
-CASES = (
-    list(product(FAMILIES, range(len(CUTS)), ("stages", "coordinator"), ("tree", "chain"), SAMPLING))
+CASES: list[Case] = (
+    list(product(FAMILIES, DTYPES, range(len(CUTS)), ("stages", "coordinator"), ("tree", "chain"), SAMPLING))
     if FULL
     else pairwise()
 )
 
 
-@pytest.mark.parametrize(("family", "cut", "ends", "shape", "sampling"), CASES)
+@pytest.mark.parametrize(("family", "dtype", "cut", "ends", "shape", "sampling"), CASES)
 async def test_a_chain_gives_the_verdicts_of_one_process(
-    family: str, cut: int, ends: EndsAt, shape: str, sampling: str
+    family: str, dtype: str, cut: int, ends: EndsAt, shape: str, sampling: str
 ) -> None:
-    texts_ = await asyncio.to_thread(texts, family, sampling)
-    target = TargetEngine(whole(family))
+    if dtype != "fp32":
+        require_packs(dtype)  # without bits, near ties are frequent
+    texts_ = await asyncio.to_thread(texts, family, sampling, dtype)
+    target = TargetEngine(whole(family, dtype))
     expected = await together(target, SAMPLING[sampling], PROMPT_LENGTHS, texts_, shape)
     scores = await target.score(random_prompt(9), texts_[0][:4], ((5, 2.0),))
     await target.aclose()
     bounds, shares_packets = tuple(CUTS[cut]), sampling == "greedy" or not CUTS[cut]
-    async with opened(shards(family, bounds, ends), max_pending=1 if shares_packets else None) as chain:
+    parts = shards(family, bounds, ends, dtype)
+    async with opened(parts, max_pending=1 if shares_packets else None) as chain:
+        if can_pack(dtype):
+            assert (chain.runner.exactness, chain.runner.numerics) == ("bits", whole(family, dtype).runner.numerics)
         assert await together(chain.target, SAMPLING[sampling], PROMPT_LENGTHS, texts_, shape) == expected
         ours = await chain.target.score(random_prompt(9), texts_[0][:4], ((5, 2.0),))
-        assert ours.log_probs == pytest.approx(scores.log_probs, abs=1e-4)
+        tolerance = 0 if chain.runner.exactness == "bits" else 1e-4
+        assert ours.log_probs == pytest.approx(scores.log_probs, rel=0, abs=tolerance)
         if shares_packets:
             assert max(packet.batch for _, packet in chain.wire.seen) > 1, "sessions share packets"
         assert chain.runner.chain_statistics.recomputed_tokens == 0
@@ -140,7 +152,9 @@ async def test_hidden_states_on_every_link_are_those_of_the_whole_model(family: 
         for hop, packet in chain.wire.seen:
             if packet.has_hidden:
                 rows = torch.frombuffer(packet.payload, dtype=torch.float32).view(packet.num_rows, -1)
-                assert largest_difference(rows, model.boundaries[hop][-packet.num_rows :]) <= 1e-5
+                truth = model.boundaries[hop][-packet.num_rows :]
+                is_exact = chain.runner.exactness == "bits"
+                assert torch.equal(rows, truth) if is_exact else largest_difference(rows, truth) <= 1e-5
                 compared += 1
         assert compared == (4 if ends == "coordinator" else 2)
 

@@ -20,6 +20,7 @@ from specsplit.stages.packet import Packet
 from specsplit.stages.shard.payload import to_payload
 from tests.support.chains import Fault, OpenChain, opened
 from tests.support.model_zoo import VOCAB
+from tests.support.packs import can_pack
 from tests.support.rounds import plain_text, verdicts
 from tests.support.small_target import PARAMS, PROMPT, shards, truth
 
@@ -31,11 +32,15 @@ TEXT_LENGTH = 14
 
 
 def run(
-    ends: EndsAt, faults: Callable[[Packet, int], Fault | None], num_sessions: int = 1, max_attempts: int = 8
+    ends: EndsAt,
+    faults: Callable[[Packet, int], Fault | None],
+    num_sessions: int = 1,
+    max_attempts: int = 8,
+    dtype: str = "fp32",
 ) -> tuple[list[list[Verdict]], OpenChain]:
     async def main() -> tuple[list[list[Verdict]], OpenChain]:
-        text = await asyncio.to_thread(truth, TEXT_LENGTH)
-        async with opened(shards(ends), max_attempts=max_attempts) as chain:
+        text = await asyncio.to_thread(truth, TEXT_LENGTH, dtype)
+        async with opened(shards(ends, dtype=dtype), max_attempts=max_attempts) as chain:
             chain.wire.faults = faults
             sessions = (verdicts(chain.target, PROMPT, PARAMS, text, seed) for seed in range(num_sessions))
             return await asyncio.gather(*sessions), chain
@@ -95,9 +100,9 @@ SESSIONS = 3
 
 
 @cache
-def undisturbed_together(ends: EndsAt) -> tuple[list[list[Verdict]], int]:
+def undisturbed_together(ends: EndsAt, dtype: str) -> tuple[list[list[Verdict]], int]:
     """Return the verdicts of several sessions at once, and the tokens that were sent for them."""
-    given_, chain = run(ends, lambda packet, hop: None, num_sessions=SESSIONS)
+    given_, chain = run(ends, lambda packet, hop: None, num_sessions=SESSIONS, dtype=dtype)
     return given_, chain.runner.chain_statistics.num_tokens
 
 
@@ -110,8 +115,9 @@ def test_whatever_goes_wrong_the_verdicts_are_the_same(part: int) -> None:
         def faults(packet: Packet, hop: int, rng: random.Random = rng, rate: float = rate) -> Fault | None:
             return rng.choice(FAULTS[: 2 if hop == NUM_STAGES else None]) if rng.random() < rate else None
 
-        expected, needed = undisturbed_together(ends)
-        given_, chain = run(ends, faults, num_sessions=SESSIONS, max_attempts=200)
+        dtype = "bf16" if seed // 2 % 2 and can_pack("bf16") else "fp32"
+        expected, needed = undisturbed_together(ends, dtype)
+        given_, chain = run(ends, faults, num_sessions=SESSIONS, max_attempts=200, dtype=dtype)
         statistics = chain.runner.chain_statistics
         assert given_ == expected, f"schedule {seed}"
         assert statistics.num_tokens == needed + statistics.recomputed_tokens, f"schedule {seed}"

@@ -48,12 +48,13 @@ class Shards:
 
     @classmethod
     def load(cls, folder: Path, num_layers: int, bounds: Sequence[int], ends: EndsAt, **options: Any) -> Shards:
-        options = {"max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
+        options = {"dtype": "fp32", "max_sessions": 4, "threads": 1, "context": 160, "record": False, **options}
         stages = [
             load_shard(str(folder), spec, ShardOptions(**options))
             for spec in cut(num_layers, bounds, has_ends=ends == "stages")
         ]
-        model = load_chain_model(str(folder), context=options["context"], max_sessions=options.pop("max_sessions"))
+        shared = {"dtype": options["dtype"], "context": options["context"]}
+        model = load_chain_model(str(folder), max_sessions=options.pop("max_sessions"), **shared)
         own_ends = CoordinatorEnds(*load_ends(str(folder), ShardOptions(**options))) if ends == "coordinator" else None
         return cls(model, stages, own_ends)
 

@@ -248,7 +248,8 @@ class Schedule:
         """Check that it is plain decoding's text; with near ties, that every token is one of the two tied picks."""
         text, eos_ids = result.token_ids, request.eos_ids or ()
         params = SessionParams(request.sampling, result.seed, request.choice, len(request.prompt_ids), eos_ids)
-        models = (target_logits, tied_logits) if self._tie else (target_logits,)
+        _require((result.exactness == "bits") == (not self._tie), f"exactness: {result.exactness}")
+        models = (target_logits,) if result.exactness == "bits" else (target_logits, tied_logits)
         truths = [picks_along(params, request.prompt_ids, text, logits) for logits in models]
         _require(
             all(any(truth[index] == token for truth in truths) for index, token in enumerate(text)),

@@ -84,14 +84,15 @@ class HashRunner:
     """Forwards entries as a Runner does; what it is and how sure it is depends on the row's hash alone.
 
     A `tie` above 0 lets the two best tokens change places with that chance: a forward that differs by its batch.
+    Without one it promises the same bits.
     """
 
-    exactness: Exactness = "near ties"
-    numerics = ""
+    numerics = "a5"
     revision = 0
 
     def __init__(self, role: Role, cache: HashCache, *, tie: float = 0.0, seed: int = 0) -> None:
         self.role, self.cache, self.tie = role, cache, tie
+        self.exactness: Exactness = "near ties" if tie else "bits"
         self.vocab_size = VOCAB_SIZE
         self.max_pending = 1
         self.device, self.dtype = torch.device("cpu"), torch.float32

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specsplit.core.exactness import joint_exactness
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
 from specsplit.model.loader import LoadedModel
@@ -61,6 +62,17 @@ def top2_margin(model: torch.nn.Module, token_ids: Sequence[int], wanted: Reques
     sampler = Sampler(params, logits.shape[-1], logits.device)
     best = sampler.scores(logits, token_ids, [0], [[]])[0].topk(2).values
     return float(best[0] - best[1])
+
+
+def assert_same_text(ours: Result, plain: Result, model: torch.nn.Module, wanted: Request) -> None:
+    """Compare two results of one request: token for token where the targets promise the same bits.
+
+    Without the promise, as on a machine that packs no weights, they may differ from a near tie on in fp32.
+    """
+    if joint_exactness([ours, plain]) == "bits":
+        assert ours.token_ids == plain.token_ids
+    else:
+        assert_same_tokens(ours.token_ids, plain.token_ids, model, wanted)
 
 
 def assert_same_tokens(ours: Sequence[int], truth: Sequence[int], model: torch.nn.Module, wanted: Request) -> None:

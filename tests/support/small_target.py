@@ -9,6 +9,7 @@ import asyncio
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.types import SamplingParams, SessionParams
@@ -37,14 +38,15 @@ def folder(seed: int = 1) -> Path:
 
 
 @cache
-def whole() -> LoadedModel:
-    return load_model(str(folder()), role="target", threads=1, max_sessions=4, context=160, record=False)
+def whole(dtype: str = "fp32") -> LoadedModel:
+    options: Any = {"dtype": dtype, "max_sessions": 4, "context": 160, "record": False}
+    return load_model(str(folder()), role="target", threads=1, **options)
 
 
 @cache
-def shards(ends: EndsAt = "stages", bounds: tuple[int, ...] = BOUNDS) -> Shards:
+def shards(ends: EndsAt = "stages", bounds: tuple[int, ...] = BOUNDS, dtype: str = "fp32") -> Shards:
     """Return the parts of the target that is cut at `bounds`."""
-    return Shards.load(folder(), NUM_LAYERS, bounds, ends)
+    return Shards.load(folder(), NUM_LAYERS, bounds, ends, dtype=dtype)
 
 
 @cache
@@ -55,9 +57,9 @@ def spare(index: int, ends: EndsAt = "stages", bounds: tuple[int, ...] = BOUNDS)
 
 
 @cache
-def _text() -> tuple[int, ...]:
+def _text(dtype: str) -> tuple[int, ...]:
     async def main() -> list[int]:
-        target = TargetEngine(whole())
+        target = TargetEngine(whole(dtype))
         text = await plain_text(target, PROMPT, PARAMS, _LONGEST_TEXT)
         await target.aclose()
         return text
@@ -65,10 +67,10 @@ def _text() -> tuple[int, ...]:
     return tuple(asyncio.run(main()))
 
 
-def truth(length: int = TEXT_LENGTH) -> list[int]:
+def truth(length: int = TEXT_LENGTH, dtype: str = "fp32") -> list[int]:
     """Return the beginning of the text that one process generates after `PROMPT`; runs an event loop of its own."""
     assert length <= _LONGEST_TEXT
-    return list(_text()[:length])
+    return list(_text(dtype)[:length])
 
 
 def check_price(chain: RemoteOpen, resent: list[tuple[str, int]]) -> None:
