@@ -37,6 +37,15 @@ def require_bits(runner: Runner, dtype: str) -> None:
     assert (runner.exactness, runner.exactness_reason) == ("bits", "")
 
 
+def assert_same_rows(ours: Tensor, truth: Tensor, runner: Runner, tolerance: float = 1e-5) -> None:
+    """Assert that rows are equal bit for bit if the runner promises that, else relative to the largest value."""
+    if runner.exactness == "bits":
+        assert torch.equal(ours, truth)
+    else:
+        assert ours.shape == truth.shape
+        assert (ours - truth).abs().max() <= tolerance * truth.abs().max().clamp(min=1)
+
+
 def take_packs_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this a machine that packs no weights."""
 

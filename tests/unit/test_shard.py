@@ -25,7 +25,8 @@ from specsplit.model.loader import load_model
 from specsplit.stages.shard import weights as shard_weights
 from specsplit.stages.shard.loader import ShardOptions, ShardSpec, load_ends, load_shard, shard_hash
 from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
-from tests.support.stage_models import Chain, Whole, ids, largest_difference
+from tests.support.packs import assert_same_rows
+from tests.support.stage_models import Chain, Whole, ids
 
 LENGTHS = (20, 33, 7)
 TREES = ([-1, 0, 0, 1, -1], [-1, 0, 1, 2], [-1, -1, -1])
@@ -89,8 +90,8 @@ def assert_is_the_whole_model(family: str, folder: Path, chains: Sequence[Chain]
     for chain in chains:
         for (logits, boundaries), (expected, whole) in zip(rounds(chain), truth, strict=True):
             for num_layers, rows in boundaries.items():
-                assert largest_difference(rows, whole[num_layers]) <= TOLERANCE
-            assert (torch.cat(logits) - torch.cat(expected)).abs().max() <= TOLERANCE
+                assert_same_rows(rows, whole[num_layers], loaded.runner)
+            assert_same_rows(torch.cat(logits), torch.cat(expected), loaded.runner)
     model = build_model(FAMILIES[family](), seed=1)
     with torch.inference_mode():
         for expected, contexts in zip(truth[-1][0], contexts_of_second_trees(), strict=True):
@@ -152,11 +153,12 @@ def test_a_recorded_stage_is_exact(family: str, tmp_path: Path) -> None:
 def test_a_stage_in_half_precision_gives_fp32_logits(llama: Path) -> None:
     chain = Chain.load(llama, 3, [1], dtype="bf16")
     entry = SequenceInput(0, 0, ids(9, 1), num_logits=3)
-    whole = load_model(str(llama), role="target", threads=1, dtype="bf16").runner.forward([entry])[0]
+    runner = load_model(str(llama), role="target", threads=1, dtype="bf16").runner
+    whole = runner.forward([entry])[0]
     logits = chain.forward([entry])[0]
     assert [rows.dtype for rows in chain.boundaries.values()] == [torch.bfloat16]
     assert logits.dtype == torch.float32
-    assert largest_difference(logits, whole) <= TOLERANCE
+    assert_same_rows(logits, whole, runner)
 
 
 def bytes_in_files(folder: Path, *parts: str) -> int:
@@ -245,9 +247,10 @@ def test_a_stage_needs_only_the_files_of_its_range(deep: Path, tmp_path: Path) -
 
 def test_stages_of_files_in_pieces_are_exact(deep: Path) -> None:
     entry = SequenceInput(0, 0, ids(30, 1), num_logits=30)
-    whole = load_model(str(deep), role="target", threads=1, record=False).runner.forward([entry])[0]
+    runner = load_model(str(deep), role="target", threads=1, record=False).runner
+    whole = runner.forward([entry])[0]
     ours = Chain.load(deep, 8, [1, 6], record=False).forward([entry])[0]
-    assert largest_difference(ours, whole) <= TOLERANCE
+    assert_same_rows(ours, whole, runner)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "opt"])

@@ -22,6 +22,7 @@ from specsplit.sampling import processors
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
 from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.packs import assert_same_rows
 from tests.support.runners import steered
 
 MAX_SESSIONS = 3
@@ -145,7 +146,7 @@ async def test_the_rows_of_a_scattered_path_equal_those_of_a_fresh_prefill(famil
             assert talk.ids[len(prompt) :] == truth[: len(talk.ids) - len(prompt)]
             model.runner.forward([SequenceInput(1, 0, talk.ids[: verdict.length])])
             for block in (*model.runner.cache.keys, *model.runner.cache.values):
-                assert torch.allclose(block[0, :, : verdict.length], block[1, :, : verdict.length], rtol=0, atol=1e-5)
+                assert_same_rows(block[0, :, : verdict.length], block[1, :, : verdict.length], model.runner)
 
 
 async def test_a_long_prompt_in_chunks_has_the_logits_of_one_pass() -> None:
@@ -157,9 +158,9 @@ async def test_a_long_prompt_in_chunks_has_the_logits_of_one_pass() -> None:
     assert (verdict.timings.num_forwards, verdict.timings.num_tokens) == (3, LONG_PROMPT)
     in_chunks = runner.logits[-1][0]
     at_once = load("llama").runner.forward([SequenceInput(1, 0, prompt)])[0]
-    assert (in_chunks - at_once).abs().max() < 1e-5
+    assert_same_rows(in_chunks, at_once, runner)
     for block in (*runner.cache.keys, *runner.cache.values):
-        assert torch.allclose(block[0, :, :LONG_PROMPT], block[1, :, :LONG_PROMPT], rtol=0, atol=1e-5)
+        assert_same_rows(block[0, :, :LONG_PROMPT], block[1, :, :LONG_PROMPT], runner)
 
 
 async def test_a_prompt_of_whole_chunks_needs_no_further_forward() -> None:
