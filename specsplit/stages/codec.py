@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from enum import IntFlag
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest
 from specsplit.core.types import SamplingParams, SessionParams
@@ -27,19 +27,13 @@ _SESSION = struct.Struct("<IQIQIIB")
 _KEEP = struct.Struct("<QI")
 _PARAMS = struct.Struct("<ddIddddQQII")
 _COUNT = struct.Struct("<I")
+_NUM_PARAMS = 64
 _ALIGNMENT = 64
 """The payload begins at a multiple of it, so that tensors can lie right on a received message."""
 
-T = TypeVar("T")
-
-
-class _Has(IntFlag):
-    PARENTS = 1
-    KEEP = 2
-    TOKEN_IDS = 4
-    ASK = 8
-    PICKS = 16
-    LOG_PROBS = 32
+# What a session has, as bits of its flags; plain numbers, since an enum's operators take a microsecond each.
+_PARENTS, _KEEPS, _TOKEN_IDS, _ASKS, _PICKS, _LOG_PROBS = 1, 2, 4, 8, 16, 32
+_ITEM_BYTES = {code: struct.calcsize("<" + code) for code in "QHIid"}
 
 
 def encode(packet: Packet) -> list[Buffer]:
@@ -145,30 +139,36 @@ def _padding(num_bytes: int) -> int:
 
 
 def _session(session: PacketSession) -> bytes:
-    parts: list[tuple[_Has, Callable[[], bytes]]] = []
-    if (parents := session.parents) is not None:
+    flags, parts = 0, [b"", _array("Q", session.hashes)]
+    if session.parents is not None:
+        flags |= _PARENTS
         # Parents travel as parent + 1, so that -1 (the row before `start`) fits an unsigned 16-bit number.
-        parts.append((_Has.PARENTS, lambda: _array("H", [parent + 1 for parent in parents])))
+        parts.append(_array("H", [parent + 1 for parent in session.parents]))
     if (keep := session.keep) is not None:
-        parts.append((_Has.KEEP, lambda: _KEEP.pack(keep.request_id, len(keep.rows)) + _array("H", keep.rows)))
+        flags |= _KEEPS
+        parts.append(_KEEP.pack(keep.request_id, len(keep.rows)) + _array("H", keep.rows))
     if session.token_ids:
-        parts.append((_Has.TOKEN_IDS, lambda: _array("I", session.token_ids)))
+        flags |= _TOKEN_IDS
+        parts.append(_array("I", session.token_ids))
     if (head_request := session.head_request) is not None:
-        parts.append((_Has.ASK, lambda: _params(head_request.params) + _counted("I", head_request.scored)))
+        flags |= _ASKS
+        parts.append(_params(head_request.params) + _counted("I", head_request.scored))
     if session.picks:
-        parts.append((_Has.PICKS, lambda: _array("i", session.picks)))
+        flags |= _PICKS
+        parts.append(_array("i", session.picks))
     if session.log_probs:
-        parts.append((_Has.LOG_PROBS, lambda: _counted("d", session.log_probs)))
-    fixed = _SESSION.pack(
+        flags |= _LOG_PROBS
+        parts.append(_counted("d", session.log_probs))
+    parts[0] = _SESSION.pack(
         session.slot,
         session.epoch,
         session.start,
         session.base_hash,
         session.num_tokens,
         session.num_logits,
-        sum(flag for flag, _ in parts),
+        flags,
     )
-    return b"".join([fixed, _array("Q", session.hashes), *(write() for _, write in parts)])
+    return b"".join(parts)
 
 
 def _array(code: str, values: Sequence[float]) -> bytes:
@@ -210,25 +210,20 @@ class _Reader:
         return self._at == self._view.nbytes
 
     def session(self) -> PacketSession:
-        slot, epoch, start, base_hash, num_tokens, num_logits, flags = self._struct(_SESSION)
-        has = _Has(flags)
-
-        def optional(flag: _Has, read: Callable[[], T], default: T) -> T:
-            return read() if has & flag else default
-
+        slot, epoch, start, base_hash, num_tokens, num_logits, has = self._struct(_SESSION)
         return PacketSession(
             slot,
             epoch,
             start,
             base_hash,
             hashes=self._array("Q", num_tokens),
-            parents=optional(_Has.PARENTS, lambda: tuple(p - 1 for p in self._array("H", num_tokens)), None),
-            keep=optional(_Has.KEEP, self._keep, None),
-            token_ids=optional(_Has.TOKEN_IDS, lambda: self._array("I", num_tokens), ()),
+            parents=tuple([above - 1 for above in self._array("H", num_tokens)]) if has & _PARENTS else None,
+            keep=self._keep() if has & _KEEPS else None,
+            token_ids=self._array("I", num_tokens) if has & _TOKEN_IDS else (),
             num_logits=num_logits,
-            head_request=optional(_Has.ASK, self._head_request, None),
-            picks=optional(_Has.PICKS, lambda: self._array("i", num_logits), ()),
-            log_probs=optional(_Has.LOG_PROBS, lambda: self._counted("d"), ()),
+            head_request=self._head_request() if has & _ASKS else None,
+            picks=self._array("i", num_logits) if has & _PICKS else (),
+            log_probs=self._counted("d") if has & _LOG_PROBS else (),
         )
 
     def _keep(self) -> KeepList:
@@ -236,15 +231,12 @@ class _Reader:
         return KeepList(request_id, self._array("H", count))
 
     def _head_request(self) -> HeadRequest:
-        *sampling, seed, choice, prompt_length, num_biases = self._struct(_PARAMS)
+        fixed = bytes(self._view[self._at : self._at + _PARAMS.size])
+        num_biases = self._struct(_PARAMS)[-1]
         token_ids, values = self._array("I", num_biases), self._array("d", num_biases)
-        params = SessionParams(
-            sampling=SamplingParams(*sampling, logit_bias=tuple(zip(token_ids, values, strict=True))),
-            seed=seed,
-            choice=choice,
-            prompt_length=prompt_length,
-        )
-        return HeadRequest(params, self._counted("I"))
+        # A session sends the same parameters with every step; those with biases would fill the memory of the cache.
+        make = _params_in.__wrapped__ if num_biases else _params_in
+        return HeadRequest(make(fixed, tuple(zip(token_ids, values, strict=True))), self._counted("I"))
 
     def _counted(self, code: str) -> tuple[Any, ...]:
         (count,) = self._struct(_COUNT)
@@ -252,13 +244,22 @@ class _Reader:
 
     def _array(self, code: str, count: int) -> tuple[Any, ...]:
         # The announced count is held against the bytes at hand before anything is allocated for it.
-        size = struct.calcsize("<" + code) * count
+        size = _ITEM_BYTES[code] * count
         if size > self._view.nbytes - self._at:
             raise InvalidPacket(f"A stage packet ends within {count} values that it announces.")
+        values = struct.unpack_from(f"<{count}{code}", self._view, self._at)
         self._at += size
-        return struct.unpack(f"<{count}{code}", self._view[self._at - size : self._at])
+        return values
 
     def _struct(self, of: struct.Struct) -> tuple[Any, ...]:
         values = of.unpack_from(self._view, self._at)
         self._at += of.size
         return values
+
+
+@lru_cache(_NUM_PARAMS)
+def _params_in(fixed: bytes, biases: tuple[tuple[int, float], ...]) -> SessionParams:
+    *sampling, seed, choice, prompt_length, _ = _PARAMS.unpack(fixed)
+    return SessionParams(
+        sampling=SamplingParams(*sampling, logit_bias=biases), seed=seed, choice=choice, prompt_length=prompt_length
+    )

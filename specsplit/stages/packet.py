@@ -7,9 +7,8 @@ Legend: T rows of the packet, all sessions together; H hidden size; R rows whose
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import IntEnum
-from functools import cached_property
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.record import record
@@ -141,7 +140,7 @@ class PacketSession:
         return max(depths, default=0)
 
 
-@dataclass(frozen=True)
+@record
 class Packet:
     """One step of several sessions on its way from a stage to the next.
 
@@ -185,7 +184,7 @@ class Packet:
         """Whether this is what the last stage sends back."""
         return self.stage_to == COORDINATOR
 
-    @cached_property
+    @property
     def num_rows(self) -> int:
         """Return the rows that a payload has: all of them, or those wanted in an answer."""
         if self.is_answer:

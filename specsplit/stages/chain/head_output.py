@@ -13,13 +13,14 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.tree import depths, path_to
+from specsplit.sampling.pick import picked_ids
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import HeadRequest, Packet, PacketSession
 
 
 def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession) -> tuple[int, ...]:
-    """Return the pick of each row of `logits` [R, V]; `before` are the token ids in front of the session's rows.
+    """Return the pick of each row of `logits` [R, V]; `before` begins with the ids in front of the session's rows.
 
     Raises:
         InvalidPacket: a node of the tree hangs above the tree's root.
@@ -27,6 +28,8 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     num_rows, num_wanted = session.num_tokens, session.num_logits
     if num_wanted == 0:
         return ()
+    if sampler.changes_nothing and session.parents is None:
+        return tuple(picked_ids(logits))
     # [replayed or committed tail | root | tree nodes]: the wanted rows are the root and the nodes behind it.
     root = num_rows - num_wanted
     parents = session.parents or range(-1, num_rows - 1)
@@ -37,7 +40,7 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     paths: list[list[int]] | None = None
     if sampler.needs_paths:
         paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
-    committed = [*before, *session.token_ids[: root + 1]]
+    committed = [*before[: session.start], *session.token_ids[: root + 1]]
     return tuple(sampler.picks(logits, committed, [0, *depths(tree)], paths))
 
 

@@ -30,7 +30,7 @@ class StageSlot:
 
     def sampler(self, params: SessionParams, vocab_size: int, device: torch.device) -> Sampler:
         """Return the sampler of `params`, made once as long as they stay the same."""
-        if self._sampler is None or self._sampler.params != params:
+        if self._sampler is None or (self._sampler.params is not params and self._sampler.params != params):
             self._sampler = Sampler(params, vocab_size, device)
         return self._sampler
 

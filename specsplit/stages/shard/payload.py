@@ -40,7 +40,7 @@ def to_payload(tensor: Tensor) -> Buffer:
     # torch cannot view an empty tensor as bytes.
     if tensor.numel() == 0:
         return b""
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def from_payload(payload: Buffer, dtype: torch.dtype, *shape: int) -> Tensor:

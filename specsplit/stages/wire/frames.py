@@ -140,7 +140,7 @@ def _split(data: bytes) -> tuple[memoryview, bool] | None:
     if len(data) < 4 or data[0] != _PADDING or data[1] >= _ALIGNMENT:
         return None
     at = tag = 2 + data[1]
-    if data[tag : tag + 1] != bytes([_PACKET]):
+    if tag >= len(data) or data[tag] != _PACKET:
         return None
     size = shift = 0
     for at in range(tag + 1, min(tag + 6, len(data))):
