@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 import torch
@@ -242,17 +242,18 @@ class LoopExecutor:
     def _step(self) -> None:
         self._is_scheduled = self._has_delivered = False
         end_s = self._turn_end_s = time.perf_counter() + TURN_S
-        while self._busy:
-            for scheduler in list(self._busy):
+        # A scheduler that waits for forwards computed elsewhere keeps its place without a step.
+        while ready := [scheduler for scheduler in self._busy if scheduler.can_step]:
+            for scheduler in ready:
                 scheduler.step()
                 if not scheduler.has_work:
                     del self._busy[scheduler]
             # Whoever got a result may bring new work, which the next step should not have to go without.
             if self._has_delivered or time.perf_counter() >= end_s:
                 break
-        if self._busy:
+        if any(scheduler.can_step for scheduler in self._busy):
             self._schedule()
-        elif self._idle is not None:
+        elif not self._busy and self._idle is not None:
             self._idle.set()
             self._idle = None
 
@@ -288,6 +289,18 @@ class DeviceHealth:
         """Count an error in this step if it says something about the device, and not only about a request."""
         is_of_device = not isinstance(error, SpecSplitError) or isinstance(error, OutOfMemory | ModelDamaged)
         self._has_failed = self._has_failed or is_of_device
+
+    @contextlib.contextmanager
+    def judging(self) -> Generator[None]:
+        """Judge the block as a step of its own."""
+        self.step_began_s = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+        finally:
+            self.end_step()
 
     def end_step(self) -> None:
         """Judge the step: one success outweighs its failures, and with neither of them it says nothing."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from specsplit.model.runner import PendingForward, Runner
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def at_once(action: Callable[[], Any]) -> Work:
@@ -281,10 +282,7 @@ class WorkQueue:
             StaleRound, StaleEpoch: a newer round of the session is running or waiting, or came while this one waited.
             InvalidRequest: the same round is running or waiting with another body.
         """
-        if self._is_closed:
-            raise self._closed()
-        if not self._executor.is_alive:
-            raise _ended(self._name)
+        self._check_open()
         context = spans.current() if spans.is_on else None
         task = Task(session, this_round, work, asyncio.get_running_loop(), context)
         turn = self._executor.try_run_inline(session) if session is not None else None
@@ -308,6 +306,16 @@ class WorkQueue:
         except asyncio.CancelledError:
             await self._leave(task, future)
             raise
+
+    def do_now(self, action: Callable[[], T]) -> T:
+        """Do `action` here and now; the caller sees to it that no other work is under way.
+
+        Raises:
+            WorkerClosed: after `close`; WorkerFailed: the executor has ended by itself.
+        """
+        self._check_open()
+        with self.scheduler.health.judging():
+            return action()
 
     async def close(self) -> None:
         """End the work that runs, refuse what waits for it and all that comes; closing again does nothing."""
@@ -363,6 +371,12 @@ class WorkQueue:
             del self._queues[session]
         else:
             self._submit(following)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise self._closed()
+        if not self._executor.is_alive:
+            raise _ended(self._name)
 
     def _closed(self) -> WorkerClosed:
         return WorkerClosed(f"The {self._name} worker has been closed; start a new one.")

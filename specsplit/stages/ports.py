@@ -37,6 +37,10 @@ class Stage(Protocol):
         """
         ...
 
+    def forward_now(self, packet: Packet) -> Packet | None:
+        """Do what `forward` does before it returns; None, and nothing done, if it takes too long for an event loop."""
+        ...
+
     async def end(self, slot: int, epoch: int | None = None) -> None:
         """Forget what a slot holds, its epoch included.
 

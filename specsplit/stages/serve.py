@@ -27,6 +27,7 @@ from specsplit.stages.planner import even_ranges
 
 if TYPE_CHECKING:
     from specsplit.engine.engine import Engine
+    from specsplit.engine.executor import Executor
     from specsplit.rpc.server import Server
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.chain.runner import ChainRunner
@@ -39,6 +40,8 @@ RECONNECT_S = 2.5
 """Time that a packet waits for a lost stage; with the keepalive that detects a hung one, an error takes 5 s."""
 _LOOK_S = 1.0
 """Period at which a coordinator looks whether its chain is whole."""
+_AT_ONCE_S = 0.02
+"""A packet that takes a stage less is computed on its event loop; health checks and pings can wait so long."""
 _log = logging.getLogger(__name__)
 _PAUSES_S = (0.1, 2.0)
 """Pauses between two tries to connect a chain: the first, and the longest."""
@@ -213,7 +216,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
     async with AsyncExitStack() as stack:
         device = ThreadExecutor("stage", shard.threads)
         stack.push_async_callback(device.close)
-        stage = StageEngine(shard, device=device)
+        stage = StageEngine(shard, device=device, at_once_s=_AT_ONCE_S)
         stack.push_async_callback(stage.aclose)
         running = await stack.enter_async_context(serving(settings.listen, [StageService(stage)]))
         stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
@@ -232,7 +235,6 @@ async def serving_chain(
         InvalidSettings, ResourceError: it cannot listen there.
         PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
     """
-    from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc.clients import CALL_TIMEOUT_S
     from specsplit.rpc.server import ServerLimits, serving
     from specsplit.rpc.servicers import TargetService
@@ -263,7 +265,7 @@ async def serving_chain(
         # Closed in reverse: the server drains, the engine ends its sessions, then the link lets the stages go.
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
-        device = ThreadExecutor("target", settings.threads)
+        device = _coordinator_device(coordinator, settings, len(stages))
         stack.push_async_callback(device.close)
         engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s)
         stack.push_async_callback(engine.aclose)
@@ -281,6 +283,14 @@ async def serving_chain(
         for task in tasks:
             stack.callback(asyncio.create_task(task).cancel)
         yield running
+
+
+def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_stages: int) -> Executor:
+    from specsplit.engine.executor import LoopExecutor, ThreadExecutor
+
+    # With its ends elsewhere this process computes nothing that could hold up its loop.
+    is_light = coordinator.ends is None and num_stages > 1
+    return LoopExecutor() if is_light else ThreadExecutor("target", settings.threads)
 
 
 def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:

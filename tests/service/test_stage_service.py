@@ -12,6 +12,7 @@ import pytest
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams, Verdict
+from specsplit.engine.executor import LoopExecutor
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot
 from tests.support.processes import LIMIT_S
@@ -68,6 +69,21 @@ async def test_a_remote_chain_gives_the_verdicts_of_one_process(
     assert num_bytes[f"coordinator->{chain.hosts[0].address}"] > 0
     answered = [num_bytes[f"{host.address}->coordinator"] > 0 for host in chain.hosts]
     assert answered == [False] * len(bounds) + [True]
+
+
+@pytest.mark.parametrize(("bounds", "sampling", "shape"), [((2,), "hot", "tree"), ((1, 2), "greedy", "chain")])
+async def test_loops_that_compute_and_drive_give_the_verdicts_of_one_process(
+    bounds: tuple[int, ...], sampling: str, shape: str
+) -> None:
+    texts, given = await asyncio.to_thread(expected, sampling, shape)
+    async with opened_remote(shards("stages", bounds), at_once_s=60.0, executor=LoopExecutor()) as chain:
+        assert await together(chain.target, SAMPLING[sampling], LENGTHS, texts, shape) == given
+        text = await text_after(chain.target, SAMPLING["hot"], LENGTHS[0], TEXT_LENGTH)
+        hot, _ = await asyncio.to_thread(expected, "hot", "chain")
+        assert text == hot[0]
+        assert chain.runner.chain_statistics.recomputed_tokens == 0
+        assert all(host.stage.num_now > TEXT_LENGTH // 2 for host in chain.hosts)
+        assert all(host.stage.num_now < len(host.stage.seen) for host in chain.hosts), "prompts are for the thread"
 
 
 async def test_a_session_goes_on_while_the_packet_of_another_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

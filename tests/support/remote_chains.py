@@ -43,6 +43,8 @@ class WatchedStage:
     def __init__(self, engine: StageEngine, hangs: Callable[[Packet], bool], claims: Mapping[str, Any]) -> None:
         self.engine = engine
         self.seen: list[Packet] = []
+        self.num_now = 0
+        """Packets computed at once; none where `at_once_s` is 0, and such a packet never hangs."""
         self._hangs, self._claims = hangs, claims
 
     @property
@@ -55,6 +57,12 @@ class WatchedStage:
             await asyncio.Event().wait()
         return await self.engine.forward(packet)
 
+    def forward_now(self, packet: Packet) -> Packet | None:
+        if (made := self.engine.forward_now(packet)) is not None:
+            self.seen.append(packet)
+            self.num_now += 1
+        return made
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
@@ -62,8 +70,8 @@ class WatchedStage:
 class StageHost:
     """One stage process: a fresh engine behind a server; it keeps its port over restarts."""
 
-    def __init__(self, shard: LoadedShard, device: ThreadExecutor) -> None:
-        self.shard, self._device = shard, device
+    def __init__(self, shard: LoadedShard, device: ThreadExecutor, at_once_s: float = 0.0) -> None:
+        self.shard, self._device, self._at_once_s = shard, device, at_once_s
         self.address = LOOPBACK
         self.hangs: Callable[[Packet], object] = lambda packet: False
         """Told of every packet; one for which it is True is never computed."""
@@ -75,7 +83,8 @@ class StageHost:
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        self.stage = WatchedStage(StageEngine(self.shard, device=self._device), self._asked, self.claims)
+        engine = StageEngine(self.shard, device=self._device, at_once_s=self._at_once_s)
+        self.stage = WatchedStage(engine, self._asked, self.claims)
         self._stack.push_async_callback(self.stage.engine.aclose)
         self.service = StageService(self.stage)
         self.server: Server = await self._stack.enter_async_context(serving(self.address, [self.service]))
@@ -112,14 +121,14 @@ class RemoteOpen:
 
 
 @asynccontextmanager
-async def served(shards: Sequence[LoadedShard]) -> AsyncIterator[list[StageHost]]:
-    """Serve a stage over each shard, all on one thread."""
+async def served(shards: Sequence[LoadedShard], at_once_s: float = 0.0) -> AsyncIterator[list[StageHost]]:
+    """Serve a stage over each shard, all on one thread; short packets on the loop, where they take `at_once_s`."""
     async with AsyncExitStack() as stack:
         device = ThreadExecutor("stages", 1)
         stack.push_async_callback(device.close)
         hosts: list[StageHost] = []
         for shard in shards:
-            host = StageHost(shard, device)
+            host = StageHost(shard, device, at_once_s)
             await host.start()
             stack.push_async_callback(host.stop)
             hosts.append(host)
@@ -140,10 +149,11 @@ async def opened_remote(
     *,
     addresses: Callable[[list[str]], list[str]] = lambda addresses: addresses,
     link_options: dict[str, Any] | None = None,
+    at_once_s: float = 0.0,
     **options: Any,
 ) -> AsyncIterator[RemoteOpen]:
     """Serve a model's stages and spares, connect a chain of them and open a target over it."""
-    async with served([*shards.stages, *spares]) as hosts:
+    async with served([*shards.stages, *spares], at_once_s) as hosts:
         own, other = hosts[: len(shards.stages)], hosts[len(shards.stages) :]
         at = addresses([host.address for host in own]), [host.address for host in other]
         async with opened_over(shards, own, other, *at, link_options=link_options, **options) as chain:
@@ -165,9 +175,9 @@ async def opened_over(
     patience: dict[str, Any] = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
     patience |= link_options or {}
     link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience))
-    ttl_s = options.pop("ttl_s", TTL_S)
+    ttl_s, executor = options.pop("ttl_s", TTL_S), options.pop("executor", None)
     sending = ChainOptions(**{"chunk_tokens": 16, **options})
-    target, runner = chain_target(shards.model, link, shards.ends, ttl_s=ttl_s, options=sending)
+    target, runner = chain_target(shards.model, link, shards.ends, executor=executor, ttl_s=ttl_s, options=sending)
     try:
         await connect_chain(link, _CONNECT_S)
         yield RemoteOpen(target, runner, link, own, other)

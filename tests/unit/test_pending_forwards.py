@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.exactness import Exactness
+from specsplit.engine.executor import LoopExecutor
 from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
@@ -85,17 +86,30 @@ class FarRunner(Runner):
 
 
 class FarQueue(WorkQueue):
-    """The work of a runner whose forwards are computed elsewhere."""
+    """The work of a runner whose forwards are computed elsewhere; `close` ends its executor, whichever it is."""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._executor.close()
 
     async def settled(self) -> None:
         """Wait until the device has done all that it was told before: it takes messages and steps in order."""
         await self.run(None, at_once(lambda: None))
 
 
+_is_on_loop = False
+
+
+@pytest.fixture(autouse=True, params=["thread", "loop"])
+def driven_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test with a thread and with the event loop that drives the queue."""
+    monkeypatch.setattr(f"{__name__}._is_on_loop", request.param == "loop")
+
+
 @asynccontextmanager
 async def far_queue(max_pending: int = 2) -> AsyncIterator[tuple[FarQueue, FarRunner]]:
-    runner = FarRunner(max_pending)
-    queue = FarQueue(runner, name="far", threads=1)
+    runner, executor = FarRunner(max_pending), LoopExecutor(1) if _is_on_loop else None
+    queue = FarQueue(runner, name="far", threads=1, executor=executor)
     try:
         yield queue, runner
     finally:
@@ -286,7 +300,22 @@ async def test_packets_of_waiting_steps_are_sent_step_by_step(num_stages: int, n
     def begin_all() -> list[PendingChainForward]:
         return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]
 
-    forwards = await asyncio.to_thread(begin_all)
+    forwards = begin_all() if _is_on_loop else await asyncio.to_thread(begin_all)
     await wait_until(lambda: all(forward.is_done for forward in forwards))
     assert len(link.request_ids) > num_stages
     assert link.request_ids == sorted(link.request_ids)
+
+
+async def test_a_packet_that_is_alone_does_not_overtake_those_before_it() -> None:
+    link = SlowLink(2)
+    loop = asyncio.get_running_loop()
+    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32))
+
+    def begin_all() -> list[PendingChainForward]:
+        steps = enumerate((300, 1, 200, 1))
+        return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot, num_rows in steps]
+
+    forwards = begin_all() if _is_on_loop else await asyncio.to_thread(begin_all)
+    await wait_until(lambda: all(forward.is_done for forward in forwards))
+    assert link.request_ids == sorted(link.request_ids)
+    assert len(link.request_ids) == 3 + 1 + 2 + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidPacket, InvalidSettings, StageBehind, StaleEpoch
+from specsplit.core.errors import InvalidPacket, InvalidSettings, StageBehind, StaleEpoch, WorkerClosed
 from specsplit.core.types import SessionParams
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.packet import COORDINATOR, HeadRequest, KeepList, Packet, PacketSession, PayloadType, StepKind
@@ -283,3 +284,59 @@ async def test_a_slot_that_has_ended_is_empty_and_has_no_epoch(stage: StageEngin
     await stage.reset()
     assert_equal((await ask(stage, packet(3, share(0, 0, 8, 100, epoch=1))))[-1], await straight(8))
     assert (await stage.export_kv(2)).num_rows == 0
+
+
+async def quick_stage() -> StageEngine:
+    """Return a stage that has computed a short packet, so that its loop takes the next one."""
+    stage = stage_of()
+    quick = StageEngine(_shards["middle"], at_once_s=60.0)
+    await stage.aclose()
+    await ask(quick, packet(1, share(0, 0, 4, 100)))
+    return quick
+
+
+async def test_the_loop_computes_a_short_packet_as_the_thread_does() -> None:
+    stage = await quick_stage()
+    following = packet(2, share(0, 4, 4, 104, keep=KeepList(1, (0, 1, 2, 3))))
+    made = stage.forward_now(following)
+    assert made is not None
+    payload, truth = bytes(made.payload), stage_of()
+    await ask(truth, packet(1, share(0, 0, 4, 100)))
+    assert payload == bytes((await truth.forward(following)).payload)
+    assert stage.statistics == truth.statistics
+    assert stage.num_rows == truth.num_rows
+    await stage.aclose()
+    await truth.aclose()
+
+
+async def test_the_loop_leaves_long_packets_to_the_thread_and_waits_for_it() -> None:
+    short = packet(2, share(1, 0, 1, 100))
+    for limit_s, rows_before, is_taken in ((60.0, 1, True), (60.0, 0, False), (0.0, 1, False), (1e-9, 1, False)):
+        stage = StageEngine(_shards["middle"], at_once_s=limit_s)
+        if rows_before:
+            await ask(stage, packet(1, share(0, 0, rows_before, 100)))
+        assert (stage.forward_now(short) is not None) == is_taken
+        await stage.aclose()
+    stage = await quick_stage()
+    assert stage.forward_now(packet(3, share(1, 0, 33, 100))) is None
+    behind = asyncio.ensure_future(stage.export_kv(0))
+    await asyncio.sleep(0)
+    assert stage.forward_now(short) is None
+    await behind
+    assert stage.forward_now(short) is not None
+    await stage.aclose()
+
+
+async def test_what_the_loop_refuses_leaves_the_slot_as_it_was() -> None:
+    stage = await quick_stage()
+    with pytest.raises(StageBehind):
+        stage.forward_now(packet(2, share(0, 9, 1, 109)))
+    with pytest.raises(InvalidPacket):
+        stage.forward_now(packet(3, share(9, 0, 1, 100)))
+    made = stage.forward_now(packet(4, share(0, 4, 4, 104, keep=KeepList(1, (0, 1, 2, 3)))))
+    assert made is not None
+    assert_equal(from_payload(made.payload, torch.float32, made.num_rows, H)[-1], await straight(8))
+    assert stage.is_well
+    await stage.aclose()
+    with pytest.raises(WorkerClosed):
+        stage.forward_now(packet(5, share(0, 0, 1, 100)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket, InvalidRequest
@@ -21,10 +22,12 @@ class CoordinatorEnds:
     embedding: LoadedShard
     head: LoadedShard
 
+    @torch.inference_mode()
     def enter(self, entries: Sequence[SequenceInput]) -> Buffer:
         """Return the hidden states with which the entries enter the first stage, as a packet's payload."""
         return to_payload(self.embedding.runner.rows(entries))
 
+    @torch.inference_mode()
     def logits(self, answer: Packet, entries: Sequence[SequenceInput]) -> list[Tensor]:
         """Return the logits [R, V] of each entry, whose R rows are those that `answer` holds hidden states of."""
         hidden = from_payload(answer.payload, self.head.runner.dtype, answer.num_rows, answer.hidden_size)

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,8 @@ class ChainOptions:
 class ChainRunner:
     """Runs packed entries through a chain of stages; like every runner it is driven by one thread.
 
-    The links live on `loop`, which must be running, and not be that of the thread that calls `forward`.
+    The links live on `loop`, which must be running, and not be that of the thread that calls `forward`. `begin` may be
+    called there, too.
     """
 
     is_recorded = False
@@ -129,16 +131,14 @@ class ChainRunner:
             LinkError: a stage is lost or does not behave.
             ModelDamaged, OutOfMemory: a stage said so.
         """
-        return self.begin(entries).result()
-
-    @torch.inference_mode()
-    def begin(self, entries: Sequence[SequenceInput]) -> PendingChainForward:
-        """Send the entries down the chain; those of steps on their way at once are of different slots."""
         with contextlib.suppress(RuntimeError):  # of a thread without a loop
             assert asyncio.get_running_loop() is not self._sender.loop, "a forward would wait for its own event loop"
+        return self.begin(entries).result()
+
+    def begin(self, entries: Sequence[SequenceInput]) -> PendingChainForward:
+        """Send the entries down the chain; those of steps on their way at once are of different slots."""
         return PendingChainForward(self, [StepSlice(entry, self.cache.slots[entry.slot]) for entry in entries])
 
-    @torch.inference_mode()
     def attempt(self, slices: Sequence[StepSlice]) -> Attempt:
         """Send what is left of the slices: the i-th packet has the i-th chunk of every slice that has one."""
         chunks = {step_slice: step_slice.chunks(self._options.chunk_tokens) for step_slice in slices}
@@ -155,7 +155,6 @@ class ChainRunner:
         self.chain_statistics.num_tokens += sum(one.packet.num_tokens for one in sent)
         return Attempt(sent, self._sender.send([one.packet for one in sent]))
 
-    @torch.inference_mode()
     def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Tensor]:
         """Return the output of each slice whose last chunk `answer` answers."""
         if self._ends is None:
@@ -194,6 +193,7 @@ def _step_kind(sessions: Sequence[PacketSession]) -> StepKind:
 
 def _head_output(session: PacketSession) -> Tensor:
     """Return an answer's picks or log-probabilities as a tensor; the asker knows which of them it asked for."""
+    # By way of numpy, since the first call of an operator after a wait costs a tenth of a millisecond.
     if session.log_probs:
-        return torch.tensor(session.log_probs, dtype=torch.float64)
-    return torch.tensor(session.picks, dtype=torch.long)
+        return torch.from_numpy(np.array(session.log_probs, np.float64))
+    return torch.from_numpy(np.array(session.picks, np.int64))

@@ -18,6 +18,7 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
+from specsplit.stages.chain.loop_share import LoopShare
 from specsplit.stages.chain.packet_check import check_packet, check_slot
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot
@@ -43,8 +44,15 @@ class StageEngine:
     """Stage `index` of a chain of `num_stages`, over one shard; takes packets in the order in which they come."""
 
     def __init__(
-        self, shard: LoadedShard, *, index: int = 0, num_stages: int = 1, device: Executor | None = None
+        self,
+        shard: LoadedShard,
+        *,
+        index: int = 0,
+        num_stages: int = 1,
+        device: Executor | None = None,
+        at_once_s: float = 0.0,
     ) -> None:
+        """Compute packets of a few rows on the event loop where the last one took less than `at_once_s`."""
         if shard.spec.is_empty:
             raise InvalidSettings("A stage of a chain needs at least one layer.")
         self.shard, self.index, self.num_stages = shard, index, num_stages
@@ -52,6 +60,7 @@ class StageEngine:
         self._slots = [StageSlot(slot) for slot in range(shard.max_sessions)]
         self._dtype = payload_type(shard.runner.dtype)
         self._worker = WorkQueue(shard.runner, name="stage", threads=shard.threads, executor=device)
+        self._loop_share = LoopShare(at_once_s, shard.threads)
 
     @property
     def identity(self) -> StageIdentity:
@@ -108,7 +117,13 @@ class StageEngine:
 
     async def forward(self, packet: Packet) -> Packet:
         """Apply the packet's keep-list, write its rows and return the packet for the next stage."""
-        return await self._run(lambda: self._forward(packet))
+        return await self._run(self._loop_share.measuring(self._forward, packet))
+
+    def forward_now(self, packet: Packet) -> Packet | None:
+        """Do what `forward` does without a turn of the event loop; None if it takes too long for that."""
+        if not self._loop_share.takes(packet.num_tokens):
+            return None
+        return self._worker.do_now(self._loop_share.measuring(self._forward, packet))
 
     async def end(self, slot: int, epoch: int | None = None) -> None:
         """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""
@@ -146,10 +161,11 @@ class StageEngine:
         await self._worker.close()
 
     async def _run(self, action: Any) -> Any:
-        result, _ = await self._worker.run(None, at_once(action))
+        with self._loop_share.thread_works():
+            result, _ = await self._worker.run(None, at_once(action))
         return result
 
-    # The methods below run on the device thread.
+    # The methods below run on the device thread, or on the event loop while that has nothing to do.
 
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
@@ -189,31 +205,36 @@ class StageEngine:
 
     def _following(self, packet: Packet, rows: Tensor) -> Packet:
         """Return the packet for the next stage with the hidden states of all rows; from the last one, the answer."""
-        if self.index != self.num_stages - 1:
-            return replace(
-                packet, stage_from=self.index, stage_to=self.index + 1, dtype=self._dtype, payload=to_payload(rows)
-            )
-        has_head = self.shard.spec.has_head
-        return replace(
-            packet,
-            stage_from=self.index,
-            stage_to=COORDINATOR,
+        to, sessions = self.index + 1, packet.sessions
+        sent: Tensor | None = rows
+        if to == self.num_stages:
+            to = COORDINATOR
+            has_head = self.shard.spec.has_head
+            sessions = self._answers(packet, rows) if has_head else tuple(map(empty_answer, sessions))
+            sent = None if has_head else rows[wanted_rows(packet)]
+        return Packet(
+            request_id=packet.request_id,
+            step_kind=packet.step_kind,
+            hidden_size=packet.hidden_size,
             dtype=self._dtype,
-            sessions=self._answers(packet, rows) if has_head else tuple(map(empty_answer, packet.sessions)),
-            payload=b"" if has_head else to_payload(rows[wanted_rows(packet)]),
+            stage_from=self.index,
+            stage_to=to,
+            sessions=sessions,
+            payload=b"" if sent is None else to_payload(sent),
+            layout=packet.layout,
         )
 
     def _answers(self, packet: Packet, logits: Tensor) -> tuple[PacketSession, ...]:
         vocab_size, device = self.shard.vocab_size, self.shard.runner.device
         answers: list[PacketSession] = []
-        rows = logits.split([session.num_logits for session in packet.sessions])
-        for session, session_rows in zip(packet.sessions, rows, strict=True):
+        sessions = packet.sessions
+        rows = [logits] if len(sessions) == 1 else logits.split([session.num_logits for session in sessions])
+        for session, session_rows in zip(sessions, rows, strict=True):
             answer, slot, request = empty_answer(session), self._slots[session.slot], session.head_request
             if request is not None and request.scored:
                 answer = replace(answer, log_probs=log_probs_of(request, session_rows))
             elif request is not None:
                 sampler = slot.sampler(request.params, vocab_size, device)
-                picks = picks_of(sampler, session_rows, slot.ids[: session.start], session)
-                answer = replace(answer, picks=picks)
+                answer = replace(answer, picks=picks_of(sampler, session_rows, slot.ids, session))
             answers.append(answer)
         return tuple(answers)

@@ -94,9 +94,9 @@ def chain_target(
     """Return a target over the chain behind `link`, and its runner, whose statistics count what was sent again.
 
     It is called on the event loop on which the links live. `ends` are this process's own with ends = coordinator, None
-    with ends = stages. The engine computes on `executor`, never the loop's own thread, since a forward waits for the
-    links, or on a thread of its own. Its sessions are freed when they were not used for `ttl_s`, and the stages forget
-    what freed slots held.
+    with ends = stages. The engine computes on `executor`, or on a thread of its own. The loop may drive it if there are
+    several stages: then it sends steps off, where with one stage a forward would wait for its own loop. Its sessions
+    are freed when they were not used for `ttl_s`, and the stages forget what freed slots held.
     """
     loop = asyncio.get_running_loop()
     shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype)

@@ -91,7 +91,7 @@ class NextLink:
         Raises:
             WorkerUnreachable: it cannot be passed on.
         """
-        duplex = await self.open()
+        duplex = self._duplex or await self.open()
         try:
             for frame in packet_frames(packet):
                 await duplex.write(frame)

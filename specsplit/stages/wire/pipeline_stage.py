@@ -1,7 +1,8 @@
 """A stage's position in one chain: packets in, through the stage, on to the next; answers go to the coordinator.
 
-Packets are handed to the stage as they arrive and awaited in that order, so that one is computed while the one before
-it is written on. At most WINDOW of them are here: a slow link holds up the one in front of it. Knows no handlers.
+A short packet that comes alone is computed where it arrives. Others are handed to the stage as they arrive and awaited
+in that order, so that one is computed while the one before it is written on. At most WINDOW of them are here: a slow
+link holds up the one in front of it. Knows no handlers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Outbox:
         self._is_closed = False
         self._has_frame, self._has_room = asyncio.Event(), asyncio.Event()
         self._has_room.set()
+
+    @property
+    def has_room(self) -> bool:
+        return self._has_room.is_set()
 
     async def put(self, frame: bytes) -> None:
         """Add a frame, once there is room."""
@@ -109,7 +114,7 @@ class Computations:
     def __init__(self, stage: Stage, watch: Stopwatch, report: Callable[[Exception, int], None]) -> None:
         self._stage, self._watch, self._report = stage, watch, report
         self.running: set[asyncio.Task[Packet | None]] = set()
-        self._in_order: asyncio.Queue[asyncio.Task[Packet | None]] = asyncio.Queue()
+        self._in_order: asyncio.Queue[asyncio.Future[Packet | None]] = asyncio.Queue()
 
     def start(self, packet: Packet) -> None:
         """Hand a packet to the stage, behind those that it has already."""
@@ -117,6 +122,27 @@ class Computations:
         self.running.add(task)
         task.add_done_callback(self.running.discard)
         self._in_order.put_nowait(task)
+
+    def try_now(self, packet: Packet) -> asyncio.Future[Packet | None] | None:
+        """Let the stage compute a packet at once; return what it made, None if it takes too long for that.
+
+        Nothing may be here before it. What it made is not in the order yet: it is passed on, or `append`ed.
+        """
+        made: Packet | None = None
+        try:
+            with self._watch.running():
+                made = self._stage.forward_now(packet)
+            if made is None:
+                return None
+        except Exception as error:  # noqa: BLE001 - as in `_compute`
+            self._fail(packet, error)
+        done: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
+        done.set_result(made)
+        return done
+
+    def append(self, made: asyncio.Future[Packet | None]) -> None:
+        """Put what was made at once behind all that is here."""
+        self._in_order.put_nowait(made)
 
     async def wait_next(self) -> Packet | None:
         """Wait for the next packet in order, and return what the stage made of it, None if it failed."""
@@ -127,10 +153,13 @@ class Computations:
             with self._watch.running():
                 return await self._stage.forward(packet)
         except Exception as error:  # noqa: BLE001 - whatever a packet does, the coordinator hears of it and the stage lives
-            if not isinstance(error, SpecSplitError):
-                _log.exception("computing a packet failed")
-            self._report(error, packet.request_id)
+            self._fail(packet, error)
             return None
+
+    def _fail(self, packet: Packet, error: Exception) -> None:
+        if not isinstance(error, SpecSplitError):
+            _log.error("computing a packet failed", exc_info=error)
+        self._report(error, packet.request_id)
 
 
 class PipelineStage:
@@ -148,6 +177,7 @@ class PipelineStage:
         self._next = NextLink(chain, index, next_address, self.report) if next_address else None
         # A permit is taken when a packet comes in, and given back when it has been written on.
         self._room = asyncio.Semaphore(WINDOW)
+        self._num_here = 0
         self._computations = Computations(stage, watch, self.report)
         self._writing = asyncio.create_task(self._write_on())
 
@@ -189,7 +219,14 @@ class PipelineStage:
         # The position may have ended while this waited; `aclose` has not seen the packet then.
         if self._is_over:
             return
-        self._computations.start(packet)
+        self._num_here += 1
+        made = self._computations.try_now(packet) if self._num_here == 1 else None
+        if made is None:
+            self._computations.start(packet)
+        elif self._answer_now(made.result()):
+            self._leave()
+        else:
+            self._computations.append(made)
 
     def report(self, error: Exception, request_id: int | None = None, after: int = 0) -> None:
         """Send the coordinator, if it listens, the reason why a packet, or any after `after`, gets no answer."""
@@ -219,7 +256,24 @@ class PipelineStage:
                 assert packet is not None, "nothing was passed on"
                 self.report(error, packet.request_id)
             finally:
-                self._room.release()
+                self._leave()
+
+    def _leave(self) -> None:
+        """Make room for another packet."""
+        self._num_here -= 1
+        self._room.release()
+
+    def _answer_now(self, made: Packet | None) -> bool:
+        """Answer the coordinator without a turn of the event loop, if this is an answer and there is room for it."""
+        coordinator = self.coordinator
+        if made is None or coordinator is None:
+            return made is None
+        if not (made.is_answer and coordinator.has_room):
+            return False
+        for frame in packet_frames(made):
+            self._answered_bytes += len(frame)
+            coordinator.put_nowait(frame)
+        return True
 
     async def _pass(self, packet: Packet) -> None:
         if not packet.is_answer:
