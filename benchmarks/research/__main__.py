@@ -10,6 +10,7 @@ from benchmarks.research import context_growth, figures, inflate, network_bars, 
 from benchmarks.research.app import app
 from benchmarks.research.calibration import study as calibration
 from benchmarks.research.checkouts import compare as checkouts
+from benchmarks.research.checkouts import forwards
 from benchmarks.research.comparison import command as comparison
 from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
@@ -22,7 +23,7 @@ from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
 STUDIES = (calibration, context_growth, coupling, critical_path, draft_kinds, inflate, network_bars, profile)
-STUDIES_TOO = (checkouts, comparison, figures, stage_cost, stage_sessions, traced, tree_shapes)
+STUDIES_TOO = (checkouts, comparison, figures, forwards, stage_cost, stage_sessions, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

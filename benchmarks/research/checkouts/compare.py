@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.environment import provenance, require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.app import app
-from benchmarks.research.checkouts.sides import KINDS, Answer, Side, check
+from benchmarks.research.checkouts.sides import KINDS, Answer, Side, check, commit_of
 from benchmarks.workloads import CODE_PROMPTS, Prompt, read_prompts
 
 HERE = Path(__file__).parents[3]
@@ -133,7 +133,7 @@ def to_record(settings: CheckoutSettings, found: dict[str, KindFound]) -> dict[s
     return {
         "benchmark": "checkouts",
         "provenance": provenance(),
-        "settings": {**asdict(settings), "base": str(settings.base)},
+        "settings": {**asdict(settings), "base": commit_of(settings.base)},
         "bounds": {"median": MEDIAN_BAR, "lowest": LOWEST_BAR},
         "kinds": {kind: figures.to_dict() for kind, figures in found.items()},
     }

@@ -36,6 +36,46 @@ class Answer:
     target_forwards: int
 
 
+class Driver:
+    """A script that runs with the specsplit of one checkout: a JSON line in, a JSON line out."""
+
+    def __init__(self, checkout: Path, script: Path) -> None:
+        self._checkout = checkout
+        # A session of its own: Ctrl-C is for the benchmark, which ends its processes itself.
+        # -P keeps the script's folder out of sys.path: `benchmarks` has modules with names of the standard library.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=checkout,
+            env=environment_of(checkout),
+            start_new_session=True,
+        )
+
+    def ask(self, request: dict[str, object]) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            ResourceError: the process has ended.
+        """
+        assert self._process.stdin is not None, "a pipe"
+        assert self._process.stdout is not None, "a pipe"
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the empty line below says the same
+        line = self._process.stdout.readline()
+        if not line:
+            raise ResourceError(f"The process of {self._checkout} has ended; what it wrote to stderr says why.")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Close its input and wait for it."""
+        self._process.communicate()
+
+
 class Side:
     """One checkout, ready to generate in one of `KINDS`; its processes end with the `with` block."""
 
@@ -44,18 +84,8 @@ class Side:
         self._checkout = checkout
         self._threads = threads
         self._scope = ExitStack()
-        # A session of its own: Ctrl-C is for the benchmark, which ends its processes itself.
-        # -P keeps the driver's folder out of sys.path: `benchmarks` has modules with names of the standard library.
-        self._driver = subprocess.Popen(
-            [sys.executable, "-P", str(DRIVER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=checkout,
-            env=environment_of(checkout),
-            start_new_session=True,
-        )
-        self._scope.callback(self._end_driver)
+        self._driver = Driver(checkout, DRIVER)
+        self._scope.callback(self._driver.end)
         self._workers = self._start_workers(num_layers)
 
     def __enter__(self) -> Side:
@@ -80,7 +110,7 @@ class Side:
             addresses = ",".join(stage.wait_ready() for stage in self._workers)
             target = self._start("target", "--stages", addresses)
             options = {"target": target.wait_ready(), "mode": "plain"}
-        self._ask({"open": options})
+        self._driver.ask({"open": options})
 
     def generate(self, prompt: str, num_tokens: int) -> Answer:
         """Continue a prompt by `num_tokens` tokens, greedily.
@@ -89,7 +119,7 @@ class Side:
             ResourceError: a process has ended.
         """
         options = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "seed": 0}
-        told = self._ask({"prompt": prompt, "options": options})
+        told = self._driver.ask({"prompt": prompt, "options": options})
         return Answer(told["wall_s"], tuple(told["token_ids"]), told["target_forwards"])
 
     def _start_workers(self, num_layers: int) -> list[WorkerProcess]:
@@ -106,22 +136,6 @@ class Side:
         self._scope.callback(worker.end)
         return worker
 
-    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
-        assert self._driver.stdin is not None, "a pipe"
-        assert self._driver.stdout is not None, "a pipe"
-        try:
-            self._driver.stdin.write(json.dumps(request) + "\n")
-            self._driver.stdin.flush()
-        except BrokenPipeError:
-            pass  # the empty line below says the same
-        line = self._driver.stdout.readline()
-        if not line:
-            raise ResourceError(f"The process of {self._checkout} has ended; what it wrote to stderr says why.")
-        return json.loads(line)
-
-    def _end_driver(self) -> None:
-        self._driver.communicate()
-
 
 def check(checkout: Path) -> Path:
     """Return the path of a checkout in full.
@@ -132,3 +146,11 @@ def check(checkout: Path) -> Path:
     if not (checkout / "specsplit" / "__init__.py").is_file():
         raise ResourceError(f"There is no package specsplit in {checkout}; name the folder of a checkout.")
     return checkout.resolve()
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the commit that a checkout stands at, empty if git does not say."""
+    told = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip()
