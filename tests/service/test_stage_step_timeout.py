@@ -33,6 +33,8 @@ def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
         return await forward(stage, packet)
 
     monkeypatch.setattr(StageEngine, "forward", forward_or_hang)
+    # A stage that hangs on its loop answers no ping, like a process that is stopped; this is about one that does.
+    monkeypatch.setattr(StageEngine, "forward_now", lambda stage, packet: None)
     settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:10", "4:10")]
     with served_stages(*settings) as (first, second, spare):
         where = ("--stages", f"{first},{second}", "--spares", spare)
