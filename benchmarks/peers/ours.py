@@ -109,9 +109,9 @@ class InProcess(OnLoop):
 
 
 def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings:
-    """Return the settings that load what the modes need; one that is alone has its engines as it likes them."""
+    """Return the settings that load what the modes need; if all are one, it has its engines as it likes them."""
     loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads}
-    mode = modes[0].mode if len(modes) == 1 else "auto"
+    mode = modes[0].mode if len({each.mode for each in modes}) == 1 else "auto"
     nodes = max((mode.shape.nodes for mode in modes), default=1)
     return Settings(
         target=TargetSettings.model_validate({"model": pair.target, **loading}),

@@ -14,6 +14,7 @@ from benchmarks.research.checkouts import forwards
 from benchmarks.research.comparison import command as comparison
 from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
+from benchmarks.research.exactness import study as exactness
 from benchmarks.research.rounds import critical_path, profile, traced
 from benchmarks.research.stages import cost as stage_cost
 from benchmarks.research.stages import sessions as stage_sessions
@@ -23,7 +24,7 @@ from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
 STUDIES = (calibration, context_growth, coupling, critical_path, draft_kinds, inflate, network_bars, profile)
-STUDIES_TOO = (checkouts, comparison, figures, forwards, stage_cost, stage_sessions, traced, tree_shapes)
+STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, stage_cost, stage_sessions, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")
