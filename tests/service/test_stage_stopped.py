@@ -19,6 +19,7 @@ from specsplit.stages.packet import Packet
 from specsplit.stages.shard.chain_model import load_chain_model
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards
+from tests.support.machine import DTYPE
 from tests.support.packet_proxy import PacketProxy
 from tests.support.processes import LIMIT_S, SILENT_S, WorkerProcess
 from tests.support.remote_chains import RemoteOpen, mended, opened_over
@@ -69,7 +70,7 @@ async def chain_over(
     proxy = PacketProxy(int(addresses[stopped].rpartition(":")[2]), stop)
     await stack.enter_async_context(proxy.running())
     addresses[stopped] = proxy.address
-    model = load_chain_model(str(EMBEDDED_TARGET), context=160, max_sessions=4)
+    model = load_chain_model(str(EMBEDDED_TARGET), dtype=DTYPE, context=160, max_sessions=4)
     options = {"reconnect_s": RECONNECT_S, "takeover": True}
     at = addresses[: len(stages)], addresses[len(stages) :]
     async with opened_over(Shards(model, [], None), [], [], *at, link_options=options, window=1) as chain:
