@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 Record = Mapping[str, Any]
 _KINDS = (
     "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study`, "
-    "`draft_kinds` or `stage_sessions`, nor a trace file"
+    "`draft_kinds`, `stage_sessions` or `exactness`, nor a trace file"
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "smoke": sections.of_smoke,
@@ -34,6 +34,7 @@ _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "sweep-tree": studies.of_tree,
     "coupling_study": studies.of_coupling,
     "stage_sessions": studies.of_stage_sessions,
+    "exactness": studies.of_exactness,
 }
 _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "run": lambda path, name: sections.of_run(results_file.read(path, RUN), name),
@@ -42,7 +43,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "draft_kinds": of_draft_kinds,
 }
 _LINE = TypeAdapter(dict[str, Any])
-_LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions")
+_LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions", "exactness")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 

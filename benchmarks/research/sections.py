@@ -1,4 +1,4 @@
-"""Sections of the page for the files of tree shapes, the coupling study and sessions on stages."""
+"""Sections of the page for the files of tree shapes, the coupling study, sessions on stages and exactness."""
 
 from __future__ import annotations
 
@@ -77,6 +77,24 @@ def of_stage_sessions(record: Record, path: Path, name: str) -> Section:
             (rtt, *(spread(estimate(rates[way]).to_dict(), 0) for way in ways), spread(record["ratio"][rtt]))
             for rtt, rates in record["tokens_per_s"].items()
         ],
+    )
+    section.origin(record)
+    return section
+
+
+def of_exactness(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one slice of the study of exactness."""
+    settings = record["settings"]
+    section = Section(f"{path.name}: texts against plain decoding, slice {settings['slice']}")
+    section.text(
+        f"The embedded pair in {settings['dtype']}, {settings['num_new_tokens']} tokens a text, token by token "
+        "beside plain decoding with one thread in one process."
+    )
+    counts = ("texts", "tokens", "differing_texts", "differing_tokens")
+    section.table(
+        "Differences, by what the texts promised",
+        ("promise", "texts", "tokens", "texts that differ", "tokens that differ"),
+        [(promised, *(str(total.get(count, 0)) for count in counts)) for promised, total in record["totals"].items()],
     )
     section.origin(record)
     return section

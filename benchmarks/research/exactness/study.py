@@ -93,14 +93,11 @@ class Tally:
 
     def total(self, exactness: str | None = None, **wanted: object) -> Counter[str]:
         """Return the sums over the circumstances with these values."""
-        return sum(
-            (
-                counts
-                for (of, promised), counts in self.counts.items()
-                if exactness in (None, promised) and all(getattr(of, name) == value for name, value in wanted.items())
-            ),
-            Counter[str](),
-        )
+        total = Counter(dict.fromkeys(COLUMNS, 0))
+        for (of, promised), counts in self.counts.items():
+            if exactness in (None, promised) and all(getattr(of, name) == value for name, value in wanted.items()):
+                total.update(counts)  # unlike a sum it keeps zeros
+        return total
 
     def to_dict(self) -> Record:
         """Return sums, counts of each circumstance and promise, and differences, in JSON types."""
