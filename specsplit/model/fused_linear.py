@@ -1,37 +1,21 @@
 """Linear layers that read the same input, computed as one product: queries, keys and values, gate and up.
 
-Used for recording a forward only. One run of the model shows which layers belong together, so no family is named here.
-Their weights become slices of one tensor, and take no more memory than before, except for pages that the allocator
-keeps of the old ones. Call it once for each model: a second time would leave the first recording with the old weights.
+Used for recording a forward whose weights are not packed. Their weights become slices of one tensor, and take no more
+memory than before, except for pages that the allocator keeps of the old ones. Call it once for each model: a second
+time would leave the first recording with the old weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a linear layer: input [..., K], weight [N, K], bias [N]."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def goes_with(self, other: _Call) -> bool:
-        return (
-            self.input is other.input
-            and self.weight.dtype == other.weight.dtype
-            and (self.bias is None) == (other.bias is None)
-        )
+from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,55 +25,15 @@ class _Group:
     weight: Tensor
     bias: Tensor | None
     members: Sequence[int]
-    """The ids of their weights, which live as long as the model does."""
     sizes: Sequence[int]
 
 
-class _Watching(TorchFunctionMode):
-    """Records the calls of linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is F.linear:
-            self.calls.append(_Call(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-class Fusing(TorchFunctionMode):
+class Fusing(JoinedCalls[_Group]):
     """Makes one product of the layers of each group, within a `with` block."""
 
     def __init__(self, groups: Sequence[_Group]) -> None:
-        super().__init__()
-        self._groups = {group.members[0]: group for group in groups}
-        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        """Maps a weight's id to the input that it was multiplied with, and the result."""
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._groups)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        call = _Call(*args, **(kwargs or {}))
-        # A result that was computed ahead serves only the very input it was computed for.
-        known_input, result = self._ready.pop(id(call.weight), (None, None))
-        if result is not None and known_input is call.input:
-            return result
-        group = self._groups.get(id(call.weight))
-        if group is None:
-            return func(*args, **(kwargs or {}))
-        first, *others = F.linear(call.input, group.weight, group.bias).split(list(group.sizes), dim=-1)
-        for member, other in zip(group.members[1:], others, strict=True):
-            self._ready[member] = call.input, other
-        return first
+        super().__init__({group.members[0]: group for group in groups}, _product)
+        self.num_groups = len(groups)
 
 
 def fuse_linears(forward: Callable[[], object]) -> Fusing:
@@ -97,31 +41,23 @@ def fuse_linears(forward: Callable[[], object]) -> Fusing:
 
     A layer that is called more than once stays as it is. The weights of the others are slices from now on.
     """
-    watching = _Watching()
-    with watching:
-        forward()
-    counts = Counter(id(call.weight) for call in watching.calls)
-    groups: list[list[_Call]] = []
-    for call in watching.calls:
-        # A weight used twice (a shared layer) or no parameter (a made-up tensor) cannot become a slice for good.
-        if counts[id(call.weight)] > 1 or not isinstance(call.weight, torch.nn.Parameter):
-            continue
-        if groups and groups[-1][-1].goes_with(call):
-            groups[-1].append(call)
-        else:
-            groups.append([call])
-    return Fusing([_joined(group) for group in groups if len(group) > 1])
+    calls = watched(forward)
+    counts = Counter(call.key for call in calls)
+    # A weight used twice (a shared layer) or no parameter (a made-up tensor) cannot become a slice for good.
+    single = [call for call in calls if counts[call.key] == 1 and isinstance(call.weight, torch.nn.Parameter)]
+    return Fusing([_joined(group) for group in in_groups(single) if len(group) > 1])
 
 
-def _joined(group: Sequence[_Call]) -> _Group:
+def _product(group: _Group, call: LinearCall) -> Tensor:
+    return F.linear(call.input, group.weight, group.bias)
+
+
+def _joined(group: Sequence[LinearCall]) -> _Group:
     weights = [call.weight for call in group]
     biases = [call.bias for call in group if call.bias is not None]
-    return _Group(
-        _as_slices_of_one(weights),
-        _as_slices_of_one(biases) if biases else None,
-        [id(weight) for weight in weights],
-        [len(weight) for weight in weights],
-    )
+    whole, bias = _as_slices_of_one(weights), _as_slices_of_one(biases) if biases else None
+    # The weights' addresses are those of the slices from now on.
+    return _Group(whole, bias, [weight.data_ptr() for weight in weights], [len(weight) for weight in weights])
 
 
 def _as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:

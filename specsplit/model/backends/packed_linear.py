@@ -1,8 +1,8 @@
 """Linear layers in oneDNN's packed layout: a few rows cost what one costs, and a row has the same bits among many.
 
-One run of the model shows which weights it multiplies with, so no family is named here. Products have at most `width`
-inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
-the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its pack is there.
+Products have at most `width` inputs; longer ones are cut along the inputs and added in order, since beyond some width
+oneDNN's order of sums follows the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its
+pack is there.
 
 Legend: N outputs, K inputs, R rows, X experts.
 """
@@ -10,8 +10,7 @@ Legend: N outputs, K inputs, R rows, X experts.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
 
 _HINT = 8
@@ -94,63 +94,6 @@ with warnings.catch_warnings():
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One product that the model asks for: input [..., K], weight [N, K], or [X, N, K] with the ends of groups."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    offsets: Tensor | None = None
-
-    @property
-    def key(self) -> int:
-        """The address of the weight, whichever view of it the model passes."""
-        return self.weight.data_ptr()
-
-    @property
-    def num_weights(self) -> int:
-        return self.weight.numel()
-
-    def goes_with(self, other: _Call) -> bool:
-        return (
-            self.input is other.input
-            and self.weight.dtype == other.weight.dtype
-            and (self.bias is None) == (other.bias is None)
-            and self.offsets is None
-            and other.offsets is None
-        )
-
-
-def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
-    """Return the product with a weight that a torch function stands for; None for any other function."""
-    if func is F.linear:
-        return _Call(*args, **kwargs)
-    if func is torch.addmm and len(args) == 3 and not kwargs:
-        bias, given, weight = args
-        return _Call(given, weight.t(), bias) if isinstance(weight, nn.Parameter) else None
-    if getattr(func, "__name__", "") == "_grouped_mm" and len(args) == 2 and kwargs.get("bias") is None:
-        given, weight = args
-        return _Call(given, weight.transpose(-2, -1), None, kwargs["offs"])
-    return None
-
-
-class _Watching(TorchFunctionMode):
-    """Collects the products of a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        call = _as_call(func, args, kwargs or {})
-        if call is not None:
-            self.calls.append(call)
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True, slots=True)
 class _Packed:
     """One product as it is computed: the weights of one call, or of several that read the same input."""
 
@@ -162,39 +105,6 @@ class _Packed:
     width: int
     packs: slice
     """Its packs among all."""
-
-
-class _Serving(TorchFunctionMode):
-    """Computes the model's products with packs, within a `with` block."""
-
-    def __init__(self, products: Mapping[int, _Packed], packs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._products, self._packs = products, packs
-        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        """Maps a weight to the input that it was multiplied with, and the result."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        call = _as_call(func, args, kwargs or {})
-        if call is None:
-            return func(*args, **(kwargs or {}))
-        # A result that was computed ahead serves only the very input it was computed for.
-        known_input, ready = self._ready.pop(call.key, (None, None))
-        if ready is not None and known_input is call.input:
-            return ready
-        packed = self._products.get(call.key)
-        if packed is None:
-            return func(*args, **(kwargs or {}))
-        packs = list(self._packs[packed.packs])
-        if call.offsets is not None:
-            return grouped_product(call.input, packs, packed.width, call.offsets)
-        result = product(call.input, packs, packed.width, packed.bias)
-        if len(packed.members) == 1:
-            return result
-        for member, part in zip(packed.members, result.split(list(packed.sizes), dim=-1), strict=True):
-            self._ready[member] = call.input, part
-        return self._ready.pop(call.key)[1]
 
 
 class PackedLinears:
@@ -216,14 +126,11 @@ class PackedLinears:
         """One pack of each shape, outputs and inputs, cut as it is."""
         self._width = width
         self._products: dict[int, _Packed] = {}
-        watching = _Watching()
-        with watching:
-            forward()
         # A part of a weight is left alone: other parts may be used elsewhere.
-        calls = [call for call in watching.calls if call.num_weights == _size(owners.get(call.key))]
+        calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
-        for group in _groups(calls):
+        for group in in_groups(calls):
             members = [owners[call.key] for call in group]
             places = [addresses(member) for member in members]
             packed = self._packed(group)
@@ -237,9 +144,16 @@ class PackedLinears:
 
     def serving(self, packs: Sequence[Tensor]) -> TorchFunctionMode:
         """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""
-        return _Serving(self._products, packs)
 
-    def _packed(self, group: Sequence[_Call]) -> _Packed:
+        def compute(packed: _Packed, call: LinearCall) -> Tensor:
+            own = list(packs[packed.packs])
+            if call.offsets is not None:
+                return grouped_product(call.input, own, packed.width, call.offsets)
+            return product(call.input, own, packed.width, packed.bias)
+
+        return JoinedCalls(self._products, compute)
+
+    def _packed(self, group: Sequence[LinearCall]) -> _Packed:
         first, first_pack = group[0], len(self.packs)
         num_inputs = first.weight.shape[-1]
         width = part_width(num_inputs, self._width)
@@ -257,21 +171,6 @@ class PackedLinears:
             width=width,
             packs=slice(first_pack, len(self.packs)),
         )
-
-
-def _groups(calls: Sequence[_Call]) -> list[list[_Call]]:
-    """Return the products to pack, those that read the same input in a row as one; a shared weight stays alone."""
-    counts = Counter(call.key for call in calls)
-    groups: dict[int, list[_Call]] = {}
-    latest: list[_Call] = []
-    for call in calls:
-        if call.key in groups:
-            latest = []
-        elif latest and counts[call.key] == counts[latest[-1].key] == 1 and latest[-1].goes_with(call):
-            latest.append(call)
-        else:
-            latest = groups[call.key] = [call]
-    return list(groups.values())
 
 
 def _size(parameter: Tensor | None) -> int:
