@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from specsplit.model.activations import activate
 from specsplit.model.attention.metadata import MaskFunction
 from specsplit.model.kv_cache import HeadShape
 
@@ -121,10 +122,9 @@ def _attend_spans(
         else:
             out, mass = attend_at_once(own, slot_keys, slot_values, bias, scaling)
         if sinks is not None:
-            # A sink is a score per head that takes mass and gives none. The factors are as wide as the output, since
-            # torch computes the last few elements of a tensor by another exponential.
+            # A sink is a score per head that takes mass and gives none.
             logits = mass.float() - sinks.view(mass.size(0), -1, 1)
-            out = (out * torch.sigmoid(logits.unsqueeze(3).expand(out.size()).contiguous())).to(out.dtype)
+            out = (out * activate(logits, "sigmoid", 32768).unsqueeze(3)).to(out.dtype)
         outputs.append(out.reshape(1, -1, count, out.size(3)).transpose(1, 2))
     if stores.size(1) > 0:
         keys[stores[0], :, stores[2]] = k[0, :, stores[1]].transpose(0, 1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specsplit.model.activations import WholeVectors
 from specsplit.model.attention.function import LayerAttention, SlotAttention
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.probe import ProbeResult
@@ -35,7 +36,7 @@ class EagerBackend:
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
     ) -> Tensor:
-        with self._products(memory):
+        with self._invariant_rows(memory):
             logits = self.model(
                 input_ids=source,
                 position_ids=position_ids,
@@ -60,11 +61,15 @@ class EagerBackend:
 
         return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, stores), biases)
 
-    def _products(self, memory: Sequence[Tensor]) -> AbstractContextManager[object]:
+    @contextmanager
+    def _invariant_rows(self, memory: Sequence[Tensor]) -> Generator[None]:
+        """Compute products with packs, once there are any, and activations in whole vectors."""
         if self.linears is None:
-            return nullcontext()
+            yield
+            return
         first = len(self.masks) + 2 * len(self.layers)
-        return self.linears.serving(memory[first : first + len(self.linears.packs)])
+        with self.linears.serving(memory[first : first + len(self.linears.packs)]), WholeVectors():
+            yield
 
 
 @torch.jit.script

@@ -224,7 +224,7 @@ class _ShardBackend(EagerBackend):
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
     ) -> Tensor:
-        with self._products(memory):
+        with self._invariant_rows(memory):
             return self._part(
                 source,
                 position_ids,

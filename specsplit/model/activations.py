@@ -1,0 +1,86 @@
+"""Activations that give an element the same bits wherever it stands.
+
+Torch computes some of them vector by vector, and what is left at the end of a run by another exponential; where runs
+end follows from the number of elements and of threads. Here every run is made of whole vectors (docs/adr/0015).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_GRAIN = 1 << 15
+"""Elements that each of several threads gets at least; half as many are always computed by one."""
+_KINDS: Mapping[Any, str] = {
+    F.silu: "silu",
+    torch.sigmoid: "sigmoid",
+    Tensor.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid",
+    F.softplus: "softplus",
+    F.mish: "mish",
+}
+
+
+def _of_vectors(x: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "gelu tanh":
+        return F.gelu(x, approximate="tanh")
+    if kind == "softplus":
+        return F.softplus(x)
+    if kind == "mish":
+        return F.mish(x)
+    return torch.sigmoid(x)
+
+
+def _activate(x: Tensor, kind: str, run: int) -> Tensor:
+    """Return an activation of x, any shape, in parts of `run` elements, which threads share evenly."""
+    flat = x.reshape(-1)
+    count = flat.numel()
+    if count % 64 > 0:  # torch takes two vectors at a time: 64 elements of the longest ones in half precision
+        flat = F.pad(flat, [0, 64 - count % 64])
+    if flat.numel() <= 16384:  # one thread computes all
+        flat = of_vectors(flat, kind)
+    else:
+        even = flat.numel() // run * run
+        parts = [of_vectors(part, kind) for part in flat.narrow(0, 0, even).split(run)]
+        parts += [of_vectors(part, kind) for part in flat.narrow(0, even, flat.numel() - even).split(16384)]
+        flat = torch.cat(parts)
+    return flat.narrow(0, 0, count).view(x.size())
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
+    of_vectors: Callable[[Tensor, str], Tensor] = torch.jit.script(_of_vectors)
+    activate: Callable[[Tensor, str, int], Tensor] = torch.jit.script(_activate)
+
+
+def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the activation that a call stands for; None for any other call, or one with options of its own."""
+    if func is F.gelu:
+        is_tanh = len(args) == 1 and kwargs == {"approximate": "tanh"}
+        return "gelu tanh" if is_tanh else None
+    kind = _KINDS.get(func)
+    return kind if len(args) == 1 and not any(kwargs.values()) else None
+
+
+class WholeVectors(TorchFunctionMode):
+    """Computes the model's activations in runs of whole vectors, within a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run = _GRAIN * torch.get_num_threads()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kind = _kind(func, args, kwargs or {})
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        return activate(args[0], kind, self._run)
