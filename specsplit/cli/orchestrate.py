@@ -26,6 +26,7 @@ from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core import event_loop
+from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -245,7 +246,8 @@ async def _generate(job: _Job, models: Models | None) -> int:
             left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))
             chosen = chosen.model_copy(update={"timeout": left_s})
         request = make_request(workers.tokenizer, job.prompt, chosen)
-        if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat:
+        is_embedded = not job.settings.is_remote and job.settings.target.model in (None, EMBEDDED)
+        if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat and not is_embedded:
             render.note("Hint: this model has a chat template; --chat applies it.")
         show = _JsonOutput(load_s) if job.is_json else _TextOutput()
         return await _show(workers, request, job, show)

@@ -69,6 +69,10 @@ def test_plain_decoding_gives_the_same_text(pipeline: Pipeline):
     assert plain.token_ids == pipeline.generate(PROMPT).token_ids
 
 
+def test_a_chat_with_the_embedded_pair_is_a_text_to_go_on_with(pipeline: Pipeline):
+    assert pipeline.generate(PROMPT, chat=True).token_ids == pipeline.generate(PROMPT).token_ids
+
+
 def test_options_of_a_request_go_over_those_of_the_pipeline(pipeline: Pipeline):
     assert len(pipeline.generate(PROMPT, max_new_tokens=3).token_ids) == 3
     whole = pipeline.generate(PROMPT).text
@@ -116,7 +120,6 @@ async def test_an_async_stream_closed_or_cancelled_early_frees_the_slot_too(pipe
         ([1] * 9000, {}, "leaves no room"),
         ("a", {"temperature": -1}, "temperature must be between"),
         ("a", {"seed": 2**64}, "seed must be less than"),
-        ("a", {"chat": True}, "no chat template"),
         ("a", {"temprature": 1}, "the nearest one is temperature"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be"),
     ],

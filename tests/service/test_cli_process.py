@@ -222,7 +222,7 @@ def test_a_missing_model_fails_the_doctor_and_thecommand(capfd: pytest.CaptureFi
     assert err == "Error: There is no model folder at ./no-such-model.\n"
 
 
-@pytest.mark.parametrize("arguments", [["--chat"], ["--prompt-file", "-"], ["--logit-bias", "4096=1"]])
+@pytest.mark.parametrize("arguments", [["--prompt-file", "-"], ["--logit-bias", "4096=1"]])
 def test_what_only_the_model_can_refuse_is_one_sentence_and_exit_2(
     arguments: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

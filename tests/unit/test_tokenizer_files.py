@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specsplit.core.errors import ModelDamaged, ResourceError
+from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.types import TokenizerFiles
 from specsplit.model import identity
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
@@ -68,6 +68,16 @@ async def test_the_files_make_the_same_tokenizer_elsewhere(folder: Path, tmp_pat
     kept = tmp_path / "cache" / files.hash / "additional_chat_templates" / "rag.jinja"
     assert kept.read_text().startswith("rag")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [files.hash]
+
+
+def test_a_chat_without_a_template_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    shutil.rmtree(folder / "additional_chat_templates")
+    tokenizer = load_model(str(folder), role="target", threads=1, record=False).tokenizer
+    assert tokenizer is not None
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.encode_chat("hi")
 
 
 async def test_known_files_are_not_sent_again(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ PATTERN = r"\n[\n ]*| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?= )|\s+"
 No sign is glued to a line break, so that a prompt may end at a colon.
 """
 SAMPLE_BYTES = 40_000_000
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+"""Messages below each other: the pair follows no instructions, so a chat is a text that it continues."""
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -65,7 +69,11 @@ def load(path: Path) -> Tokenizer:
 def save_for_transformers(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write the files that AutoTokenizer reads."""
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=context
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=context,
     )
     wrapped.save_pretrained(folder)
 
