@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from specsplit.assembly.models import load_models
 from specsplit.assembly.opening import open_workers
@@ -60,7 +60,7 @@ class PipelineOptions(RequestOptions, total=False):
 
     dtype: Dtype
     device: DeviceName
-    threads: int
+    threads: int | Literal["auto"]
     context: int
     retry: float
     draft_patience: float

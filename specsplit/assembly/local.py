@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -14,10 +12,6 @@ from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
     from specsplit.engine.executor import Executor
-
-_MIN_CORES, _NUM_TIMED_FORWARDS = 2, 8
-_MIN_FORWARD_S = 0.008
-"""A target forward has to take longer for threads to pay off: four hand-overs a round cost about a millisecond."""
 
 
 @asynccontextmanager
@@ -53,36 +47,11 @@ async def local_workers(
             await executor.close()
 
 
-def is_worth_threads(models: Models) -> bool:
-    """Return whether the target is so slow that drafting beside it gains more than handing over to threads costs."""
-    if models.draft is None or _available_cores() < _MIN_CORES:
-        return False
-    from specsplit.model.attention.metadata import SequenceInput
-
-    times: list[float] = []
-    # The minimum counts, since the first forwards also compile what was recorded.
-    for _ in range(_NUM_TIMED_FORWARDS):
-        start_s = time.perf_counter()
-        models.target.runner.forward([SequenceInput(0, 0, [0])])
-        times.append(time.perf_counter() - start_s)
-    return min(times) > _MIN_FORWARD_S
-
-
 def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:
-    """Return the executors of target and draft: the event loop for both, or a thread each.
-
-    If the settings name no number of threads, the draft's operators take one core and the target's all others.
-    """
+    """Return the executors of target and draft: the event loop for both, in one OpenMP team, or a thread each."""
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
     if models.draft is None or not side_by_side:
         executor = LoopExecutor(models.target.threads)
         return executor, executor
-    num_others = max(1, _available_cores() - 1)
-    target = ThreadExecutor("target", models.target.threads or num_others)
-    return target, ThreadExecutor("draft", models.draft.threads or 1)
-
-
-def _available_cores() -> int:
-    # A container or `taskset` may give this process fewer cores than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadExecutor("target", models.target.threads), ThreadExecutor("draft", models.draft.threads)

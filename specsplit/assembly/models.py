@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         dtype=settings.target.dtype,
         device=settings.target.device,
         threads=settings.target.threads,
+        # The draft's thread takes one core where both work at once.
+        max_threads=max(1, _available_cores() - 1) if settings.runs_side_by_side else None,
         context=settings.target.context,
         max_sessions=settings.target.sessions or 1,
         node_limit=node_limit,
@@ -89,7 +92,8 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         role="draft",
         dtype=settings.draft.dtype,
         device=settings.draft.device,
-        threads=settings.draft.threads,
+        # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
+        threads=settings.draft.threads or (1 if settings.runs_side_by_side else target.threads),
         context=settings.draft.context,
         default_context=target.context,
         max_sessions=settings.draft.sessions or 1,
@@ -125,6 +129,11 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
     return model
+
+
+def _available_cores() -> int:
+    # A container or `taskset` may give this process fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ignore(phase: str, fraction: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from specsplit.assembly.links import remote_workers
-from specsplit.assembly.local import is_worth_threads, local_workers
+from specsplit.assembly.local import local_workers
 from specsplit.assembly.models import Models
 from specsplit.assembly.workers import Workers
 from specsplit.core.settings import Settings
@@ -22,7 +22,4 @@ def open_workers(
     if models is None:
         return remote_workers(settings, note)
     mode = settings.orchestrator.mode
-    is_auto = mode == "auto"
-    # Overlap and stream need two threads to mean anything; auto may do without, so it takes them only if they pay off.
-    side_by_side = mode in ("overlap", "stream") or (is_auto and is_worth_threads(models))
-    return local_workers(models, side_by_side=side_by_side, measures=is_auto)
+    return local_workers(models, side_by_side=settings.runs_side_by_side, measures=mode == "auto")

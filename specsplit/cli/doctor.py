@@ -120,6 +120,7 @@ def _model(model: LoadedModel) -> Check:
     detail = (
         f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
         f"context {model.context}, weights {model.weight_bytes / _GIB:.2f} GiB, KV {cache_bytes / _GIB:.2f} GiB{left}, "
+        f"threads {model.threads}, "
         f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)

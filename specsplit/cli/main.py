@@ -175,7 +175,7 @@ def stage(
     ends: options.Ends = defaults.ENDS,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
-    threads: options.ServedThreads = None,
+    threads: options.StageThreads = None,
     context: options.Context = None,
     config: options.Config = None,
     listen: options.Listen = defaults.LISTEN,

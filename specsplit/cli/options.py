@@ -79,7 +79,9 @@ DtypeOption = Annotated[
     _option("--dtype", _MODELS, "Number format of the weights.", "the checkpoint's, or fp32 on a CPU without it"),
 ]
 DeviceOption = Annotated[DeviceName, _option("--device", _MODELS, "Where both models run.")]
-Threads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of each model.", "one per core", "N")]
+Threads = Annotated[
+    str | None, _option("--threads", _MODELS, "CPU threads of each model.", "auto: what forwards gain from", "N")
+]
 Context = Annotated[
     int | None, _option("--context", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
 ]
@@ -105,7 +107,10 @@ DraftPatience = Annotated[
 
 Model = Annotated[str, _option("--model", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
 ServedDevice = Annotated[DeviceName, _option("--device", _MODELS, "Where the model runs.")]
-ServedThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the model.", "one per core", "N")]
+ServedThreads = Annotated[
+    str | None, _option("--threads", _MODELS, "CPU threads of the model.", "auto: what forwards gain from", "N")
+]
+StageThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
 Listen = Annotated[
     str, _option("--listen", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]

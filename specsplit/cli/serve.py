@@ -66,7 +66,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
     gc.freeze()
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
-    ready = {"role": model.role, "model": model.name}
+    ready = {"role": model.role, "model": model.name, "threads": model.threads}
     event_loop.run(serve_until_signal(lambda: serving(model, settings), ready, settings.drain))
 
 

@@ -72,6 +72,10 @@ def _addresses(value: object) -> object:
     return [part.strip() for part in value.split(",")]
 
 
+def _threads(value: object) -> object:
+    return None if value == "auto" else value
+
+
 def _layer_range(value: str) -> str:
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", value)
     if match is None or int(match[1]) >= int(match[2]):
@@ -82,6 +86,8 @@ def _layer_range(value: str) -> str:
 _MAX_PORT = 65535
 ModelSource = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+Threads = Annotated[Positive | None, BeforeValidator(_threads)]
+"""None lets the model's own forwards decide."""
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)]
@@ -106,7 +112,7 @@ class WorkerSettings(_Frozen):
     """Port 0 picks a free one."""
     dtype: Dtype | None = None
     device: DeviceName = defaults.DEVICE
-    threads: Positive | None = None
+    threads: Threads = None
     context: Context | None = None
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service and 1 in process."""

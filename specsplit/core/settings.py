@@ -78,6 +78,14 @@ class Settings(BaseSettings):
         return self.draft.model
 
     @property
+    def runs_side_by_side(self) -> bool:
+        """Whether draft and target of this process work at the same time: their modes mean nothing otherwise.
+
+        `auto` needs it to win nothing: two models in turn on all cores are as fast as at once on some of them each.
+        """
+        return self.orchestrator.mode in ("overlap", "stream") and self.draft_source is not None
+
+    @property
     def has_draft(self) -> bool:
         return self.draft_source is not None or self.draft_address is not None
 

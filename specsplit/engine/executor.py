@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError
+from specsplit.model.threads import compute_with
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which a device is not well: fewer may be one odd request."""
@@ -84,17 +85,6 @@ class Executor(Protocol):
     async def close(self) -> None:
         """End once the work at hand is done."""
         ...
-
-
-def compute_with(num_threads: int) -> None:
-    """Let the calling thread compute with `num_threads`, whatever other threads of the process set later.
-
-    With its first parallel operator, or question, a thread takes the number that was set last anywhere; only what is
-    set after that stays its own. So engines would disturb each other's speed, and the last digits of their logits.
-    """
-    # The question makes this thread take the process's number now, so that the setting behind it stays its own.
-    torch.get_num_threads()
-    torch.set_num_threads(num_threads)
 
 
 class ThreadExecutor:

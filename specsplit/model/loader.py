@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -21,6 +20,7 @@ from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
+from specsplit.model.threads import choose_threads, one_thread
 from specsplit.model.tokenizer import TransformersTokenizer
 
 Role = Literal["draft", "target"]
@@ -30,6 +30,7 @@ DEFAULT_CONTEXT = 4096
 """Upper limit of the default context; --context allows a longer one."""
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
+_TIMED_ROWS = 5
 
 
 class LoadOptions(TypedDict, total=False):
@@ -39,7 +40,8 @@ class LoadOptions(TypedDict, total=False):
     """The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively."""
     device: str
     threads: int | None
-    """Threads for the engine's operators."""
+    """Threads for the engine's operators; by default as many as its forwards gain from, at most `max_threads`."""
+    max_threads: int | None
     context: int | None
     """Tokens that one session may hold; by default as many as the model was made for, at most `default_context`."""
     default_context: int
@@ -161,10 +163,22 @@ def load_model(
         context=context,
         node_limit=node_limit,
         eos_ids=eos_ids,
-        threads=options.get("threads"),
+        threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
         weights_hash=_weights_hash(path, name),
     )
+
+
+def _fastest_threads(runner: Runner, limit: int | None) -> int:
+    """Return the number of threads that serves a token alone and a small tree best, at most `limit`."""
+    most = min(torch.get_num_threads(), limit or torch.get_num_threads())
+    if runner.device.type != "cpu":
+        return most
+    num_rows = min(_TIMED_ROWS, runner.context)
+    parents = [(row - 1) // 2 if row else -1 for row in range(num_rows)]
+    one, tree = SequenceInput(0, 0, [0]), SequenceInput(0, 0, [0] * num_rows, parents, num_logits=num_rows)
+    # What they write to the slot is nobody's yet.
+    return choose_threads([lambda: runner.forward([one]), lambda: runner.forward([tree])], most)
 
 
 def _tokenizer_files(path: str, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
@@ -181,17 +195,6 @@ def _weights_hash(path: str, name: str) -> str:
         return weights_hash(folder) if folder is not None else ""
     except OSError as error:
         raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
-
-
-@contextmanager
-def one_thread() -> Generator[None]:
-    """Keep the loading thread from starting an OpenMP team, which would slow down those of the engines for good."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def as_device(device: str) -> torch.device:

@@ -114,7 +114,9 @@ def _when_rounds_have_begun(act: Callable[[], object], folder: Path) -> Generato
 def test_a_worker_says_once_that_it_serves_and_where(role: str, workers: dict[str, WorkerProcess]):
     ready = workers[role].ready
     host, port = ready["address"].split(":")
-    assert ready == {"event": "ready", "role": role, "address": ready["address"], "model": "embedded"}
+    measured = {name: ready[name] for name in ("address", "threads")}
+    assert ready == {"event": "ready", "role": role, "model": "embedded", **measured}
+    assert ready["threads"] >= 1
     assert host == "127.0.0.1"
     assert int(port) > 0
 

@@ -121,6 +121,14 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, tmp_pat
         load_settings(config=_config(tmp_path, text))
 
 
+def test_auto_stands_for_a_number_of_threads_that_is_measured(tmp_path: Path):
+    config = _config(tmp_path, "[target]\nthreads = 3\n[draft]\nthreads = 2\n")
+    settings = load_settings({"threads": "auto"}, config=config).settings
+    assert (settings.target.threads, settings.draft.threads) == (None, None)
+    with pytest.raises(InvalidSettings, match="threads must be a valid integer, not 'many'"):
+        load_settings({"threads": "many"})
+
+
 def test_a_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(InvalidSettings, match="cannot be read"):
         load_settings(config=tmp_path / "none.toml")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from specsplit.engine.executor import compute_with
+from specsplit.model.threads import compute_with
 from specsplit.stages.packet import Packet
 
 MOST_ROWS = 32

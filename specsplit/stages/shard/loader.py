@@ -35,12 +35,12 @@ from specsplit.model.loader import (
     as_context,
     as_device,
     as_dtype,
-    one_thread,
     pack,
 )
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
+from specsplit.model.threads import one_thread
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
 
