@@ -41,8 +41,8 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often every system does ev
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine, of each worker and of transformers.")]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
-Nodes = Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")]
-Depth = Annotated[int, typer.Option(min=1, help="Levels of the tree.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Tree nodes verified per round at most.")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Levels of the tree at most.")]
 Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
 Model = Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id; embedded unless --target is named.")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker that runs already.")]
@@ -63,8 +63,8 @@ def _setup(
     draft: Model = None,
     dtype: Annotated[Dtype, typer.Option(help="Of both models, for every system.")] = "fp32",
     device: Annotated[DeviceName, typer.Option(help="Of both models, for every system.")] = "cpu",
-    nodes: Nodes = defaults.DEFAULT_NODES,
-    depth: Depth = defaults.DEFAULT_DEPTH,
+    nodes: Nodes = None,
+    depth: Depth = None,
     branching: Branching = defaults.DEFAULT_BRANCHING,
     lookup: Annotated[bool, typer.Option(help="Whether our systems' trees hold lookup's nodes.")] = defaults.LOOKUP,
     target_address: Address = None,
@@ -105,8 +105,8 @@ def smoke(
     new_tokens: NewTokens = 96,
     rounds: Rounds = 5,
     threads: Threads = 2,
-    nodes: Nodes = defaults.DEFAULT_NODES,
-    depth: Depth = defaults.DEFAULT_DEPTH,
+    nodes: Nodes = None,
+    depth: Depth = None,
     branching: Branching = defaults.DEFAULT_BRANCHING,
     output: Output = None,
 ) -> None:

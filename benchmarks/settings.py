@@ -41,15 +41,15 @@ def is_inflated(source: str) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """The bounds of a tree."""
+    """The bounds of a tree; None leaves one to the mode."""
 
-    nodes: int = defaults.DEFAULT_NODES
-    depth: int = defaults.DEFAULT_DEPTH
+    nodes: int | None = None
+    depth: int | None = None
     branching: int = defaults.DEFAULT_BRANCHING
 
     @property
     def name(self) -> str:
-        return f"{self.nodes}/{self.depth}/{self.branching}"
+        return f"{self.nodes or '-'}/{self.depth or '-'}/{self.branching}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
     # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
-    node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes)
+    node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0)
     target = load_model(
         settings.target.model,
         role="target",

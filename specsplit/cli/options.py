@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.core.defaults import DeviceName, Dtype, EndsAt, Mode
+from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _OUTPUT = "Models", "Stages", "Services", "Output"
@@ -61,8 +61,16 @@ ModeOption = Annotated[
 Lookup = Annotated[
     bool, _option("--lookup/--no-lookup", _SPECULATION, "Also guess what followed the same words before.")
 ]
-Nodes = Annotated[int, _option("--nodes", _SPECULATION, "Tree nodes verified per round.", metavar="N")]
-Depth = Annotated[int, _option("--depth", _SPECULATION, "Levels of the tree.", metavar="D")]
+Nodes = Annotated[
+    int | None,
+    _option(
+        "--nodes", _SPECULATION, "Tree nodes verified per round at most.", f"{DEFAULT_NODES}, or auto's choice", "N"
+    ),
+]
+Depth = Annotated[
+    int | None,
+    _option("--depth", _SPECULATION, "Levels of the tree at most.", f"{DEFAULT_DEPTH}, or auto's choice", "D"),
+]
 Branching = Annotated[int, _option("--branching", _SPECULATION, "Children of one node; 1 drafts a chain.", metavar="B")]
 Explain = Annotated[bool, _option("--explain", _SPECULATION, "Show how each round was run, and why.", "off")]
 Compare = Annotated[bool, _option("--compare", _SPECULATION, "Also decode plainly and compare.", "off")]

@@ -43,16 +43,15 @@ class Transcript:
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
-    num_accepted: int = 0
-    num_chunks: int = 0
+    num_rounds: int = 0
+    """The prompt's included."""
     rounds: list[RoundFacts] = field(default_factory=list[RoundFacts])
     result: Result | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Add a chunk."""
         self.num_tokens += len(chunk.token_ids)
-        self.num_accepted += sum(chunk.accepted)
-        self.num_chunks += 1
+        self.num_rounds += 1
         if chunk.facts is not None:
             self.rounds.append(chunk.facts)
         self.result = chunk.result
@@ -62,9 +61,7 @@ class Transcript:
         if self.result is not None:
             return render.summary(self.result)
         elapsed_s = time.perf_counter() - self.started_s
-        # The first chunk is the prompt's round, which verifies no tree.
-        num_rounds = self.num_chunks - 1
-        return render.interrupted_summary(self.num_tokens, self.num_accepted, num_rounds, elapsed_s, request.seed)
+        return render.interrupted_summary(self.num_tokens, self.num_rounds, elapsed_s, request.seed)
 
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:

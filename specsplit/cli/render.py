@@ -113,15 +113,16 @@ def degraded(phase: str) -> str:
 def summary(result: Result) -> str:
     """Return the line that ends a generation."""
     speculative = result.speculative_decoding
+    num_accepted, num_drafted = speculative.num_accepted_draft_tokens, speculative.num_path_tokens
     parts = [
         f"{len(result.token_ids)} tokens ({result.finish_reason})",
         f"{result.timings.tokens_per_s:.1f} tok/s",
-        f"mean acceptance length {speculative.mean_acceptance_length:.2f}",
-        f"acceptance rate {speculative.draft_acceptance_rate:.0%}",
+        f"{result.tokens_per_target_forward:.2f} tokens per target forward",
         f"{result.target_forwards} target forwards",
+        *([f"accepted {num_accepted} of {num_drafted} drafted"] if num_drafted else []),
         f"mode {_modes(result)}",
         *_phases(result),
-        *([] if result.exactness == "bits" else [f"exactness {result.exactness}"]),
+        " ".join(part for part in (result.dtype, "exactness", result.exactness) if part),
         f"seed {result.seed}",
     ]
     return " | ".join(parts)
@@ -164,17 +165,13 @@ def _phases(result: Result) -> list[str]:
     return [f"{phase} in {count} round{'s' if count > 1 else ''}" for phase, count in rounds.items()]
 
 
-def interrupted_summary(num_tokens: int, num_accepted: int, num_rounds: int, elapsed_s: float, seed: int | None) -> str:
-    """Return the same line for an interrupted generation, from the part that had arrived.
-
-    `num_rounds` leaves out the prompt's.
-    """
+def interrupted_summary(num_tokens: int, num_rounds: int, elapsed_s: float, seed: int | None) -> str:
+    """Return the same line for an interrupted generation, from the part that had arrived."""
     rate = num_tokens / elapsed_s if elapsed_s else 0.0
-    length = 1 + num_accepted / num_rounds if num_rounds > 0 else 1.0
     parts = [
         f"{num_tokens} tokens (interrupted)",
         f"{rate:.1f} tok/s",
-        f"mean acceptance length {length:.2f}",
+        *([f"{num_tokens / num_rounds:.2f} tokens per round"] if num_rounds else []),
         f"seed {seed}",
     ]
     return " | ".join(parts)

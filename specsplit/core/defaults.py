@@ -27,11 +27,14 @@ ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
 DEFAULT_NODES = 4
-"""Tree nodes verified per round in a fixed mode; this and the next two were measured on the embedded pair."""
+"""Tree nodes verified per round in a fixed mode; this and the next two were measured on the embedded pair.
+
+`auto` asks for such a tree before it knows more.
+"""
 DEFAULT_DEPTH = 3
 DEFAULT_BRANCHING = 2
 DEFAULT_MAX_NODES = 32
-"""Tree nodes that mode auto verifies per round at most."""
+"""Tree nodes that mode auto verifies per round at most, if the user sets no bound."""
 LOOKUP = True
 
 MAX_NEW_TOKENS = 128

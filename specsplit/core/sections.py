@@ -173,8 +173,9 @@ class OrchestratorSettings(_Frozen):
     """How rounds are run, and the values of a request that it does not set itself."""
 
     mode: Mode = defaults.MODE
-    nodes: Annotated[int, Field(ge=1, le=1024)] = defaults.DEFAULT_NODES
-    depth: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_DEPTH
+    nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """None: DEFAULT_NODES in a fixed mode, and in `auto` what it chooses; `depth` alike."""
+    depth: Annotated[int, Field(ge=1, le=64)] | None = None
     branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
     lookup: bool = defaults.LOOKUP
     """Whether trees also hold the tokens that followed earlier occurrences of the last ones."""

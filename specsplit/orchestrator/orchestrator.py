@@ -103,10 +103,10 @@ class Orchestrator:
             if self._draft is not None:
                 await self._draft.meet(target, retrier.remaining_s)
             has_trees = self.speculation.has_trees(has_draft=self._draft is not None)
-            if has_trees and self.speculation.nodes > target.max_nodes:
+            num_nodes = self.speculation.bounds.max_new_nodes
+            if has_trees and self.speculation.mode != "auto" and num_nodes > target.max_nodes:
                 raise InvalidRequest(
-                    f"The target takes trees of at most {target.max_nodes} nodes, not {self.speculation.nodes}.",
-                    param="nodes",
+                    f"The target takes trees of at most {target.max_nodes} nodes, not {num_nodes}.", param="nodes"
                 )
             self._met = target
         return target

@@ -245,7 +245,7 @@ class SpeculativeDecoding:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per round, bonus token included; 1 without speculation."""
+        """Tokens per round with a scored node, bonus token included, as vLLM defines it; 1 without such a round."""
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
 
     @property
@@ -305,8 +305,15 @@ class Result:
     """Whether the text is that of plain decoding, bit for bit: every target that computed a part of it promises so."""
     numerics: str = ""
     """Fingerprint of the targets' arithmetic; empty if they differed or it is unknown."""
+    dtype: str = ""
+    """Number format of the target's weights; empty if it is unknown."""
     exactness_reason: str = ""
     """Why a text that was begun with the promise of bits lost it; empty if it did not."""
+
+    @property
+    def tokens_per_target_forward(self) -> float:
+        """Tokens per forward of the target, all rounds and the prompt's forwards included; 0 without a forward."""
+        return _ratio(len(self.token_ids), self.target_forwards)
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the fields that the command line and the API publish, in JSON types."""
@@ -318,6 +325,7 @@ class Result:
             "prompt_token_ids": list(self.prompt_token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.seed,
+            "dtype": self.dtype,
             "exactness": self.exactness,
             "numerics": self.numerics,
             "exactness_reason": self.exactness_reason,
@@ -331,6 +339,7 @@ class Result:
                 "target_device_s": timings.target_device_s,
             },
             "speculative_decoding": self.speculative_decoding.to_dict(),
+            "tokens_per_target_forward": self.tokens_per_target_forward,
             "num_rounds": self.num_rounds,
             "rounds_by_mode": {str(mode): count for mode, count in self.rounds_by_mode.items()},
             "target_forwards": self.target_forwards,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.defaults import Mode
+from specsplit.core.defaults import DEFAULT_DEPTH, Mode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Tokenizer
 from specsplit.core.types import FinishReason, Identity, SessionParams
@@ -102,7 +102,9 @@ class Session:
         end, max_nodes = params.prompt_length + params.max_tokens, identity.max_nodes
         planner = RoundPlanner(speculation, mode, context.modes, stats, end=end, max_nodes=max_nodes)
         answer = Answer(context.tokenizer, eos_ids=params.eos_ids, stop=request.stop, max_tokens=params.max_tokens)
-        tally = Tally(speculation.depth if speculation.has_trees(has_draft=self._draft is not None) else 0)
+        tally = Tally(
+            (speculation.depth or DEFAULT_DEPTH) if speculation.has_trees(has_draft=self._draft is not None) else 0
+        )
         workers = SessionWorkers(self._target, self._draft, stats)
         self.rounds = Rounds(mode, workers, planner, sources, answer, tally)
 
@@ -137,6 +139,7 @@ class Session:
             wire=self._wire(),
             exactness=targets.exactness,
             numerics=targets.numerics,
+            dtype=self._context.identity.dtype,
             exactness_reason=targets.exactness_reason,
         )
 

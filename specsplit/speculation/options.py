@@ -7,6 +7,8 @@ from typing import get_args
 
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import Budget
+from specsplit.speculation.constants import AUTO_DEPTH
 from specsplit.speculation.cost_model import RoundMode
 
 
@@ -18,19 +20,18 @@ class Speculation:
     verifies; in `stream` the target goes on by itself, and is sent nodes as they are grown. In all of these trees hold
     lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
 
-    `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node.
+    `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node. Where `nodes`
+    or `depth` is None, fixed modes have trees of the default shape, and `auto` chooses up to its own limits.
 
     Raises:
         InvalidRequest: there is no such mode, or a bound is below 1.
     """
 
     mode: Mode = "auto"
-    nodes: int = DEFAULT_NODES
-    depth: int = DEFAULT_DEPTH
+    nodes: int | None = None
+    depth: int | None = None
     branching: int = DEFAULT_BRANCHING
     lookup: bool = True
-    max_nodes: int = DEFAULT_MAX_NODES
-    """Nodes verified per round at most in `auto`, which decides nodes and depth itself."""
     auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream")
     """The modes that `auto` may choose with a draft; without one, a stream if it is among them."""
 
@@ -39,9 +40,17 @@ class Speculation:
             raise InvalidRequest(f"mode must be one of {', '.join(get_args(Mode))}, not {self.mode}.", param="mode")
         if self.mode == "lookup" and not self.lookup:
             raise InvalidRequest("Mode lookup cannot be without lookup.", param="lookup")
-        for name in ("nodes", "depth", "branching", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+        for name in ("nodes", "depth", "branching"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {value}.", param=name)
+
+    @property
+    def bounds(self) -> Budget:
+        """The largest tree that is verified in a round."""
+        is_auto = self.mode == "auto"
+        nodes = self.nodes or (DEFAULT_MAX_NODES if is_auto else DEFAULT_NODES)
+        return Budget(nodes, self.depth or (AUTO_DEPTH if is_auto else DEFAULT_DEPTH), self.branching)
 
     def has_trees(self, *, has_draft: bool) -> bool:
         """Return whether there is anything to make trees of; `has_draft` says whether this mode has one to ask."""

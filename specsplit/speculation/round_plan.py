@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from specsplit.core.defaults import Mode
+from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.record import record
 from specsplit.core.types import Budget, StreamLimits
 from specsplit.speculation.constants import (
-    AUTO_DEPTH,
     DECIDE_EVERY,
     EXPLORED_ROUNDS,
     LOOKUP_NODES,
@@ -52,6 +51,8 @@ _PLAIN, _STREAMED_PLAIN = RoundPlan("plain"), RoundPlan("stream")
 class RoundPlanner:
     """Plans every round of one session: the user's mode and shape, or in `auto` what predicts most tokens per second.
 
+    The user's bounds hold in `auto`, too.
+
     `modes` are those that `auto` compares with plain decoding. With a draft it runs the first one until the draft has
     answered a few times; without a draft it compares `stream` only. `end` is the number of tokens, prompt included, at
     which the session must stop; `max_nodes` is the target's limit.
@@ -72,9 +73,10 @@ class RoundPlanner:
         self._modes = {True: tuple(modes), False: draftless(modes)}
         self._stats = stats
         self._end = end
-        self._limits = _auto_limits(min(speculation.max_nodes, max_nodes), speculation.branching)
-        self._first = _first_budget(speculation, max_nodes)
-        self._fixed = _fixed_plan(speculation, mode)
+        bounds = speculation.bounds
+        self._limits = _auto_limits(min(bounds.max_new_nodes, max_nodes), bounds.max_depth, bounds.max_branching)
+        self._first = _first_budget(self._limits)
+        self._fixed = _fixed_plan(bounds, mode)
         self._without_draft = (
             RoundPlan("lookup", self._fixed.budget, self._fixed.limit) if speculation.lookup else _PLAIN
         )
@@ -148,30 +150,28 @@ def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
 
 
 def stream_limits(speculation: Speculation, max_nodes: int) -> StreamLimits:
-    """Return the limits of a stream: the user's shape, or in `auto` all that the target may find worth it."""
-    if speculation.mode == "auto":
-        return StreamLimits(min(speculation.max_nodes, max_nodes), AUTO_DEPTH)
-    return StreamLimits(min(speculation.nodes, max_nodes), speculation.depth)
+    """Return the limits of a stream; within them the target verifies what it finds worth it."""
+    bounds = speculation.bounds
+    return StreamLimits(min(bounds.max_new_nodes, max_nodes), bounds.max_depth)
 
 
 @lru_cache(maxsize=64)
-def _auto_limits(max_nodes: int, branching: int) -> Limits:
+def _auto_limits(max_nodes: int, max_depth: int, branching: int) -> Limits:
     nodes = tuple(count for count in TREE_SIZES if count < max_nodes)
-    return Limits((*nodes, max_nodes), min(AUTO_DEPTH, max_nodes), branching)
+    return Limits((*nodes, max_nodes), min(max_depth, max_nodes), branching)
 
 
 @lru_cache(maxsize=64)
-def _fixed_plan(speculation: Speculation, mode: Mode) -> RoundPlan:
+def _fixed_plan(bounds: Budget, mode: Mode) -> RoundPlan:
     """Return the plan of every round of a fixed mode; `auto` makes no use of it."""
-    budget = Budget(speculation.nodes, speculation.depth, speculation.branching)
-    return RoundPlan("plain" if mode == "auto" else mode, budget, budget)
+    return RoundPlan("plain" if mode == "auto" else mode, bounds, bounds)
 
 
 @lru_cache(maxsize=64)
-def _first_budget(speculation: Speculation, max_nodes: int) -> Budget:
+def _first_budget(limits: Limits) -> Budget:
     """Return the tree that the draft is asked for before anything is known of it."""
-    nodes = min(speculation.nodes, speculation.max_nodes, max_nodes)
-    return Budget(nodes, min(speculation.depth, nodes), speculation.branching)
+    nodes = min(DEFAULT_NODES, limits.nodes[-1])
+    return Budget(nodes, min(DEFAULT_DEPTH, limits.max_depth), limits.branching)
 
 
 def _cut_plan(plan: RoundPlan, room: int) -> RoundPlan:

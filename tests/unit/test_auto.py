@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Turn
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.request import Request, Result, RetryPolicy
+from specsplit.orchestrator.request import Request, Result, RetryPolicy, RoundFacts
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
@@ -61,8 +62,8 @@ def serve(
     mode: Mode,
     draft: Callable[[Diary], TimedDraft],
     round_trip_s: float = 0.0,
-    nodes: int = 4,
-    depth: int = 2,
+    nodes: int | None = None,
+    depth: int | None = None,
     requests: int = 1,
 ) -> list[Result]:
     diary = Diary()
@@ -85,7 +86,9 @@ def serve(
     return run_virtual(main)
 
 
-def tokens_per_s(mode: Mode, draft: Draft, round_trip_s: float, nodes: int = 4, depth: int = 2) -> float:
+def tokens_per_s(
+    mode: Mode, draft: Draft, round_trip_s: float, nodes: int | None = None, depth: int | None = None
+) -> float:
     (result,) = serve(mode, lambda diary: TimedDraft(diary, draft.level_s, draft.guess), round_trip_s, nodes, depth)
     return result.timings.tokens_per_s
 
@@ -183,3 +186,28 @@ def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():
     assert in_turns.num_rounds < 40
     assert in_turns.rounds_by_mode["lookup"] > 0.7 * in_turns.num_rounds, "the draft is not asked where lookup knows"
     assert in_turns.draft_forwards < in_turns.num_rounds
+
+
+@pytest.mark.parametrize("mode", ["pingpong", "overlap", "stream"])
+@pytest.mark.parametrize("is_repetitive", [True, False], ids=["repetitive", "perfect draft"])
+def test_the_users_bounds_hold_in_auto(mode: RoundMode, is_repetitive: bool):
+    def rounds_of(speculation: Speculation) -> list[RoundFacts]:
+        diary = Diary()
+        target = TimedPeriodicTarget(diary, verify_s) if is_repetitive else TimedTarget(diary, verify_s)
+        worker = TimedDraft(diary, 0.002, random_guess if is_repetitive else perfect_guess)
+
+        async def main() -> list[RoundFacts]:
+            owner = Orchestrator(target, worker, FakeTokenizer(), speculation, LoopClock())
+            async with aclosing(owner.stream(replace(REQUEST, prompt_ids=tuple(range(60, 67))))) as chunks:
+                facts = [chunk.facts async for chunk in chunks]
+            await owner.aclose()
+            return [each for each in facts if each is not None]
+
+        return run_virtual(main)
+
+    free = rounds_of(Speculation(auto_modes=(mode,)))
+    bound = rounds_of(Speculation(auto_modes=(mode,), nodes=3, depth=2))
+    assert max(facts.num_nodes for facts in free) > 3
+    assert max(facts.num_accepted for facts in free) > 2
+    assert max(facts.num_nodes for facts in bound) in range(2, 4)
+    assert max(facts.num_accepted for facts in bound) in range(1, 3)

@@ -18,8 +18,6 @@ from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
 from specsplit.core.settings import KEYS, Settings, load_settings
 from specsplit.orchestrator.request import DegradedPhase, Reason, RequestTimings, Result, SpeculativeDecoding
-from specsplit.telemetry import spans
-from specsplit.telemetry.setup import trace_to_file
 
 Capture = pytest.CaptureFixture[str]
 
@@ -277,13 +275,14 @@ def _result(token_ids: tuple[int, ...], rate: float) -> Result:
         draft_forwards=4,
         exactness="bits",
         numerics="abc",
+        dtype="fp32",
     )
 
 
 def test_the_summary_names_speed_acceptance_mode_and_seed():
     assert render.summary(_result((1, 2, 3), 12.5)) == (
-        "3 tokens (length) | 12.5 tok/s | mean acceptance length 2.50 | acceptance rate 75% | 3 target forwards | "
-        "mode pingpong | seed 7"
+        "3 tokens (length) | 12.5 tok/s | 1.00 tokens per target forward | 3 target forwards | "
+        "accepted 3 of 4 drafted | mode pingpong | fp32 exactness bits | seed 7"
     )
 
 
@@ -294,12 +293,25 @@ def test_the_summary_names_what_was_degraded_and_for_how_long():
         DegradedPhase("draft", "slow", 12, 13),
     )
     line = render.summary(replace(_result((1, 2, 3), 12.5), degraded=phases))
-    assert line.endswith(" | mode pingpong | draft slow in 3 rounds | draft unreachable in 7 rounds | seed 7")
+    assert line.endswith(
+        " | mode pingpong | draft slow in 3 rounds | draft unreachable in 7 rounds | fp32 exactness bits | seed 7"
+    )
 
 
-def test_the_summary_names_exactness_only_where_bits_are_not_promised():
-    line = render.summary(replace(_result((1, 2, 3), 12.5), exactness="near ties"))
-    assert line.endswith(" | mode pingpong | exactness near ties | seed 7")
+def test_the_summary_names_the_number_format_and_what_the_target_promises():
+    line = render.summary(replace(_result((1, 2, 3), 12.5), exactness="near ties", dtype="bf16"))
+    assert line.endswith(" | mode pingpong | bf16 exactness near ties | seed 7")
+
+
+def test_few_accepted_nodes_in_many_plain_rounds_do_not_look_like_a_gain():
+    accepted = SpeculativeDecoding(num_spec_steps=2, num_draft_tokens=2, num_path_tokens=2, num_accepted_draft_tokens=2)
+    changes = {"speculative_decoding": accepted, "num_rounds": 397, "target_forwards": 398}
+    result = replace(_result(tuple(range(400)), 12.5), **changes)
+    assert " | 1.01 tokens per target forward | 398 target forwards | accepted 2 of 2 drafted | " in render.summary(
+        result
+    )
+    assert result.to_dict()["tokens_per_target_forward"] == pytest.approx(400 / 398)
+    assert accepted.to_dict()["mean_acceptance_length"] == 2.0, "the field's definition stays"
 
 
 def test_texts_that_differ_break_a_promise_only_if_both_made_the_same():
@@ -342,52 +354,3 @@ def test_a_note_between_text_is_dim_and_begins_a_line_on_a_terminal(monkeypatch:
 )
 def test_a_comparison_ends_with_ratio_and_agreement(token_ids: tuple[int, ...], rate: float, verdict: str):
     assert render.comparison(_result((1, 2, 3), 12.5), _result(token_ids, rate))[-1] == verdict
-
-
-def test_spans_are_written_one_json_line_each_and_only_inside_the_block(tmp_path: Path):
-    path = tmp_path / "spans.jsonl"
-    with trace_to_file(path):
-        with spans.span("outer", nodes=2):
-            context = spans.current()
-            spans.record("inner", context, 1_000_000, 3_500_000, worker="draft")
-        assert spans.span("x") is not spans.span("y")
-    with spans.span("later"):
-        assert spans.span("x") is spans.span("y")
-    inner, outer = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert (inner["name"], outer["name"]) == ("inner", "outer")
-    assert inner["parent_id"] == outer["span_id"]
-    assert inner["trace_id"] == outer["trace_id"]
-    assert outer["parent_id"] is None
-    assert (inner["start_ns"], inner["end_ns"], inner["duration_ms"]) == (1_000_000, 3_500_000, 2.5)
-    assert (inner["attributes"], outer["attributes"]) == ({"worker": "draft"}, {"nodes": 2})
-
-
-def test_a_span_context_travels_as_metadata_to_another_process(tmp_path: Path):
-    path = tmp_path / "spans.jsonl"
-    assert (spans.inject(), spans.extract([("traceparent", f"00-{1:032x}-{2:016x}-01")])) == ((), None)
-    with trace_to_file(path):
-        with spans.span("verify"):
-            metadata = spans.inject()
-            caller = spans.current_span_id()
-        parent = spans.extract([*metadata, ("user-agent", "grpc"), ("token-bin", b"\xff")])
-        with spans.span("rpc", parent=parent):
-            assert spans.current_span_id() not in (b"", caller)
-    verify, serve = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert (serve["trace_id"], serve["parent_id"]) == (verify["trace_id"], verify["span_id"])
-    assert verify["span_id"] == caller.hex()
-
-
-@pytest.mark.parametrize(
-    "value", ["", "nonsense", f"00-{0:032x}-{1:016x}-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01"]
-)
-def test_a_malformed_trace_context_is_none(value: str, tmp_path: Path):
-    with trace_to_file(tmp_path / "spans.jsonl"), spans.span("other"):
-        assert spans.extract([("traceparent", value)]) is None
-
-
-def test_an_error_inside_the_block_keeps_the_spans_written_so_far(tmp_path: Path):
-    path = tmp_path / "spans.jsonl"
-    with pytest.raises(KeyError), trace_to_file(path), spans.span("outer"):
-        raise KeyError
-    assert json.loads(path.read_text(encoding="utf-8"))["name"] == "outer"
-    assert spans.span("x") is spans.span("y")

@@ -18,7 +18,7 @@ WAYS = (
     *product(("auto", "lookup", "plain"), (NO_DRAFT,)),
 )
 """Modes, each with its draft."""
-SHAPES = (Shape(4, 3, 2), Shape(8, 8, 1), Shape(16, 4, 4), Shape(32, 6, 3))
+SHAPES = (Shape(4, 3, 2), Shape(8, 8, 1), Shape(16, 4, 4), Shape(32, 12, 3))
 THREADS = (1, 2)
 NO_FAULT, CUT, KILLED = "none", "link cut", "killed"
 _WEIGHTS = {NO_FAULT: 12, CUT: 6, KILLED: 1}

@@ -185,8 +185,8 @@ def profile(
     draft: Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id of the draft.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = "fp32",
     device: Annotated[DeviceName, typer.Option(help="Of both models.")] = "cpu",
-    nodes: Annotated[int, typer.Option(min=1, help="Tree nodes verified per round.")] = defaults.DEFAULT_NODES,
-    depth: Annotated[int, typer.Option(min=1, help="Levels of the tree.")] = defaults.DEFAULT_DEPTH,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Tree nodes verified per round at most.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree at most.")] = None,
     branching: Annotated[int, typer.Option(min=1, help="Children of a node.")] = defaults.DEFAULT_BRANCHING,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
 ) -> None:
