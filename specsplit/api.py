@@ -1,34 +1,34 @@
 """The Python API: a Pipeline that generates text, from synchronous or asynchronous code.
 
-Everything runs on one event loop in the pipeline's own thread, so it works in scripts, servers and notebooks alike. One
-request runs at a time; others wait their turn.
+Everything runs on one event loop in the pipeline's own thread, so it works in scripts, servers and notebooks alike, and
+threads may share a pipeline. Requests run at once as far as there are slots; the others wait their turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
+from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, overload
 
 from specsplit.assembly.models import load_models
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import check_prompt, make_request
-from specsplit.core.defaults import DeviceName, Dtype, Mode
+from specsplit.assembly.requests import check_prompt, make_request, request_settings
+from specsplit.core.defaults import LOCAL_SESSIONS, DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.event_loop import new_event_loop
-from specsplit.core.settings import OrchestratorSettings, Settings, load_settings, override
+from specsplit.core.loop_thread import CancellableTask, FinishedTask, LoopThread
+from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
 from specsplit.orchestrator.request import Chunk, Result
 
-T = TypeVar("T")
 Prompt = str | Sequence[int]
-_Finished = asyncio.Task[None]
-_Deliver = Callable[[Chunk | _Finished], None]
+Prompts = Sequence[Prompt]
+"""Several prompts. A lone text is a sequence of texts, too; it means one prompt."""
+_Deliver = Callable[[Chunk | FinishedTask], None]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -62,6 +62,7 @@ class PipelineOptions(RequestOptions, total=False):
     device: DeviceName
     threads: int | Literal["auto"]
     context: int
+    sessions: int
     retry: float
     draft_patience: float
 
@@ -71,6 +72,8 @@ class Pipeline:
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
     are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft speculates by lookup alone.
+    Models loaded here have `sessions` KV slots, by default 8 or as many as the memory easily holds; that many requests
+    run at once, and more wait for their turn in order of arrival. A request's `timeout` counts from its turn.
     Arguments override environment variables, these the settings file, and that the defaults.
 
     Raises:
@@ -102,35 +105,49 @@ class Pipeline:
         # Sampling parameters out of range are refused here, before a model is loaded for minutes.
         settings.orchestrator.sampling()
         self.settings = settings
-        models = None if settings.is_remote else load_models(settings)
-        self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="specsplit-pipeline", daemon=True)
-        self._thread.start()
-        self._one_request = asyncio.Lock()
-        self._tasks: set[_Finished] = set()
+        models = None if settings.is_remote else load_models(settings, max_sessions=LOCAL_SESSIONS)
+        self._thread = LoopThread("specsplit-pipeline")
         # A request begins and closing begins under this lock, so no request begins after `close` has ended them all.
         self._gate = threading.Lock()
         self._is_closed = False
         self._scope = open_workers(settings, models)
-        opening = self._submit(self._scope.__aenter__())
+        opening = self._thread.submit(self._scope.__aenter__())
         try:
             self._workers = opening.result()
         except BaseException:
             opening.cancel()
-            self._end_loop()
+            self._thread.end()
             raise
 
-    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
-        """Generate the whole answer to `prompt`, a text or token ids."""
-        return _last_result(list(self.stream(prompt, **options)))
+    # A lone text matches both overloads, and the first one that matches counts.
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Result]: ...
+    def generate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
+        """Generate the whole answer to `prompt`, a text or token ids; several prompts run at once, with equal options.
+
+        The answers to several are in the order of the prompts. If requests fail, the first one's error is raised after
+        all have ended.
+        """
+        if _are_several(prompt):
+            return self._generate_all(prompt, [self._settings_for(each, options) for each in prompt])
+        return _last_result(list(self.stream(cast("Prompt", prompt), **options)))
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Chunk, None, None]:
         """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
         return self._stream(prompt, self._settings_for(prompt, options))
 
-    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
-        """Generate the whole answer to `prompt`, a text or token ids."""
-        return _last_result([chunk async for chunk in self.astream(prompt, **options)])
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result: ...
+    @overload
+    async def agenerate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Result]: ...
+    async def agenerate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
+        """Generate as `generate` does, without blocking the caller's loop."""
+        if _are_several(prompt):
+            streams = [self.astream(each, **options) for each in prompt]
+            return _results_of(await asyncio.gather(*map(_collect, streams), return_exceptions=True))
+        return await _collect(self.astream(cast("Prompt", prompt), **options))
 
     def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Chunk, None]:
         """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
@@ -143,9 +160,9 @@ class Pipeline:
                 return
             self._is_closed = True
         try:
-            self._submit(self._end_all()).result()
+            self._thread.submit(self._end_all()).result()
         finally:
-            self._end_loop()
+            self._thread.end()
 
     async def aclose(self) -> None:
         """Close without blocking the caller's loop."""
@@ -171,21 +188,36 @@ class Pipeline:
         """Return the settings of one request, checked here so that the call itself raises, not the first chunk."""
         self._refuse_if_closed()
         check_prompt(prompt)
-        given: dict[str, Any] = dict(options)
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
-        settings = override(self.settings.orchestrator, **given)
-        settings.sampling()
-        return settings
+        return request_settings(self.settings.orchestrator, options)
+
+    def _generate_all(self, prompts: Prompts, settings: Sequence[OrchestratorSettings]) -> list[Result]:
+        with contextlib.ExitStack() as running:
+            # All begin before the first one is waited for.
+            answers = [
+                running.enter_context(self._running(prompt, each))
+                for prompt, each in zip(prompts, settings, strict=True)
+            ]
+            return _results_of([_result_or_error(answer) for answer in answers])
 
     def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Chunk, None, None]:
-        inbox: queue.SimpleQueue[Chunk | _Finished] = queue.SimpleQueue()
-        running = self._start(prompt, settings, inbox.put)
-        item: Chunk | _Finished | None = None
-        try:
+        with self._running(prompt, settings) as chunks:
+            yield from chunks
+
+    @contextlib.contextmanager
+    def _running(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Iterator[Chunk]]:
+        """Run a request for the length of the block; the chunks end with its error if it fails."""
+        inbox: queue.SimpleQueue[Chunk | FinishedTask] = queue.SimpleQueue()
+        item: Chunk | FinishedTask | None = None
+
+        def chunks() -> Iterator[Chunk]:
+            nonlocal item
             while isinstance(item := inbox.get(), Chunk):
                 yield item
             _raise_failure(item)
+
+        running = self._start(prompt, settings, inbox.put)
+        try:
+            yield chunks()
         finally:
             running.cancel()
             # The request has freed its slots only when its task has ended, so the next one may count on them.
@@ -193,16 +225,16 @@ class Pipeline:
                 item = inbox.get()
 
     async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
-        inbox: asyncio.Queue[Chunk | _Finished] = asyncio.Queue()
+        inbox: asyncio.Queue[Chunk | FinishedTask] = asyncio.Queue()
         callers_loop = asyncio.get_running_loop()
 
-        def deliver(item: Chunk | _Finished) -> None:
+        def deliver(item: Chunk | FinishedTask) -> None:
             # A closed loop raises: whoever asked has gone, and nobody waits for the item.
             with contextlib.suppress(RuntimeError):
                 callers_loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         running = self._start(prompt, settings, deliver)
-        item: Chunk | _Finished | None = None
+        item: Chunk | FinishedTask | None = None
         try:
             while isinstance(item := await inbox.get(), Chunk):
                 yield item
@@ -212,10 +244,10 @@ class Pipeline:
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> _RunningRequest:
+    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> CancellableTask:
         with self._gate:
             self._refuse_if_closed()
-            return _RunningRequest(self._loop, self._tasks, lambda: self._run(prompt, settings, deliver), deliver)
+            return self._thread.begin(partial(self._run, prompt, settings, deliver), deliver)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -223,75 +255,46 @@ class Pipeline:
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
         request = make_request(self._workers.tokenizer, prompt, settings)
-        orchestrator = self._workers.orchestrator(settings)
-        async with self._one_request, contextlib.aclosing(orchestrator.stream(request)) as chunks:
+        async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     async def _end_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._thread.cancel_tasks()
         await self._scope.__aexit__(None, None, None)
 
-    def _end_loop(self) -> None:
-        """End the thread after every task on its loop, so that cancelled ones still free what they hold."""
-        self._submit(self._wind_up()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
-    @staticmethod
-    async def _wind_up() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        loop = asyncio.get_running_loop()
-        await loop.shutdown_asyncgens()
-        await loop.shutdown_default_executor()
-
-
-class _RunningRequest:
-    """A request on the pipeline's loop; `deliver` gets its chunks and then, always and last, its finished task."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tasks: set[_Finished],
-        work: Callable[[], Coroutine[Any, Any, None]],
-        deliver: _Deliver,
-    ) -> None:
-        self._loop, self._tasks, self._work, self._deliver = loop, tasks, work, deliver
-        self._task: _Finished | None = None
-        # The loop takes calls in order: `_cancel` runs after `_begin`, so it finds the task even before its first step.
-        loop.call_soon_threadsafe(self._begin)
-
-    def _begin(self) -> None:
-        self._task = self._loop.create_task(self._work())
-        self._tasks.add(self._task)
-        self._task.add_done_callback(self._tasks.discard)
-        self._task.add_done_callback(self._deliver)
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the request if it has not ended."""
-        # A closed loop raises, and closing has ended every request.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._cancel)
-
-
-def _raise_failure(task: _Finished) -> None:
+def _raise_failure(task: FinishedTask) -> None:
     """Raise the error that ended a request early, if there is one."""
     if task.cancelled():
         raise InvalidRequest("The pipeline was closed before this request came to its end.")
     task.result()
+
+
+def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Prompts]:
+    """Return whether these are several prompts: a list of token ids begins with a number."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str | Sequence)
+
+
+async def _collect(chunks: AsyncGenerator[Chunk, None]) -> Result:
+    return _last_result([chunk async for chunk in chunks])
+
+
+def _result_or_error(chunks: Iterator[Chunk]) -> Result | BaseException:
+    try:
+        return _last_result(list(chunks))
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        return error
+
+
+def _results_of(answers: Sequence[Result | BaseException]) -> list[Result]:
+    """Return the results; if there is an error among them, raise the first."""
+    results: list[Result] = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        results.append(answer)
+    return results
 
 
 def _last_result(chunks: Sequence[Chunk]) -> Result:

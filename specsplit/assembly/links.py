@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from specsplit.assembly.workers import Workers
+from specsplit.assembly.workers import Placement, Workers
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
 from specsplit.core.ports import Tokenizer
 from specsplit.core.settings import Settings
@@ -59,7 +59,7 @@ async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncG
         chosen = settings.orchestrator
         connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note)
         files = await connecting.retry(fetch)
-        workers = Workers(verifier, drafter, _load_tokenizer(files, cache), are_remote=True)
+        workers = Workers(verifier, drafter, _load_tokenizer(files, cache), Placement(is_remote=True))
         stack.push_async_callback(workers.aclose)
         yield workers
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from specsplit.assembly.models import Models
-from specsplit.assembly.workers import Workers
+from specsplit.assembly.workers import Placement, Workers
 from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ async def local_workers(
     draft = DraftEngine(models.draft, draft_executor) if models.draft is not None else None
     are_on_loop = target_executor is draft_executor
     auto_modes: tuple[RoundMode, ...] = ("pingpong",) if are_on_loop else ("overlap", "pingpong")
-    workers = Workers(target, draft, models.tokenizer, are_on_loop=are_on_loop, auto_modes=auto_modes)
+    placement = Placement(is_on_loop=are_on_loop, auto_modes=auto_modes, max_requests=models.max_sessions)
+    workers = Workers(target, draft, models.tokenizer, placement)
     try:
         for engine in (target, draft) if measures else ():
             if engine is not None:

@@ -45,6 +45,11 @@ class Models:
         return reasons
 
     @property
+    def max_sessions(self) -> int:
+        """How many requests may run at once: each has a slot of every model."""
+        return min(model.max_sessions for model in (self.target, self.draft) if model is not None)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         assert self.target.tokenizer is not None, "load_models refuses a target without one"
         return self.target.tokenizer
@@ -55,8 +60,10 @@ def not_recorded(model: LoadedModel) -> str:
     return f"The forward of {model.name} could not be recorded, so it runs slower."
 
 
-def load_models(settings: Settings, progress: Progress | None = None) -> Models:
+def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:
     """Load the target, and the draft if the settings name one.
+
+    If the settings do not say for how many sessions, it is for up to `max_sessions`, as the memory has room.
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here; the message says why.
@@ -79,7 +86,8 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         # The draft's thread takes one core where both work at once.
         max_threads=max(1, _available_cores() - 1) if settings.runs_side_by_side else None,
         context=settings.target.context,
-        max_sessions=settings.target.sessions or 1,
+        max_sessions=settings.target.sessions or max_sessions,
+        min_sessions=settings.target.sessions or 1,
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
     )
@@ -96,7 +104,8 @@ def load_models(settings: Settings, progress: Progress | None = None) -> Models:
         threads=settings.draft.threads or (1 if settings.runs_side_by_side else target.threads),
         context=settings.draft.context,
         default_context=target.context,
-        max_sessions=settings.draft.sessions or 1,
+        max_sessions=settings.draft.sessions or target.max_sessions,
+        min_sessions=settings.draft.sessions or 1,
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
     )

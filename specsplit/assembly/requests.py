@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import OrchestratorSettings
+from specsplit.core.settings import override
 from specsplit.orchestrator.request import Request
 
 
@@ -22,6 +24,22 @@ def check_prompt(prompt: str | Sequence[int]) -> None:
     # A lone surrogate comes from bytes that are no UTF-8; no tokenizer could encode it.
     if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise InvalidRequest("The prompt is not valid UTF-8; convert it first.", param="prompt")
+
+
+def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any]) -> OrchestratorSettings:
+    """Return the settings of one request: its own `options` over `settings`.
+
+    Raises:
+        InvalidSettings: an option is unknown or malformed.
+        InvalidRequest: a sampling parameter is out of range.
+    """
+    given = dict(options)
+    if isinstance(given.get("stop"), str):
+        # Not left to the settings, which would read a text in brackets as a JSON list.
+        given["stop"] = (given["stop"],)
+    chosen = override(settings, **given)
+    chosen.sampling()
+    return chosen
 
 
 def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: OrchestratorSettings) -> Request:

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.request import RetryPolicy
+from specsplit.orchestrator.request import Chunk, Request, RetryPolicy
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 
 
-class Workers:
-    """A target, perhaps a draft, and the tokenizer they share; close it when its requests have ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where workers run, and what follows from it for the requests over them."""
 
-    `auto` chooses among `auto_modes` if there is a draft; a stream among them it may choose without one, too.
-    `are_on_loop` says that the caller's event loop itself runs the engines, so that nothing can wait for them in vain.
-    """
+    is_remote: bool = False
+    """At least one is elsewhere."""
+    is_on_loop: bool = False
+    """The caller's event loop itself runs the engines, so that nothing can wait for them in vain."""
+    auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream")
+    """The choice of `auto` if there is a draft; a stream among them it may choose without one, too."""
+    max_requests: int | None = None
+    """Requests at once; None for any number, since workers elsewhere know best how many they have room for."""
+
+
+class Workers:
+    """A target, perhaps a draft, and the tokenizer they share; close it when its requests have ended."""
 
     def __init__(
-        self,
-        verifier: Verifier,
-        drafter: Drafter | None,
-        tokenizer: Tokenizer,
-        *,
-        are_remote: bool = False,
-        are_on_loop: bool = False,
-        auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream"),
+        self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer, placement: Placement = Placement()
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self._are_remote, self._are_on_loop = are_remote, are_on_loop
-        self._auto_modes = auto_modes
+        self._placement = placement
+        # A semaphore is fair: whoever waits longest is next.
+        limit = placement.max_requests
+        self._turns = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
+
+    async def stream(self, request: Request, settings: OrchestratorSettings) -> AsyncGenerator[Chunk]:
+        """Yield the answer once it is the request's turn, in order of arrival; iterate inside `contextlib.aclosing`.
+
+        Raises what `Orchestrator.stream` raises.
+        """
+        async with self._turns, contextlib.aclosing(self.orchestrator(settings).stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
         """Return the orchestrator for `settings`, the same for equal ones; all of them share what they learn."""
@@ -45,11 +63,13 @@ class Workers:
             depth=settings.depth,
             branching=settings.branching,
             lookup=settings.lookup,
-            auto_modes=self._auto_modes,
+            auto_modes=self._placement.auto_modes,
         )
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
-        draft_s = settings.draft_patience if self._are_remote else math.inf
-        retry_policy = RetryPolicy(retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._are_on_loop)
+        draft_s = settings.draft_patience if self._placement.is_remote else math.inf
+        retry_policy = RetryPolicy(
+            retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._placement.is_on_loop
+        )
         key = (speculation, retry_policy)
         if key not in self._orchestrators:
             drafter = None if settings.mode in DRAFTLESS else self.drafter

@@ -48,7 +48,9 @@ REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"
 SERVED_SESSIONS = 4
-"""KV slots of a worker that serves; in process there is one."""
+"""KV slots of a worker that serves."""
+LOCAL_SESSIONS = 8
+"""KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0

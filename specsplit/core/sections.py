@@ -115,7 +115,7 @@ class WorkerSettings(_Frozen):
     threads: Threads = None
     context: Context | None = None
     sessions: Positive | None = None
-    """KV slots; by default SERVED_SESSIONS in a service and 1 in process."""
+    """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
     session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S
 

@@ -109,7 +109,7 @@ _ROLES: dict[str, type[BaseModel]] = {
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
 """Every setting as role.field."""
-_BOTH_ENGINES = ("dtype", "device", "threads")
+_BOTH_ENGINES = ("dtype", "device", "threads", "sessions")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft": ("draft.address",),
     "target": ("target.address",),
@@ -193,7 +193,7 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
         InvalidSettings: there is an address, and the caller set something that only a model loaded here can use.
     """
     addresses = [key for key in ("target.address", "draft.address") if key in merged]
-    fields = ("model", "dtype", "device", "threads", "context")
+    fields = ("model", "dtype", "device", "threads", "context", "sessions")
     local = [key for role in ("target", "draft") for field in fields if (key := f"{role}.{field}") in chosen]
     if not addresses or not local:
         return merged

@@ -7,14 +7,18 @@ Rollback sets `length`; nothing is ever cleared. Legend: L layers, S slot capaci
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specsplit.core.errors import NoFreeSlot
 
+_ALIGNMENT = 64
+"""Bytes; torch's own for memory of a CPU."""
 _FEW_ROWS = 8
 """numpy moves up to so many rows faster one by one than by a list of indices."""
 
@@ -42,9 +46,7 @@ class KVCache:
         self.num_slots, self.capacity = num_slots, capacity
         flat = [shape for pair in shapes for shape in pair]
         self._blocks = {
-            shape: torch.zeros(
-                flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim, dtype=dtype, device=device
-            )
+            shape: _zeros((flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim), dtype, device)
             for shape in dict.fromkeys(flat)
         }
         # The same memory as numpy has it, which knows no bf16.
@@ -91,6 +93,17 @@ class KVCache:
             for block in self._blocks.values():
                 rows = block[:, slot]
                 rows[:, :, start:end] = rows[:, :, sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that on a CPU take memory only once they are written to, so that an unused slot costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes its zeros, numpy takes untouched pages; the start is aligned as torch aligns its own.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 class Slot:

@@ -46,6 +46,8 @@ class LoadOptions(TypedDict, total=False):
     """Tokens that one session may hold; by default as many as the model was made for, at most `default_context`."""
     default_context: int
     max_sessions: int
+    min_sessions: int
+    """Slots that have to fit; between these and `max_sessions` the free memory decides. By default all have to."""
     node_limit: int
     record: bool
     """False keeps the model's forward in Python, for hooks and profiles."""
@@ -138,7 +140,7 @@ def load_model(
         default_context = options.get("default_context", DEFAULT_CONTEXT)
         context = as_context(config, options.get("context"), default_context, name)
         fix_longrope(model, context)
-        cache = allocate(model, probed, context, node_limit, max_sessions)
+        cache = allocate(model, probed, context, node_limit, max_sessions, options.get("min_sessions"))
         runner = Runner(EagerBackend(model, probed), cache, context)
         # Distinct ids, so that a wrong position or mask cannot cancel out.
         token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
@@ -158,7 +160,7 @@ def load_model(
         name=name,
         role=role,
         runner=runner,
-        max_sessions=max_sessions,
+        max_sessions=cache.num_slots,
         tokenizer=tokenizer,
         context=context,
         node_limit=node_limit,
@@ -239,10 +241,19 @@ def _shapes(probed: ProbeResult) -> list[tuple[Any, Any]]:
     return [(layer.key_shape, layer.value_shape) for layer in probed.layers]
 
 
-def allocate(model: PreTrainedModel, probed: ProbeResult, context: int, node_limit: int, max_sessions: int) -> KVCache:
-    """Return KV slots for the layers probed, if they fit the memory."""
+def allocate(
+    model: PreTrainedModel,
+    probed: ProbeResult,
+    context: int,
+    node_limit: int,
+    max_sessions: int,
+    min_sessions: int | None = None,
+) -> KVCache:
+    """Return KV slots for the layers probed if they fit the memory, and down to `min_sessions` fewer if need be."""
     shapes = _shapes(probed)
     per_token = KVCache.bytes_per_token(shapes, model.dtype)
+    if min_sessions is not None:
+        max_sessions = memory.num_sessions(per_token, context, node_limit, (min_sessions, max_sessions), model.device)
     memory.require_kv(per_token, context, node_limit, max_sessions, model.device)
     # The free memory is an estimate: another process may take it between the check and the allocation.
     try:

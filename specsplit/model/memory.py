@@ -11,6 +11,8 @@ from specsplit.model.attention.metadata import held_tokens, slot_rows
 
 _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""
+_OPTIONAL = 0.25
+"""The same for slots that nobody asked for: another model may still be loaded beside."""
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -37,6 +39,18 @@ def _cgroup_limit() -> list[int]:
     # A container's file cache counts as used, though the kernel gives it back when asked for memory.
     reclaimable = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
     return [int(limit) - used + reclaimable] if limit.isdigit() else []
+
+
+def num_sessions(
+    per_token: int, context: int, node_limit: int, fewest_and_most: tuple[int, int], device: torch.device
+) -> int:
+    """Return the most sessions whose KV slots take no more than a quarter of the free memory, within the bounds."""
+    fewest, most = fewest_and_most
+    free = available_bytes(device)
+    if free is None:
+        return most
+    fitting = int(free * _OPTIONAL) // (per_token * slot_rows(context + node_limit))
+    return max(fewest, min(most, fitting))
 
 
 def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device) -> None:

@@ -214,13 +214,21 @@ def test_plain_mode_is_the_same_round_without_a_tree(target: FakeTarget, request
     assert not any(any(chunk.accepted) for chunk in chunks)
 
 
-@given(targets, drafts, speculations, st.lists(requests, min_size=2, max_size=4))
-def test_sessions_side_by_side_do_not_mix(
-    target: FakeTarget, draft: FakeDraft, speculation: Speculation, several: list[Request]
+modes = st.sampled_from(["auto", "plain", "lookup", "pingpong", "overlap", "stream"])
+counts = st.sampled_from([1, 2, 7, 16])
+
+
+@given(targets, drafts, counts.flatmap(lambda count: st.lists(requests, min_size=count, max_size=count)), st.data())
+def test_requests_at_once_do_not_mix(
+    target: FakeTarget, draft: FakeDraft, several: list[Request], data: st.DataObject
 ) -> None:
+    speculation = data.draw(speculations)
+    chosen = [replace(speculation, mode=data.draw(modes), lookup=True) for _ in several]
+
     async def run() -> list[Result]:
-        orchestrator = Orchestrator(target, draft, TOKENIZER, speculation)
-        return await asyncio.gather(*(orchestrator.generate(request) for request in several))
+        orchestrators = {each: Orchestrator(target, draft, TOKENIZER, each) for each in chosen}
+        pairs = zip(chosen, several, strict=True)
+        return await asyncio.gather(*(orchestrators[each].generate(request) for each, request in pairs))
 
     for request, result in zip(several, asyncio.run(run()), strict=True):
         got = Expected(result.token_ids, result.text, result.finish_reason)

@@ -5,22 +5,40 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import specsplit
 from specsplit import Pipeline
+from specsplit.api import RequestOptions
 from specsplit.assembly.models import check_vocabularies
+from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, VocabularyMismatch
 from specsplit.core.settings import load_settings
 from specsplit.core.types import Identity
 
 PROMPT = "def add(a, b):"
+MODES: list[Mode] = ["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
+MIXED: list[tuple[str, RequestOptions]] = [
+    (
+        f"class Number{number}:\n    " + "# a longer prompt than the one before\n    " * number,
+        RequestOptions(
+            max_new_tokens=8 + 5 * (number % 4),
+            temperature=number % 3 / 2,
+            seed=number,
+            mode=MODES[number % len(MODES)],
+            ignore_eos=True,
+        ),
+    )
+    for number in range(16)
+]
+"""Requests of different lengths, temperatures, seeds and modes."""
 
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    with Pipeline(max_new_tokens=16) as opened:
+    with Pipeline(max_new_tokens=16, sessions=4) as opened:
         yield opened
 
 
@@ -84,6 +102,62 @@ def test_options_of_a_request_go_over_those_of_the_pipeline(pipeline: Pipeline):
     assert pipeline.generate(PROMPT, logit_bias={banned: -100.0}).token_ids[0] != banned
 
 
+@pytest.fixture(scope="module")
+def alone(pipeline: Pipeline) -> list[tuple[int, ...]]:
+    """The tokens of every one of the `MIXED` requests, with no other beside it."""
+    return [pipeline.generate(prompt, **options).token_ids for prompt, options in MIXED]
+
+
+@pytest.mark.parametrize("count", [2, 7, pytest.param(16, marks=pytest.mark.slow)])
+async def test_requests_at_once_give_the_texts_that_each_gives_alone(
+    count: int, pipeline: Pipeline, alone: list[tuple[int, ...]]
+):
+    with ThreadPoolExecutor(count) as threads:
+        shared = [threads.submit(pipeline.generate, prompt, **options) for prompt, options in MIXED[:count]]
+        results = [future.result() for future in shared]
+    assert [result.token_ids for result in results] == alone[:count]
+    results = await asyncio.gather(*(pipeline.agenerate(prompt, **options) for prompt, options in MIXED[:count]))
+    assert [result.token_ids for result in results] == alone[:count]
+
+
+async def test_a_list_of_prompts_has_its_answers_in_order(pipeline: Pipeline):
+    texts = [f"{PROMPT}{' ' * length}" for length in range(6)]
+    alone = [pipeline.generate(text, temperature=0.9, seed=5) for text in texts]
+    together = pipeline.generate(texts, temperature=0.9, seed=5)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    ids = [result.prompt_token_ids for result in alone[:2]]
+    for answers in (pipeline.generate(ids), await pipeline.agenerate(ids)):
+        assert [result.prompt_token_ids for result in answers] == ids
+    assert len(pipeline.generate(texts[:1])) == 1
+
+
+async def test_the_first_error_in_a_list_is_raised_after_all_have_ended(pipeline: Pipeline):
+    prompts = [PROMPT, [4096], [1] * 9000]
+    before = pipeline.generate(PROMPT)
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        pipeline.generate(prompts)
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        await pipeline.agenerate(prompts)
+    with pytest.raises(InvalidRequest, match="prompt is empty"):
+        pipeline.generate([PROMPT, ""])
+    assert pipeline.generate(PROMPT).token_ids == before.token_ids
+
+
+async def test_one_of_many_that_is_cancelled_leaves_the_others_alone(pipeline: Pipeline, alone: list[tuple[int, ...]]):
+    endless = [
+        asyncio.create_task(pipeline.agenerate(PROMPT, max_new_tokens=3000, ignore_eos=True, mode=mode))
+        for mode in ("plain", "pingpong", "stream")
+    ]
+    others = [asyncio.create_task(pipeline.agenerate(prompt, **options)) for prompt, options in MIXED[:5]]
+    # Only one slot is left beside the endless ones, so the first answer comes while all three still run.
+    await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+    assert not any(task.done() for task in endless)
+    for task in endless:
+        task.cancel()
+    results = await asyncio.gather(*others)
+    assert [result.token_ids for result in results] == alone[:5]
+
+
 def test_without_a_seed_one_is_drawn_and_repeats_the_text(pipeline: Pipeline):
     first = pipeline.generate(PROMPT, temperature=1.0)
     second = pipeline.generate(PROMPT, temperature=1.0)
@@ -142,12 +216,14 @@ def test_a_wrong_setting_is_refused_before_anything_is_loaded():
 def test_closing_ends_what_is_under_way_and_every_thread():
     before = set(threading.enumerate())
     pipeline = Pipeline.from_settings(load_settings({"mode": "plain"}).settings)
-    stream = pipeline.stream(PROMPT, max_new_tokens=2000, ignore_eos=True)
-    next(stream)
+    streams = [pipeline.stream(PROMPT, max_new_tokens=2000, ignore_eos=True) for _ in range(3)]
+    for stream in streams:
+        next(stream)
     pipeline.close()
     pipeline.close()
-    with pytest.raises(InvalidRequest, match="closed before this request came to its end"):
-        list(stream)
+    for stream in streams:
+        with pytest.raises(InvalidRequest, match="closed before this request came to its end"):
+            list(stream)
     assert set(threading.enumerate()) <= before
     with pytest.raises(InvalidRequest, match="closed"):
         pipeline.generate(PROMPT)

@@ -13,7 +13,7 @@ import pytest
 
 from specsplit.assembly import links
 from specsplit.assembly.links import remote_workers
-from specsplit.assembly.workers import Workers
+from specsplit.assembly.workers import Placement, Workers
 from specsplit.cli import orchestrate
 from specsplit.cli.main import main
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
@@ -155,7 +155,7 @@ def test_the_timeout_counts_from_the_start_of_connecting(
     async def open_workers(*args: object) -> AsyncIterator[Workers]:
         target = Flaky(FakeTarget())
         target.after = Fault.HUNG
-        yield Workers(target, None, FakeTokenizer(), are_remote=True)
+        yield Workers(target, None, FakeTokenizer(), Placement(is_remote=True))
 
     monkeypatch.setattr(orchestrate, "open_workers", open_workers)
     given = ["--target", "127.0.0.1:1", "--mode", "plain", "--prompt", "x", "--timeout", "5"]

@@ -1,0 +1,90 @@
+"""An event loop in a thread of its own, which runs tasks for threads and loops elsewhere. Knows nothing of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from specsplit.core.event_loop import new_event_loop
+
+T = TypeVar("T")
+FinishedTask = asyncio.Task[None]
+
+
+class LoopThread:
+    """A running event loop; `end` it once."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = new_event_loop()
+        self._tasks: set[FinishedTask] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run `work` on the loop; the future has what it returns or raises."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def begin(
+        self, work: Callable[[], Coroutine[Any, Any, None]], on_end: Callable[[FinishedTask], None]
+    ) -> CancellableTask:
+        """Begin a task that can be cancelled from any thread; `on_end` always gets it once it has finished."""
+        return CancellableTask(self._loop, self._tasks, work, on_end)
+
+    async def cancel_tasks(self) -> None:
+        """Cancel what was begun and wait until all of it has ended; to be run on the loop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def end(self) -> None:
+        """End the thread after every task on its loop, so that cancelled ones still free what they hold."""
+        self.submit(_wind_up()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class CancellableTask:
+    """A task on the loop of another thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tasks: set[FinishedTask],
+        work: Callable[[], Coroutine[Any, Any, None]],
+        on_end: Callable[[FinishedTask], None],
+    ) -> None:
+        self._loop, self._tasks, self._work, self._on_end = loop, tasks, work, on_end
+        self._task: FinishedTask | None = None
+        # The loop takes calls in order: `_cancel` runs after `_begin`, so it finds the task even before its first step.
+        loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._work())
+        self._tasks.add(self._task)
+        self._task.add_done_callback(self._tasks.discard)
+        self._task.add_done_callback(self._on_end)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the task if it has not ended; may be called from any thread."""
+        # A closed loop raises, and ending it has ended every task.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel)
+
+
+async def _wind_up() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
