@@ -19,7 +19,7 @@ from specsplit.speculation.options import Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where workers run, and what follows from it for the requests over them."""
+    """The place where workers run, and what follows from it for the requests over them."""
 
     is_remote: bool = False
     """At least one is elsewhere."""
