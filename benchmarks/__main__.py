@@ -195,6 +195,9 @@ def make_report(
     files: Annotated[list[Path], typer.Argument(help="Results files and trace files.", dir_okay=False)],
     output: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG, light and dark.", file_okay=False)] = None,
+    uncommitted: Annotated[
+        bool, typer.Option("--uncommitted", help="Show what was measured without a commit.")
+    ] = False,
 ) -> None:
     """Write one self-contained HTML page of results; with --plots its plots as files too."""
     require_bench_extra()
@@ -204,7 +207,7 @@ def make_report(
     console = report.new_console()
     progress = report.Progress(console)
     with progress.running("reading", len(files)) as tick:
-        sections = page.build(files, tick)
+        sections = page.build(files, tick, needs_commit=not uncommitted)
     drawn = page.all_plots(sections)
     with progress.running("drawing", len(drawn) * (2 if plots else 1)) as tick:
         page.write(page.render(sections, tick), output)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specsplit.core.errors import MissingExtra
 
 _ROOT = Path(__file__).parent.parent
 _UNKNOWN = "unknown"
+_WRITTEN = (":!benchmarks/results", ":!docs/plots")
+"""Folders that a measurement or its report writes; changes there change no measurement."""
 _NEEDED = ("torch", "scipy", "matplotlib", "jinja2")
 _PROC = Path("/proc")
 _STEAL = 7
@@ -28,7 +31,7 @@ def provenance() -> dict[str, object]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "has_uncommitted_changes": _git("status", "--porcelain") not in ("", _UNKNOWN),
+        "has_uncommitted_changes": _git("status", "--porcelain", "--", ".", *_WRITTEN) not in ("", _UNKNOWN),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "machine": {
             "cpu": _cpu_model(),
@@ -37,6 +40,11 @@ def provenance() -> dict[str, object]:
             "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
         },
     }
+
+
+def is_clean(origin: Mapping[str, Any]) -> bool:
+    """Return whether a result with this provenance can be had again: its commit is known, and nothing was changed."""
+    return origin.get("commit") != _UNKNOWN and not origin.get("has_uncommitted_changes")
 
 
 def commit() -> str:

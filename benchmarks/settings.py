@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.sections import OrchestratorSettings
@@ -96,6 +95,4 @@ class Setup:
             "is_inflated": is_inflated(self.pair.target),
             **asdict(self.pair),
             **asdict(self.shape),
-            "bootstrap_seed": BOOTSTRAP_SEED,
-            "confidence": CONFIDENCE,
         }

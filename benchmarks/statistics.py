@@ -1,29 +1,24 @@
-"""Medians with their intervals, and ratios of times measured side by side. Plain numbers in, plain numbers out."""
+"""Medians with their ranges, and ratios of times measured side by side. Plain numbers in, plain numbers out.
+
+Five rounds or so are too few for an interval of confidence, so the range of the rounds is shown beside a median.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-
-NUM_RESAMPLES = 2000
-BOOTSTRAP_SEED = 20260
-CONFIDENCE = 0.95
-_BATCH = 200
-"""Resamples computed at once; more of them need more memory than they save time."""
 
 Rows = Sequence[Sequence[float]]
 """Seconds, [rounds][tasks]."""
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median, its 95 % bootstrap interval, and one sample per round."""
+    """A median, one sample per round, and their range."""
 
     median: float
     low: float
@@ -71,9 +66,8 @@ def median(values: Sequence[float]) -> float:
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Return the median of `samples` with its interval; the same samples give the same interval."""
-    values = np.asarray(samples, np.float64)
-    return _bootstrapped(lambda rounds: np.median(values[rounds], axis=-1), samples)
+    """Return the median of `samples` (one at least) with their range."""
+    return _ranged(median(samples), samples)
 
 
 def paired_speedup(baseline: Rows, times: Rows) -> Estimate:
@@ -81,35 +75,19 @@ def paired_speedup(baseline: Rows, times: Rows) -> Estimate:
 
     For each task the median over rounds of times / baseline is taken, each ratio of two runs side by side, so that
     neither a slow phase of the machine nor a single disturbed run counts; tasks weigh as long as the baseline takes
-    for them. The interval resamples whole rounds; `samples` are the rounds' own ratios of sums.
+    for them. `samples` are the rounds' own ratios of sums.
     """
     before, after = np.asarray(baseline, np.float64), np.asarray(times, np.float64)
-    ratios = after / before
-
-    def speedup(rounds: NDArray[np.int64]) -> Floats:
-        # [..., rounds] -> [..., rounds, tasks] -> medians over rounds, then sums over tasks.
-        weights = np.median(before[rounds], axis=-2)
-        return weights.sum(-1) / (weights * np.median(ratios[rounds], axis=-2)).sum(-1)
-
-    return _bootstrapped(speedup, (before.sum(-1) / after.sum(-1)).tolist())
+    weights = np.median(before, axis=0)
+    speedup = weights.sum() / (weights * np.median(after / before, axis=0)).sum()
+    return _ranged(float(speedup), (before.sum(-1) / after.sum(-1)).tolist())
 
 
-def _bootstrapped(statistic: Callable[[NDArray[np.int64]], Floats], samples: Sequence[float]) -> Estimate:
-    """Return a statistic of rounds with its percentile interval over resampled rounds."""
-    rounds = np.arange(len(samples))
-    value = float(statistic(rounds))
-    if len(samples) < 2:
-        return Estimate(value, value, value, tuple(samples))
-    # Imported here: the processes that are measured need no more than `median`, and scipy takes a second to import.
-    from scipy.stats import bootstrap
+def _ranged(value: float, samples: Sequence[float]) -> Estimate:
+    return Estimate(value, min(value, *samples), max(value, *samples), tuple(samples))
 
-    found = bootstrap(
-        (rounds,),
-        lambda drawn, axis: statistic(drawn),
-        n_resamples=NUM_RESAMPLES,
-        batch=_BATCH,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=BOOTSTRAP_SEED,
-    )
-    return Estimate(value, float(found.confidence_interval.low), float(found.confidence_interval.high), tuple(samples))
+
+def range_of(value: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the lowest and the highest sample of a published estimate; older files have intervals for low and high."""
+    samples = value.get("samples") or (value["low"], value["high"])
+    return min(value["median"], *samples), max(value["median"], *samples)

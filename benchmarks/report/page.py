@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from benchmarks import results_file
+from benchmarks.environment import is_clean
 from benchmarks.report import plots, sections
 from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
 from benchmarks.report.tables import Section
@@ -47,11 +48,12 @@ _LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions", "exactness")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 
-def build(files: Sequence[Path], tick: Callable[[str], None]) -> list[Section]:
+def build(files: Sequence[Path], tick: Callable[[str], None], *, needs_commit: bool = True) -> list[Section]:
     """Return a section per file, of trace files one per request, to which all trace files add their spans.
 
     Raises:
-        InvalidRequest: a file is missing, damaged or no results file.
+        InvalidRequest: a file is missing, damaged or no results file; or, if it `needs_commit`, it was measured with
+            changes that are in no commit.
     """
     found: list[Section] = []
     traces: list[Path] = []
@@ -62,7 +64,7 @@ def build(files: Sequence[Path], tick: Callable[[str], None]) -> list[Section]:
             traces.append(path)
         else:
             name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
-            found += _sections(path, first, _unique(name, used))
+            found += _sections(path, first, _unique(name, used), needs_commit=needs_commit)
         tick(path.name)
     return found + [of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
 
@@ -74,15 +76,35 @@ def _unique(name: str, used: set[str]) -> str:
     return name
 
 
-def _sections(path: Path, first: Record, name: str) -> list[Section]:
+def _check_commits(path: Path, lines: Sequence[str]) -> None:
+    """Refuse results of changes that are in no commit."""
+    origins = [_provenance(line) for line in lines if '"provenance"' in line]
+    if not all(map(is_clean, origins)):
+        raise InvalidRequest(
+            f"{path} was measured with changes that are in no commit, so nobody can repeat it; commit and measure "
+            "again, or look at it all the same with --uncommitted.",
+            param="file",
+        )
+
+
+def _provenance(line: str) -> Record:
+    try:
+        return json.loads(line)["provenance"]
+    except (ValueError, KeyError, TypeError):
+        return {}  # whoever reads the whole line says that it is damaged
+
+
+def _sections(path: Path, first: Record, name: str, *, needs_commit: bool) -> list[Section]:
     kind = str(first.get("kind") if first.get("kind") in _OF_FILE else first.get("benchmark"))
-    if kind in _OF_FILE:
-        return [_OF_FILE[kind](path, name)]
-    if kind not in _OF_LINE:
+    if kind not in (*_OF_FILE, *_OF_LINE):
         raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        chosen = lines if kind in _LINES_OF_THEIR_OWN else lines[-1:]
+        chosen = lines if kind in (*_OF_FILE, *_LINES_OF_THEIR_OWN) else lines[-1:]
+        if needs_commit:
+            _check_commits(path, chosen)
+        if kind in _OF_FILE:
+            return [_OF_FILE[kind](path, name)]
         return [_OF_LINE[kind](json.loads(line), path, name) for line in chosen]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"The last line of {path} is damaged; measure again.", param="file") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
+from benchmarks.statistics import range_of
 from specsplit.core.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -116,9 +117,10 @@ def upright(figure: Figure, axes: Axes, x_label: str, y_label: str) -> Figure:
 
 
 def whiskers(values: Sequence[Spread]) -> list[list[float]]:
+    """Return the ways from each median down and up to the end of its range."""
     return [
-        [max(0.0, value["median"] - value["low"]) for value in values],
-        [max(0.0, value["high"] - value["median"]) for value in values],
+        [value["median"] - range_of(value)[0] for value in values],
+        [range_of(value)[1] - value["median"] for value in values],
     ]
 
 
@@ -131,7 +133,7 @@ def bars(
     line: float | None = None,
     digits: int = 2,
 ) -> Callable[[Palette], Figure]:
-    """Return horizontal bars with their intervals: a row per system, a colour per group; a reference at `line`."""
+    """Return horizontal bars with their ranges: a row per system, a colour per group; a reference at `line`."""
 
     def draw(palette: Palette) -> Figure:
         rows = list(order or dict.fromkeys(name for values in groups.values() for name in values))
@@ -149,7 +151,7 @@ def bars(
                 for place, value in zip(places, spreads, strict=True):
                     axes.annotate(
                         f"{value['median']:.{digits}f}",
-                        (max(value["median"], value["high"]), place),
+                        (range_of(value)[1], place),
                         (4, 0),
                         textcoords="offset points",
                         va="center",
@@ -209,7 +211,7 @@ def marks(palette: Palette, index: int) -> dict[str, Any]:
 def lines(
     title: str, series: Mapping[str, Sequence[tuple[float, Spread]]], x_label: str, y_label: str
 ) -> Callable[[Palette], Figure]:
-    """Return medians over x with their intervals."""
+    """Return medians over x with their ranges."""
 
     def draw(palette: Palette) -> Figure:
         with canvas(palette, title, 3.8) as (figure, axes):

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks import summary, sweep_run
+from benchmarks.environment import is_clean
 from benchmarks.report import plots, systems
 from benchmarks.report.console import BUSY_SHARE
 from benchmarks.report.plots import Plot
@@ -24,8 +25,8 @@ def warn(section: Section, found: Record, header: Record) -> None:
     share = found.get("neighbours_share")
     if share is not None and share > BUSY_SHARE:
         section.warn(f"Others used {share:.0%} of the processors meanwhile; repeat this on a quiet machine.")
-    if header["provenance"].get("has_uncommitted_changes"):
-        section.warn("The tree had uncommitted changes.")
+    if not is_clean(header["provenance"]):
+        section.warn("Measured with changes that are in no commit.")
     for name, why in (header.get("skipped") or {}).items():
         section.warn(f"Skipped {name}: {why}")
     for name, facts in (header.get("systems") or {}).items():
@@ -42,7 +43,7 @@ def of_run(file: ResultsFile, name: str) -> Section:
     section.text(
         f"{models_of(settings)}, {settings['dtype']}, temperature {settings['temperature']:g}, "
         f"{settings['threads']} threads, {settings['workload']}: {len(run.tasks)} prompts x "
-        f"{settings['num_new_tokens']} tokens, {run.num_rounds} alternating rounds; medians with 95 % intervals."
+        f"{settings['num_new_tokens']} tokens, {run.num_rounds} alternating rounds; medians with the rounds' range."
     )
     if file.status:
         section.warn(file.status)

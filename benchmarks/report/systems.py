@@ -161,7 +161,7 @@ def figures(name: str, systems: Mapping[str, Record], suffix: str) -> list[Plot]
         made.append(Plot(f"{name}-{kind}", title, draw))
 
     if groups:
-        title = f"Speed-up, prompt included, with 95 % intervals{suffix}"
+        title = f"Speed-up, prompt included, with the range of rounds{suffix}"
         add("speedup", title, plots.bars(title, groups, "times as fast", order=order, line=1.0))
     if accepting:
         title = f"Acceptance by depth, given that the depth before was accepted{suffix}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.report.plots import Plot
+from benchmarks.statistics import range_of
 
 NONE = "–"
 Cells = Sequence[str]
@@ -97,10 +98,11 @@ def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
 
 
 def spread(value: Record | None, digits: int = 2) -> str:
-    """Return a median with its interval, or a dash."""
+    """Return a median with the range of the rounds, or a dash."""
     if value is None:
         return NONE
-    return f"{value['median']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+    low, high = range_of(value)
+    return f"{value['median']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def inflated(settings: Record) -> str:

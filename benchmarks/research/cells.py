@@ -9,7 +9,7 @@ from benchmarks.statistics import Estimate
 
 
 def spread(value: Estimate, digits: int = 2) -> str:
-    """Return a median with its interval, as the tables show it."""
+    """Return a median with its range, as the tables show it."""
     return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import commit, require_bench_extra
+from benchmarks.environment import commit, is_clean, provenance, require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.results_file import SCHEMA
@@ -150,7 +150,7 @@ def run(folder: Path, models: Path, sizes: Sizes, *, is_fresh: bool, tell: Tell)
                 f"The part {part.what} failed, see above; the same command tries again, --fresh from scratch."
             )
     files = [str(part.output) for part in listed if part.output.suffix == ".jsonl"] + kept(folder)
-    page = ("--output", str(folder / "report.html"), "--plots", str(folder / "plots"))
+    page = ("--uncommitted", "--output", str(folder / "report.html"), "--plots", str(folder / "plots"))
     code = run_command(("benchmarks", "report", *files, *page))
     if code not in (0, INTERRUPTED):
         raise ResourceError("The report failed, see above.")
@@ -218,6 +218,10 @@ def figures(
     require_bench_extra()
     console = report.new_console()
     sizes = TINY if tiny else FULL
+    if not tiny and not is_clean(provenance()):
+        raise InvalidSettings(
+            "The tree has changes that are in no commit, so nobody could measure it again; commit first."
+        )
     code = run(
         output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
     )

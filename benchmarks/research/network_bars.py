@@ -67,7 +67,7 @@ def _auto_bars(times: dict[str, Rows], where: str, *, is_useless: bool) -> list[
         ratio = paired_speedup(times[against], times[AUTO])
         name = "P7" if is_useless and against == registry.PLAIN else "auto"
         draft = ", useless draft" if is_useless else ""
-        note = f"lower bound {ratio.low:.2f}, to be >= 0.90; {len(ratio.samples)} rounds"
+        note = f"lowest {ratio.low:.2f}, to be >= 0.90; {len(ratio.samples)} rounds"
         bars.append(Bar(name, f"auto / {against}, {where}{draft}", ratio, ">=", 0.95, note))
     return bars
 

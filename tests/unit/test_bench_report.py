@@ -159,7 +159,19 @@ def test_the_command_writes_the_page_and_each_plot_light_and_dark(tmp_path: Path
 
 def test_every_results_file_of_this_repository_has_its_section():
     files = sorted((Path(page.__file__).parents[1] / "results").glob("*.jsonl"))
-    assert len(page.build(files, _silent)) >= len(files) > 0
+    assert len(page.build(files, _silent, needs_commit=False)) >= len(files) > 0
+
+
+@pytest.mark.parametrize("origin", [{"has_uncommitted_changes": True}, {"commit": "unknown"}])
+def test_a_result_that_no_commit_gives_again_is_refused(tmp_path: Path, origin: dict[str, object]):
+    path = _run_file(tmp_path / "a.jsonl")
+    header, *lines = path.read_text(encoding="utf-8").splitlines()
+    changed = {**json.loads(header), "provenance": {**ORIGIN, **origin}}
+    path.write_text("\n".join([json.dumps(changed), *lines]) + "\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"no commit.*--uncommitted"):
+        page.build([path], _silent)
+    (section,) = page.build([path], _silent, needs_commit=False)
+    assert "in no commit" in page.render([section], _silent)
 
 
 def test_an_empty_table_leaves_no_trace():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from benchmarks.report import console as report
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, NUM_RESAMPLES
+from benchmarks.research.resampling import BOOTSTRAP_SEED, CONFIDENCE, NUM_RESAMPLES
 
 if TYPE_CHECKING:
     from rich.console import Console

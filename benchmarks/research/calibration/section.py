@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import is_clean
 from benchmarks.report.plots import Plot
 from benchmarks.report.tables import NONE, Section, number
 from benchmarks.research.calibration.diagram import reliability
@@ -66,8 +67,8 @@ def of_calibration(path: Path, name: str) -> Section:
             "of a share of independent nodes), and lie high for the calibration error, to which noise only adds. "
             "Greedily, what the draft sends is its own probability."
         )
-        if any(record["provenance"].get("has_uncommitted_changes") for record in records):
-            section.warn("The tree had uncommitted changes.")
+        if not all(is_clean(record["provenance"]) for record in records):
+            section.warn("Measured with changes that are in no commit.")
         _metrics(section, records)
         for place, record in enumerate(records, 1):
             _run(section, record, f"{name}-reliability-{place}")

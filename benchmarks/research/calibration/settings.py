@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from benchmarks import workloads
+from benchmarks.research.resampling import BOOTSTRAP_SEED, CONFIDENCE
 from benchmarks.settings import Shape
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, Mode
 from specsplit.core.errors import InvalidRequest
 

@@ -19,8 +19,9 @@ from scipy import stats
 from benchmarks import metrics
 from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, PLAIN
+from benchmarks.research.resampling import BOOTSTRAP_SEED
 from benchmarks.results_file import ResultsFile, Run
-from benchmarks.statistics import BOOTSTRAP_SEED, quantile
+from benchmarks.statistics import quantile
 from benchmarks.systems import RunSample
 from specsplit.core.errors import InvalidRequest
 

@@ -33,7 +33,7 @@ from benchmarks.research.drafts.made import MadeDraft, ServeMaking
 from benchmarks.research.drafts.table import show
 from benchmarks.results_file import SCHEMA
 from benchmarks.settings import Pair, ServedMode, Shape, is_inflated
-from benchmarks.statistics import BOOTSTRAP_SEED, CONFIDENCE, paired_speedup
+from benchmarks.statistics import paired_speedup
 from benchmarks.systems import Sample, Task, to_record
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED
@@ -91,8 +91,6 @@ class KindSettings:
             "depth": self.shape.depth,
             "branching": self.shape.branching,
             "lookup": self.lookup,
-            "bootstrap_seed": BOOTSTRAP_SEED,
-            "confidence": CONFIDENCE,
         }
 
 

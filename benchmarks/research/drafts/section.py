@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import is_clean
 from benchmarks.report.console import BUSY_SHARE
 from benchmarks.report.tables import Section, inflated
 from benchmarks.research.drafts.kinds import read
@@ -36,15 +37,15 @@ def _section(path: Path, records: list[Record]) -> Section:
         f"Target {settings['target']}{inflated(settings)}{without_lookup}: {settings['num_prompts']} prompts x "
         f"{settings['num_new_tokens']} tokens, temperature {settings['temperature']:g}, {settings['threads']} threads "
         "of each worker. Auto and plain decoding did every prompt alternately over the same worker processes. A dying "
-        "draft is killed in the middle of each generation of auto, a returning one is started again there. Intervals "
-        f"are 95 %; the bar, of decoding, is a median >= {bounds['median']:g} and a lower bound >= {bounds['low']:g} "
-        f"of at least {bounds['num_pairs']} pairs."
+        "draft is killed in the middle of each generation of auto, a returning one is started again there. Brackets "
+        f"are ranges of pairs; the bar, of decoding, is a median >= {bounds['median']:g} and a lowest pair >= "
+        f"{bounds['low']:g} of at least {bounds['num_pairs']} pairs."
     )
     shares = [record["neighbours_share"] for record in records if record["neighbours_share"] is not None]
     if max(shares, default=0.0) > BUSY_SHARE:
         section.warn(f"Others used up to {max(shares):.0%} of the processors meanwhile.")
-    if any(record["provenance"].get("has_uncommitted_changes") for record in records):
-        section.warn("The tree had uncommitted changes.")
+    if not all(is_clean(record["provenance"]) for record in records):
+        section.warn("Measured with changes that are in no commit.")
     columns = ("draft", "decoding", "with the prompt", "bar", "pairs", "runs in which the draft computed", "")
     section.table("Auto / plain decoding", columns, map(row_of, records))
     differing = [

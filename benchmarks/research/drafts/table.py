@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report.console import table
+from benchmarks.report.tables import spread
 from benchmarks.research.cells import show_neighbours
 
 Record = Mapping[str, Any]
@@ -30,7 +31,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
         listed.add_row(*row_of(record))
     console.print(listed)
     console.print(
-        f"Bar: median >= {bounds['median']:g}, lower 95 % bound >= {bounds['low']:g}, of at least "
+        f"Bar: median >= {bounds['median']:g}, lowest pair >= {bounds['low']:g}, of at least "
         f"{bounds['num_pairs']} pairs. Asked: runs in which the draft computed."
     )
 
@@ -40,8 +41,8 @@ def row_of(record: Record) -> tuple[str, ...]:
     num_runs = record["num_pairs"] * record["settings"]["num_prompts"]
     return (
         record["kind_of_draft"],
-        _spread(record["ratio"]),
-        _spread(record["wall_ratio"]),
+        spread(record["ratio"]),
+        spread(record["wall_ratio"]),
         {True: "met", False: "MISSED", None: "-"}[record["is_met"]],
         str(record["num_pairs"]),
         f"{record['num_runs_with_draft']} of {num_runs}",
@@ -60,7 +61,3 @@ def _notes(record: Record) -> list[str]:
     if record["num_differences"]:
         notes.append(f"{record['num_differences']} texts differ, {record['num_ties']} at ties")
     return notes
-
-
-def _spread(value: Mapping[str, Any]) -> str:
-    return f"{value['median']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"

@@ -353,7 +353,7 @@ def test_the_command_writes_a_line_per_temperature_and_one_of_all(results: Path)
 
 
 def test_the_report_has_a_diagram_and_the_metrics_of_every_run(results: Path):
-    (section,) = page.build([results], _silent)
+    (section,) = page.build([results], _silent, needs_commit=False)
     assert [plot.name for plot in section.plots] == [f"c-reliability-{number}" for number in (1, 2, 3)]
     html = page.render([section], _silent)
     assert html.count("<svg ") == 3

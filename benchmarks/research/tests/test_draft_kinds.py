@@ -189,7 +189,7 @@ def test_ctrl_c_keeps_whole_pairs_and_the_command_resumes(monkeypatch: pytest.Mo
     assert nothing == (["good"], [], True)
     assert not (tmp_path / "n.jsonl").exists()
 
-    (section,) = page.build([output], lambda name: None)
+    (section,) = page.build([output], lambda name: None, needs_commit=False)
     html = page.render([section], lambda name: None)
     assert html.count("too few pairs to judge") == 3, "of a kind that was measured again, the last record counts"
     assert "interrupted" not in html
