@@ -43,6 +43,7 @@ class RequestOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    logprobs: int | None
     seed: int | None
     stop: str | Sequence[str]
     ignore_eos: bool

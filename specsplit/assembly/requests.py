@@ -61,4 +61,5 @@ def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: Or
         stop=settings.stop,
         ignore_eos=settings.ignore_eos,
         timeout_s=settings.timeout,
+        logprobs=settings.logprobs,
     )

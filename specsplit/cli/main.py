@@ -107,6 +107,7 @@ def orchestrate(
     timeout: options.Timeout = None,
     retry: options.Retry = defaults.RETRY_S,
     draft_patience: options.DraftPatience = defaults.DRAFT_PATIENCE_S,
+    logprobs: options.Logprobs = None,
     json: options.Json = False,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,

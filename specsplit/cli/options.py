@@ -155,6 +155,10 @@ StepTimeout = Annotated[
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this stage; the stage ends when that process does."""
 
+Logprobs = Annotated[
+    int | None,
+    _option("--logprobs", _OUTPUT, "Add log-probabilities of tokens and of the K likeliest to --json.", "none", "K"),
+]
 Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[
     str | None, _option("--trace-file", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "F")

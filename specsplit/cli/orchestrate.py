@@ -75,6 +75,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     settings = effective.settings
     # Everything that can be refused is refused before a model is loaded, which may take minutes.
     settings.orchestrator.sampling()
+    if given.get("logprobs") is not None and not given.get("json"):
+        raise InvalidSettings("--logprobs adds to the output of --json only; give both.")
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:

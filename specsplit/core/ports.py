@@ -91,14 +91,20 @@ class Verifier(Protocol):
         ...
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
 
         Each is an entry of log_softmax(logits + bias), and finite; biases of tokens outside the vocabulary are ignored.
+        With `top_logprobs` the likeliest so many tokens at each position are answered, too.
 
         Raises:
-            InvalidRequest: nothing to score, an empty prompt, or a token outside the vocabulary.
+            InvalidRequest: nothing to score, an empty prompt, a token outside the vocabulary, or more than
+                MAX_TOP_LOGPROBS likeliest tokens.
             ContextExceeded: the two do not fit the context.
             NoFreeSlot: every slot is in use.
         """

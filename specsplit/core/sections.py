@@ -15,7 +15,7 @@ from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED, DeviceName, Dtype, EndsAt, Mode
-from specsplit.core.types import SamplingParams
+from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams
 
 
 def _strings(value: object) -> object:
@@ -188,6 +188,8 @@ class OrchestratorSettings(_Frozen):
     frequency_penalty: float = defaults.FREQUENCY_PENALTY
     repetition_penalty: float = defaults.REPETITION_PENALTY
     logit_bias: Annotated[tuple[tuple[int, float], ...], NoDecode, BeforeValidator(_biases)] = ()
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Likeliest tokens whose log-probabilities come beside each token's own; 0 for its own alone, None for none."""
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_strings)] = ()
     ignore_eos: bool = False

@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 2
 """Version of the messages between processes; processes of different versions refuse each other."""
 MAX_STREAM_NODES = 1024
 """Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens per position that a session or a score may ask for, as in OpenAI's API."""
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -94,6 +96,21 @@ class SessionParams:
     eos_ids: tuple[int, ...] = ()
     """The draft never grows below one of these."""
     max_tokens: int = 0
+    top_logprobs: int | None = None
+    """Likeliest tokens whose log-probabilities the target answers beside each token's own; None for none at all."""
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs is not None:
+            check_top_logprobs(self.top_logprobs)
+
+
+def check_top_logprobs(count: int) -> None:
+    """Check how many of the likeliest tokens are asked for.
+
+    Raises:
+        InvalidRequest: fewer than 0, or more than MAX_TOP_LOGPROBS.
+    """
+    _require(0 <= count <= MAX_TOP_LOGPROBS, "logprobs", count, f"between 0 and {MAX_TOP_LOGPROBS}")
 
 
 @record
@@ -176,6 +193,18 @@ class Proposal:
 
 
 @record
+class TokenLogProb:
+    """Log-probability of one of the target's tokens, given all tokens before it, and the likeliest tokens there.
+
+    Values are of log_softmax(logits + logit bias): before penalties, temperature and cuts. They are float32 numbers.
+    """
+
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """Ids and log-probabilities of as many likeliest tokens as were asked for, best first; of equals the lower id."""
+
+
+@record
 class Verdict:
     """The target's answer: the accepted path and always exactly one bonus token after it."""
 
@@ -192,6 +221,8 @@ class Verdict:
     timings: Timings = field(default=Timings(), compare=False)
     revision: int = 0
     """`Identity.revision` of the target when the verdict was made."""
+    log_probs: tuple[TokenLogProb, ...] = ()
+    """One for each of `token_ids` if the session asked for them."""
 
     @property
     def bonus_token(self) -> int:
@@ -199,7 +230,9 @@ class Verdict:
 
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
-        return Verdict(self.accepted, self.token_ids, self.length, self.verified, timings, self.revision)
+        return Verdict(
+            self.accepted, self.token_ids, self.length, self.verified, timings, self.revision, self.log_probs
+        )
 
 
 @record
@@ -225,9 +258,14 @@ class StreamLimits:
 class Scores:
     """The target's answer to a score."""
 
-    log_probs: tuple[float, ...]
-    """The log-probability of each scored token, given all tokens before it."""
+    tokens: tuple[TokenLogProb, ...]
+    """One for each scored token."""
     timings: Timings = field(default=Timings(), compare=False)
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """Return the log-probability of each scored token, given all tokens before it."""
+        return tuple([token.log_prob for token in self.tokens])
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,10 +212,10 @@ class DraftClient:
         self._num_known_nodes = 0
 
     def _opening(self) -> SessionParams:
-        """Return the parameters for the draft as it is now: its vocabulary may be the smaller one."""
+        """Return the parameters for the draft as it is now: its vocabulary may be smaller, and it answers no values."""
         identity, params = self._peer.identity, self.contract.params
         assert identity is not None, "met before it is asked"
-        return replace(params, sampling=params.sampling.within(identity.vocab_size))
+        return replace(params, sampling=params.sampling.within(identity.vocab_size), top_logprobs=None)
 
     def observe(self, token_ids: Sequence[int], scored: tuple[int, ...], verify_s: float) -> None:
         """Count a round: what was committed, which of the draft's nodes were scored, how long the verify took."""

@@ -18,7 +18,7 @@ from specsplit.core.defaults import (
 )
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.exactness import Exactness
-from specsplit.core.types import FinishReason, SamplingParams
+from specsplit.core.types import FinishReason, SamplingParams, TokenLogProb, check_top_logprobs
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
 
@@ -55,8 +55,12 @@ class Request:
     eos_ids: tuple[int, ...] | None = None
     timeout_s: float | None = None
     """Seconds from the start of the request until it is given up."""
+    logprobs: int | None = None
+    """Likeliest tokens whose log-probabilities come beside each token's own; 0 for its own alone, None for none."""
 
     def __post_init__(self) -> None:
+        if self.logprobs is not None:
+            check_top_logprobs(self.logprobs)
         _check_timeout(self.timeout_s)
         if not self.prompt_ids:
             raise InvalidRequest("The prompt is empty; give it at least one token.", param="prompt")
@@ -191,6 +195,8 @@ class Chunk:
     result: Result | None = None
     degraded: str | None = None
     facts: RoundFacts | None = None
+    logprobs: tuple[TokenLogProb, ...] = ()
+    """One for each of `token_ids` if the request asked for them."""
 
     @property
     def text(self) -> str:
@@ -309,6 +315,8 @@ class Result:
     """Number format of the target's weights; empty if it is unknown."""
     exactness_reason: str = ""
     """Why a text that was begun with the promise of bits lost it; empty if it did not."""
+    logprobs: tuple[TokenLogProb, ...] = ()
+    """One for each of `token_ids` if the request asked for them."""
 
     @property
     def tokens_per_target_forward(self) -> float:
@@ -319,9 +327,13 @@ class Result:
         """Return the fields that the command line and the API publish, in JSON types."""
         timings = self.timings
         wire: dict[str, JsonValue] = {} if self.wire is None else {"wire": self.wire.to_dict()}
+        logprobs: dict[str, JsonValue] = {}
+        if self.logprobs:
+            logprobs = {"logprobs": list(map(_logprob, self.token_ids, self.logprobs))}
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
+            **logprobs,
             "prompt_token_ids": list(self.prompt_token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.seed,
@@ -348,6 +360,14 @@ class Result:
             "resyncs": [resync.to_dict() for resync in self.resyncs],
             **wire,
         }
+
+
+def _logprob(token_id: int, token: TokenLogProb) -> dict[str, JsonValue]:
+    """Return an entry as in `logprobs.content` of OpenAI's chat completions, with ids in the place of texts."""
+    top: list[dict[str, JsonValue]] = [
+        {"token_id": likely_id, "logprob": log_prob} for likely_id, log_prob in token.top
+    ]
+    return {"token_id": token_id, "logprob": token.log_prob, "top_logprobs": top}
 
 
 def _ratio(part: int, whole: int) -> float:

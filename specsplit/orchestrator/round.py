@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specsplit.core.defaults import Mode
-from specsplit.core.types import Timings, Verdict
+from specsplit.core.types import Timings, TokenLogProb, Verdict
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.request import Chunk, RoundFacts, SpeculativeDecoding
 from specsplit.orchestrator.sources.base import RoundResult, Source
@@ -50,6 +50,8 @@ class Rounds:
         self.mode: Mode = mode
         self.answer = answer
         self.tally = tally
+        self.logprobs: list[TokenLogProb] = []
+        """One for each of the answer's tokens if the request asked for them."""
         self.span = spans.OpenSpan("request", session=workers.target.contract.session)
         self._workers, self._planner, self._sources = workers, planner, sources
         self._source: Source | None = None
@@ -65,11 +67,14 @@ class Rounds:
         num_accepted = result.num_accepted
         cut = self.answer.take(result.verdict.token_ids, num_accepted)
         num_tokens = len(cut.token_ids)
+        logprobs = result.verdict.log_probs[:num_tokens]
+        self.logprobs += logprobs
         return Chunk(
             token_ids=cut.token_ids,
             accepted=(True,) * min(num_accepted, num_tokens) + (False,) * (num_tokens - num_accepted),
             pieces=cut.pieces,
             finish_reason=cut.finish_reason,
+            logprobs=logprobs,
             degraded=events.current if events.phases else None,
             facts=RoundFacts(
                 number=number,

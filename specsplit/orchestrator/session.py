@@ -141,6 +141,7 @@ class Session:
             numerics=targets.numerics,
             dtype=self._context.identity.dtype,
             exactness_reason=targets.exactness_reason,
+            logprobs=tuple(rounds.logprobs),
         )
 
     def _wire(self) -> Wire | None:
@@ -196,6 +197,7 @@ def _session_params(context: SessionContext, request: Request) -> SessionParams:
         prompt_length=len(request.prompt_ids),
         eos_ids=() if request.ignore_eos else eos_ids,
         max_tokens=min(request.max_new_tokens, context.identity.context - len(request.prompt_ids)),
+        top_logprobs=request.logprobs,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.errors import SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
@@ -125,6 +125,11 @@ class TargetClient:
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
+        if contract.params.top_logprobs is not None and len(verdict.log_probs) != len(verdict.token_ids):
+            raise PeerMismatch(
+                "The target answered no log-probabilities: it is of a release that does not know them. Install the "
+                "same release on both sides, or ask for none."
+            )
         if verdict.revision != self.targets.revision:
             self.targets.revise(verdict.revision)
 

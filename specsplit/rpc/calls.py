@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
@@ -15,13 +14,15 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import Budget, Proposal, Scores, StreamLimits, Timings, Turn, Verdict
+from specsplit.core.types import Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
 from specsplit.rpc.codec import (
     MAX_NODES,
     MAX_TAIL,
     decode_bias,
+    decode_log_probs,
     decode_turn,
     encode_telemetry,
+    encode_top,
     encode_tree,
     encode_turn,
     require,
@@ -133,6 +134,8 @@ def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -
         verified=verdict.verified if is_trimmed else (),
         telemetry=encode_telemetry(verdict.timings, span_id),
         revision=verdict.revision,
+        log_probs=[token.log_prob for token in verdict.log_probs],
+        top_log_probs=encode_top(verdict.log_probs),
     )
 
 
@@ -140,7 +143,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
     """Return the verdict on `proposal`.
 
     Raises:
-        InvalidRequest: no bonus token, or nodes that `proposal` does not have.
+        InvalidRequest: no bonus token, nodes that `proposal` does not have, or wrong log-probabilities.
     """
     # A target of another version, or a broken one, must not bring our token tree out of step: every number is checked.
     numbers = _numbers(proposal)
@@ -157,6 +160,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
         verified=tuple(message.verified) if message.is_trimmed else numbers,
         timings=timings,
         revision=message.revision,
+        log_probs=_decode_emitted(message),
     )
 
 
@@ -211,6 +215,8 @@ def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifySt
         verified=verdict.verified,
         telemetry=encode_telemetry(verdict.timings, span_id),
         revision=verdict.revision,
+        log_probs=[token.log_prob for token in verdict.log_probs],
+        top_log_probs=encode_top(verdict.log_probs),
     )
     return target_pb2.VerifyStreamResponse(commit=commit)
 
@@ -219,14 +225,35 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
     """Return the verdict of a commit; the client checks that it knows the nodes.
 
     Raises:
-        InvalidRequest: no bonus token, a path that does not rise, or a node accepted that was not verified.
+        InvalidRequest: no bonus token, a path that does not rise, a node accepted that was not verified, or wrong
+            log-probabilities.
     """
     accepted, verified = tuple(commit.accepted), tuple(commit.verified)
     require_at_most(MAX_NODES, verified, "verified")
     require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
     require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
     require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
-    return Verdict(accepted, tuple(commit.token_ids), commit.length, verified, timings, commit.revision)
+    return Verdict(
+        accepted=accepted,
+        token_ids=tuple(commit.token_ids),
+        length=commit.length,
+        verified=verified,
+        timings=timings,
+        revision=commit.revision,
+        log_probs=_decode_emitted(commit),
+    )
+
+
+def _decode_emitted(message: target_pb2.VerifyDraftsResponse | target_pb2.Commit) -> tuple[TokenLogProb, ...]:
+    """Return the log-probabilities of a verdict's tokens, none if the session asked for none.
+
+    Raises:
+        InvalidRequest: they are not those of its tokens.
+    """
+    if not message.log_probs and not message.top_log_probs:
+        return ()
+    require(len(message.log_probs) == len(message.token_ids), "log_probs", "Not every token has a log-probability.")
+    return decode_log_probs(message.log_probs, message.top_log_probs)
 
 
 def _numbers(proposal: Proposal) -> tuple[int, ...]:
@@ -235,7 +262,7 @@ def _numbers(proposal: Proposal) -> tuple[int, ...]:
 
 @_request
 def encode_score_request(
-    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]]
+    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]], top_logprobs: int
 ) -> target_pb2.ScoreRequest:
     """Return the request of TargetService.Score.
 
@@ -247,13 +274,14 @@ def encode_score_request(
         scored=scored,
         bias_ids=[token_id for token_id, _ in logit_bias],
         bias_values=[bias for _, bias in logit_bias],
+        top_logprobs=top_logprobs,
     )
 
 
 def decode_score_request(
     message: target_pb2.ScoreRequest,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, float], ...]]:
-    """Return prompt, scored tokens and biases.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, float], ...], int]:
+    """Return prompt, scored tokens, biases, and how many likeliest tokens are asked for.
 
     Raises:
         InvalidRequest: too many tokens, or biases that are no pairs of ids and finite numbers.
@@ -261,20 +289,25 @@ def decode_score_request(
     require_at_most(MAX_TAIL, message.prompt, "prompt")
     require_at_most(MAX_TAIL, message.scored, "scored")
     bias = decode_bias(message.bias_ids, message.bias_values)
-    return tuple(message.prompt), tuple(message.scored), bias
+    return tuple(message.prompt), tuple(message.scored), bias, message.top_logprobs
 
 
 def encode_scores(scores: Scores, span_id: bytes = b"") -> target_pb2.ScoreResponse:
     """Return the answer to a score."""
-    return target_pb2.ScoreResponse(log_probs=scores.log_probs, telemetry=encode_telemetry(scores.timings, span_id))
+    return target_pb2.ScoreResponse(
+        log_probs=scores.log_probs,
+        telemetry=encode_telemetry(scores.timings, span_id),
+        top_log_probs=encode_top(scores.tokens),
+    )
 
 
-def decode_scores(message: target_pb2.ScoreResponse, count: int, timings: Timings) -> Scores:
-    """Return the log-probabilities of the `count` tokens asked for.
+def decode_scores(message: target_pb2.ScoreResponse, count: int, timings: Timings, top_logprobs: int = 0) -> Scores:
+    """Return the log-probabilities of the `count` tokens asked for, with likeliest tokens if `top_logprobs` were.
 
     Raises:
-        InvalidRequest: another number of them, or one that is not finite.
+        InvalidRequest: another number of them, one that is not finite, or no likeliest tokens.
     """
     require(len(message.log_probs) == count, "log_probs", f"{len(message.log_probs)} of {count} scores were answered.")
-    require(all(map(math.isfinite, message.log_probs)), "log_probs", "A score is not a finite number.")
-    return Scores(tuple(message.log_probs), timings)
+    # A target of an earlier release does not know that it was asked for them.
+    require(not top_logprobs or len(message.top_log_probs) == count, "top_log_probs", "It lacks the likeliest tokens.")
+    return Scores(decode_log_probs(message.log_probs, message.top_log_probs), timings)

@@ -215,15 +215,19 @@ class RemoteVerifier(_RemoteWorker):
         )
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         """Return the log-probability of each scored token; raises the worker's error, or LinkError."""
-        request = calls.encode_score_request(prompt, scored, logit_bias)
+        request = calls.encode_score_request(prompt, scored, logit_bias, top_logprobs)
         answer, sent, received = await self._call("Score", request, target_pb2.ScoreResponse)
 
         def decode() -> Scores:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
-            return calls.decode_scores(answer, len(scored), timings)
+            return calls.decode_scores(answer, len(scored), timings, top_logprobs)
 
         return self._read(decode)
 

@@ -12,7 +12,17 @@ from itertools import pairwise
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import MAX_NUMERICS, Exactness
-from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, SessionParams, Timings, Turn
+from specsplit.core.types import (
+    MAX_TOP_LOGPROBS,
+    ROOT,
+    Identity,
+    Proposal,
+    SamplingParams,
+    SessionParams,
+    Timings,
+    TokenLogProb,
+    Turn,
+)
 from specsplit.rpc.pb import common_pb2
 
 MAX_NODES = 4096
@@ -88,6 +98,7 @@ def _encode_opening(params: SessionParams) -> common_pb2.SessionParams:
         prompt_length=params.prompt_length,
         eos_ids=params.eos_ids,
         max_tokens=params.max_tokens,
+        top_logprobs=params.top_logprobs,
     )
 
 
@@ -101,6 +112,7 @@ def _decode_opening(message: common_pb2.SessionParams) -> SessionParams:
         prompt_length=message.prompt_length,
         eos_ids=tuple(message.eos_ids),
         max_tokens=message.max_tokens,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
     )
 
 
@@ -204,6 +216,36 @@ def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Pro
         log_probs=tuple([_LOG_PROBS[step] for step in message.log_probs]),
         timings=timings or Timings(),
     )
+
+
+def encode_top(tokens: Sequence[TokenLogProb]) -> list[common_pb2.TopLogProbs]:
+    """Return the messages of each token's likeliest tokens; none if only the tokens' own were asked for."""
+    if not any(token.top for token in tokens):
+        return []
+    return [
+        common_pb2.TopLogProbs(
+            token_ids=[token_id for token_id, _ in token.top], log_probs=[log_prob for _, log_prob in token.top]
+        )
+        for token in tokens
+    ]
+
+
+def decode_log_probs(log_probs: Sequence[float], top: Sequence[common_pb2.TopLogProbs]) -> tuple[TokenLogProb, ...]:
+    """Return what a message has of each token: its own log-probability, and those of the likeliest.
+
+    Raises:
+        InvalidRequest: a value is not a finite number, or there are likeliest tokens of some tokens only, or too many
+            of one.
+    """
+    require(len(top) in (0, len(log_probs)), "top_log_probs", "Not every token has its likeliest ones.")
+    likeliest: list[tuple[tuple[int, float], ...]] = []
+    for each in top:
+        require(len(each.token_ids) == len(each.log_probs), "top_log_probs", "A likeliest token lacks its value.")
+        require(len(each.token_ids) <= MAX_TOP_LOGPROBS, "top_log_probs", "There are too many likeliest tokens.")
+        likeliest.append(tuple(zip(each.token_ids, each.log_probs, strict=True)))
+    values = [*log_probs, *(value for each in likeliest for _, value in each)]
+    require(all(map(math.isfinite, values)), "log_probs", "A log-probability is not a finite number.")
+    return tuple(map(TokenLogProb, log_probs, likeliest or [()] * len(log_probs)))
 
 
 def encode_telemetry(timings: Timings, span_id: bytes = b"") -> common_pb2.Telemetry:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specsplit.core.types import SessionParams
+from specsplit.core.types import SessionParams, TokenLogProb
 from specsplit.sampling.best import Best, best_sums
+from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
@@ -71,6 +72,18 @@ class Sampler:
         # The token picked at a row stands one position behind it, at len(committed) + its depth: the root has depth 0.
         noise = self._noise.for_depths(len(committed), depths)
         return scores(processed, self.params.sampling.temperature, noise)
+
+    def log_probs(self, logits: Tensor, accepted: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogProb, ...]:
+        """Return what was asked for of the tokens that a verify emits; nothing if nothing was.
+
+        Row 0 of `logits` [N, V] is the root's and row 1 + i that of node i. `token_ids` are the picks at the root and
+        at the `accepted` nodes, in order.
+        """
+        top_logprobs = self.params.top_logprobs
+        if top_logprobs is None:
+            return ()
+        rows = logits[[0, *[1 + node for node in accepted]]]
+        return token_log_probs(rows, token_ids, self._bias, top_logprobs)
 
     def _processed(self, logits: Tensor, committed: Sequence[int], paths: Sequence[Sequence[int]] | None) -> Tensor:
         if self.changes_nothing:

@@ -234,7 +234,7 @@ class _Boundary:
         if self._stage.has_head:
             log_probs = torch.log_softmax(self._truth.logits.float(), -1)
             expected = log_probs.gather(-1, torch.tensor(self._truth.picks)[:, None])[:, 0].double()
-            found = torch.tensor(answer.sessions[0].log_probs, dtype=torch.float64)
+            found = torch.tensor([token.log_prob for token in answer.sessions[0].log_probs], dtype=torch.float64)
         else:
             expected = self._truth.hidden[self._stage.end - 1]
             found = from_payload(answer.payload, model.dtype, answer.num_rows, model.hidden_size).float()

@@ -17,23 +17,26 @@ from functools import lru_cache
 from typing import Any
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest
-from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams, SessionParams, TokenLogProb
 from specsplit.stages.packet import Buffer, HeadRequest, KeepList, Layout, Packet, PacketSession, PayloadType, StepKind
 
-_MAGIC, _VERSION = b"SSPK", 1
+_MAGIC, _VERSION, _TOP_VERSION = b"SSPK", 1, 2
+# The second version has the parts that log-probabilities of picks and likeliest tokens need, and packets without them
+# have the first: a stage of an earlier release serves all others, and refuses these in one sentence.
 _HEADER = struct.Struct("<4sHQIQBIIIBBIhhIQ")
 _CRC = struct.Struct("<I")
 _SESSION = struct.Struct("<IQIQIIB")
 _KEEP = struct.Struct("<QI")
 _PARAMS = struct.Struct("<ddIddddQQII")
 _COUNT = struct.Struct("<I")
+_BYTE = struct.Struct("<B")
 _NUM_PARAMS = 64
 _ALIGNMENT = 64
 """The payload begins at a multiple of it, so that tensors can lie right on a received message."""
 
 # What a session has, as bits of its flags; plain numbers, since an enum's operators take a microsecond each.
-_PARENTS, _KEEPS, _TOKEN_IDS, _ASKS, _PICKS, _LOG_PROBS = 1, 2, 4, 8, 16, 32
-_ITEM_BYTES = {code: struct.calcsize("<" + code) for code in "QHIid"}
+_PARENTS, _KEEPS, _TOKEN_IDS, _ASKS, _PICKS, _LOG_PROBS, _ASKS_TOP, _TOP = 1, 2, 4, 8, 16, 32, 64, 128
+_ITEM_BYTES = {code: struct.calcsize("<" + code) for code in "QHIidBf"}
 
 
 def encode(packet: Packet) -> list[Buffer]:
@@ -44,7 +47,7 @@ def encode(packet: Packet) -> list[Buffer]:
     payload = memoryview(packet.payload).cast("B")
     header = _HEADER.pack(
         _MAGIC,
-        _VERSION,
+        _TOP_VERSION if any(map(_has_top, packet.sessions)) else _VERSION,
         packet.request_id,
         first.slot,
         first.epoch,
@@ -107,8 +110,8 @@ def _packet(view: memoryview, head: int) -> Packet:
         body_bytes,
         payload_bytes,
     ) = _HEADER.unpack_from(view)
-    if version != _VERSION:
-        raise InvalidPacket(f"A stage packet has version {version}; this process speaks {_VERSION}.")
+    if version not in (_VERSION, _TOP_VERSION):
+        raise InvalidPacket(f"A stage packet has version {version}; this process speaks {_VERSION} and {_TOP_VERSION}.")
     start = head + body_bytes + _padding(head + body_bytes)
     if start + payload_bytes != view.nbytes:
         raise InvalidPacket(f"A stage packet of {view.nbytes} bytes says that it has {start + payload_bytes}.")
@@ -138,6 +141,14 @@ def _padding(num_bytes: int) -> int:
     return -num_bytes % _ALIGNMENT
 
 
+def _has_top(session: PacketSession) -> bool:
+    """Return whether a session has parts of the second version."""
+    request = session.head_request
+    return (request is not None and request.params.top_logprobs is not None) or any(
+        token.top for token in session.log_probs
+    )
+
+
 def _session(session: PacketSession) -> bytes:
     flags, parts = 0, [b"", _array("Q", session.hashes)]
     if session.parents is not None:
@@ -153,12 +164,18 @@ def _session(session: PacketSession) -> bytes:
     if (head_request := session.head_request) is not None:
         flags |= _ASKS
         parts.append(_params(head_request.params) + _counted("I", head_request.scored))
+        if head_request.params.top_logprobs is not None:
+            flags |= _ASKS_TOP
+            parts.append(_BYTE.pack(head_request.params.top_logprobs))
     if session.picks:
         flags |= _PICKS
         parts.append(_array("i", session.picks))
     if session.log_probs:
         flags |= _LOG_PROBS
-        parts.append(_counted("d", session.log_probs))
+        parts.append(_counted("d", [token.log_prob for token in session.log_probs]))
+        if any(token.top for token in session.log_probs):
+            flags |= _TOP
+            parts += [_top(token) for token in session.log_probs]
     parts[0] = _SESSION.pack(
         session.slot,
         session.epoch,
@@ -169,6 +186,11 @@ def _session(session: PacketSession) -> bytes:
         flags,
     )
     return b"".join(parts)
+
+
+def _top(token: TokenLogProb) -> bytes:
+    ids, values = [token_id for token_id, _ in token.top], [log_prob for _, log_prob in token.top]
+    return _BYTE.pack(len(ids)) + _array("I", ids) + _array("f", values)
 
 
 def _array(code: str, values: Sequence[float]) -> bytes:
@@ -221,22 +243,34 @@ class _Reader:
             keep=self._keep() if has & _KEEPS else None,
             token_ids=self._array("I", num_tokens) if has & _TOKEN_IDS else (),
             num_logits=num_logits,
-            head_request=self._head_request() if has & _ASKS else None,
+            head_request=self._head_request(asks_top=bool(has & _ASKS_TOP)) if has & _ASKS else None,
             picks=self._array("i", num_logits) if has & _PICKS else (),
-            log_probs=self._counted("d") if has & _LOG_PROBS else (),
+            log_probs=self._log_probs(has_top=bool(has & _TOP)) if has & _LOG_PROBS else (),
         )
 
     def _keep(self) -> KeepList:
         request_id, count = self._struct(_KEEP)
         return KeepList(request_id, self._array("H", count))
 
-    def _head_request(self) -> HeadRequest:
+    def _head_request(self, *, asks_top: bool) -> HeadRequest:
         fixed = bytes(self._view[self._at : self._at + _PARAMS.size])
         num_biases = self._struct(_PARAMS)[-1]
         token_ids, values = self._array("I", num_biases), self._array("d", num_biases)
         # A session sends the same parameters with every step; those with biases would fill the memory of the cache.
         make = _params_in.__wrapped__ if num_biases else _params_in
-        return HeadRequest(make(fixed, tuple(zip(token_ids, values, strict=True))), self._counted("I"))
+        scored = self._counted("I")
+        (top_logprobs,) = self._struct(_BYTE) if asks_top else (None,)
+        return HeadRequest(make(fixed, tuple(zip(token_ids, values, strict=True)), top_logprobs), scored)
+
+    def _log_probs(self, *, has_top: bool) -> tuple[TokenLogProb, ...]:
+        values = self._counted("d")
+        return tuple([TokenLogProb(value, self._top() if has_top else ()) for value in values])
+
+    def _top(self) -> tuple[tuple[int, float], ...]:
+        (count,) = self._struct(_BYTE)
+        if count > MAX_TOP_LOGPROBS:
+            raise InvalidPacket(f"A stage packet holds {count} likeliest tokens of a row.")
+        return tuple(zip(self._array("I", count), self._array("f", count), strict=True))
 
     def _counted(self, code: str) -> tuple[Any, ...]:
         (count,) = self._struct(_COUNT)
@@ -258,8 +292,12 @@ class _Reader:
 
 
 @lru_cache(_NUM_PARAMS)
-def _params_in(fixed: bytes, biases: tuple[tuple[int, float], ...]) -> SessionParams:
+def _params_in(fixed: bytes, biases: tuple[tuple[int, float], ...], top_logprobs: int | None) -> SessionParams:
     *sampling, seed, choice, prompt_length, _ = _PARAMS.unpack(fixed)
     return SessionParams(
-        sampling=SamplingParams(*sampling, logit_bias=biases), seed=seed, choice=choice, prompt_length=prompt_length
+        sampling=SamplingParams(*sampling, logit_bias=biases),
+        seed=seed,
+        choice=choice,
+        prompt_length=prompt_length,
+        top_logprobs=top_logprobs,
     )

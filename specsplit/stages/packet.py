@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.record import record
-from specsplit.core.types import SessionParams
+from specsplit.core.types import SessionParams, TokenLogProb
 
 COORDINATOR = -1
 """The stage number of the target process, in front of the first stage and behind the last."""
@@ -78,7 +78,8 @@ class KeepList:
 class HeadRequest:
     """The work of the stage with the head on its logits: picks, or log-probabilities of `scored`.
 
-    The i-th token of `scored` belongs to the i-th of the last len(scored) wanted rows; biases are those of `params`.
+    The i-th token of `scored` belongs to the i-th of the last len(scored) wanted rows. Biases, and how many of the
+    likeliest tokens are answered, are those of `params`. Picks come with log-probabilities if `params` ask for them.
     """
 
     params: SessionParams
@@ -107,8 +108,8 @@ class PacketSession:
     head_request: HeadRequest | None = None
     picks: tuple[int, ...] = ()
     """Picks in an answer; -1 where the logits are not numbers."""
-    log_probs: tuple[float, ...] = ()
-    """Log-probabilities in an answer."""
+    log_probs: tuple[TokenLogProb, ...] = ()
+    """Log-probabilities in an answer: of the scored tokens, or of those picks that the tree's accepted path emits."""
 
     def __post_init__(self) -> None:
         count = len(self.hashes)
@@ -230,9 +231,10 @@ def check_answer(answer: Packet, packet: Packet) -> None:
     for asked, session in zip(packet.sessions, answer.sessions, strict=True):
         scored = asked.head_request.scored if asked.head_request else ()
         num_picks = asked.num_logits if asked.head_request and not scored else 0
-        _require(
-            (len(session.picks), len(session.log_probs)) == (num_picks, len(scored)), "an answer without its picks"
-        )
+        _require(len(session.picks) == num_picks, "an answer without its picks")
+        # The coordinator walks the tree itself, and finds log-probabilities of another number of picks than it emits.
+        emits = num_picks > 0 and asked.head_request is not None and asked.head_request.params.top_logprobs is not None
+        _require(emits or len(session.log_probs) == len(scored), "an answer without its log-probabilities")
     wants_hidden = any(session.num_logits and session.head_request is None for session in packet.sessions)
     _require(answer.has_hidden == wants_hidden, "an answer without its hidden states")
 

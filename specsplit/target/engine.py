@@ -11,13 +11,23 @@ from torch import Tensor
 from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
 from specsplit.core.ports import VerifyStream
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
-from specsplit.core.types import Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import (
+    Proposal,
+    Scores,
+    SessionParams,
+    StreamLimits,
+    TokenizerFiles,
+    TokenLogProb,
+    Turn,
+    Verdict,
+)
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
 from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
+from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
@@ -64,12 +74,22 @@ class TargetEngine(Engine):
                 await self.close(session)
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
-        biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._work.run(None, score(self._model, self._sessions, prompt, scored, biases))
-        return Scores(log_probs, timings)
+        params = check_score(self._model, prompt, scored, logit_bias, top_logprobs)
+        tokens, timings = await self._work.run(None, self._score(prompt, scored, params))
+        return Scores(tokens, timings)
+
+    def _score(
+        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+    ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
+        """Do one score as work of the scheduler."""
+        return score(self._model, self._sessions, prompt, scored, params)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         """Return the model's tokenizer; without the files where their hash is `known_hash`."""
@@ -121,6 +141,9 @@ class TargetEngine(Engine):
             else:
                 revision = self._model.runner.revision
                 verdict = Verdict((), tuple(picks), session.slot.length, revision=revision)
+            assert session.sampler is not None, "the session has begun"
+            if session.sampler.params.top_logprobs is not None:
+                verdict = replace(verdict, log_probs=self._log_probs(session.sampler, logits, proposal, verdict))
             session.answer = verdict
             return verdict
         finally:
@@ -175,6 +198,13 @@ class TargetEngine(Engine):
                 f"{self._model.identity.dtype}: try --dtype fp32."
             )
         return picks
+
+    def _log_probs(
+        self, sampler: Sampler, logits: Tensor, proposal: Proposal, verdict: Verdict
+    ) -> tuple[TokenLogProb, ...]:
+        """Return what the session asked for of the tokens that the verdict emits."""
+        accepted = [number - proposal.first_node for number in verdict.accepted]
+        return sampler.log_probs(logits, accepted, verdict.token_ids)
 
 
 def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:

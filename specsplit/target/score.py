@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 
-import torch
 from torch import Tensor
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
-from specsplit.core.types import SamplingParams
+from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.engine.session import MAX_STEP_TOKENS, SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
+from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.processors import bias_row
 
 
 def check_score(
-    model: LoadedModel, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]]
-) -> SamplingParams:
-    """Return the biases of tokens that the model has, as sampling parameters.
+    model: LoadedModel,
+    prompt: Sequence[int],
+    scored: Sequence[int],
+    logit_bias: Sequence[tuple[int, float]],
+    top_logprobs: int,
+) -> SessionParams:
+    """Return the biases of tokens that the model has, and what is asked for, as a session's parameters.
 
     Raises:
-        InvalidRequest: nothing to score, an empty prompt, a token outside the vocabulary, or a bias out of range.
+        InvalidRequest: nothing to score, an empty prompt, a token outside the vocabulary, a bias out of range, or too
+            many of the likeliest tokens.
         ContextExceeded: the two do not fit the context.
     """
     if not len(scored):
@@ -39,12 +44,13 @@ def check_score(
             raise InvalidRequest(
                 f"{name} has a token id outside the vocabulary of {model.vocab_size} tokens.", param=name
             )
-    return SamplingParams(logit_bias=tuple(bias for bias in logit_bias if 0 <= bias[0] < model.vocab_size))
+    biases = SamplingParams(logit_bias=tuple(bias for bias in logit_bias if 0 <= bias[0] < model.vocab_size))
+    return SessionParams(biases, top_logprobs=top_logprobs)
 
 
 def score(
-    model: LoadedModel, sessions: SessionTable, prompt: Sequence[int], scored: Sequence[int], biases: SamplingParams
-) -> Generator[SequenceInput, Tensor, tuple[float, ...]]:
+    model: LoadedModel, sessions: SessionTable, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
     """Return log_softmax(logits + bias) of each token of `scored`, a chunk of tokens a step.
 
     Biases are finite, so the values are.
@@ -54,7 +60,7 @@ def score(
         ModelDamaged: the model's logits are not numbers.
     """
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
-    values: list[float] = []
+    values: list[TokenLogProb] = []
     with sessions.borrowed_slot() as slot:
         for start in range(0, len(token_ids), MAX_STEP_TOKENS):
             chunk = token_ids[start : start + MAX_STEP_TOKENS]
@@ -62,19 +68,12 @@ def score(
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
             if num_scored > 0:
-                values += _log_probs(logits, scored[len(values) : len(values) + num_scored], biases)
-    if not all(map(math.isfinite, values)):
+                wanted = scored[len(values) : len(values) + num_scored]
+                bias = bias_row(params.sampling, logits.shape[-1], logits.device)
+                values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
+    if not all(math.isfinite(value.log_prob) for value in values):
         raise ModelDamaged(
             f"{model.name} computed logits that are not numbers; its weights are damaged or overflow in "
             f"{model.dtype}: try --dtype fp32."
         )
     return tuple(values)
-
-
-@torch.inference_mode()
-def _log_probs(logits: Tensor, token_ids: Sequence[int], biases: SamplingParams) -> list[float]:
-    """Return the log-probability of one token per row of `logits` [N, V]."""
-    bias = bias_row(biases, logits.shape[-1], logits.device)
-    shifted = logits.float() if bias is None else logits.float() + bias
-    wanted = torch.tensor(token_ids, device=logits.device).unsqueeze(-1)
-    return torch.log_softmax(shifted, -1).gather(-1, wanted).squeeze(-1).tolist()

@@ -14,7 +14,7 @@ from specsplit.core.errors import InvalidRequest, SlotBehind, StaleEpoch, StaleR
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Proposal, StreamLimits, Turn, Verdict
 from tests.contract.session_contract import PROMPT, Script, Workers
-from tests.contract.verifier_contract import decode_plainly, without_tree
+from tests.contract.verifier_contract import decode_plainly, tree, without_tree
 from tests.support.processes import LIMIT_S
 
 LAST = len(PROMPT) - 1
@@ -89,6 +89,22 @@ class VerifyStreamContract:
             told.append((await waiting) or told[0])
         assert told == [Verdict((), (token,), LAST + 1 + at, ()) for at, token in enumerate(truth[:4])]
         assert all(verdict.timings.num_forwards >= 1 for verdict in told)
+
+    async def test_commits_have_the_log_probabilities_of_verdicts(self, worker: Verifier, truth: list[int]) -> None:
+        script = Script()
+        script.params = replace(script.params, top_logprobs=2)
+        async with opened(worker, script.first()) as stream:
+            tokens = list((await commit(stream)).log_probs)
+            stream.propose(nodes(LAST + 1, truth[1:3], (0, 1)), is_more_coming=False)
+            tokens += (await commit(stream)).log_probs
+        script.epoch, script.round = 2, 0
+        turn = script.first()
+        verdict = await worker.verify(turn, tree(turn, truth[:3], (0, 1, 2)))
+        assert len(tokens) == 4
+        assert [token.log_prob for token in tokens] == pytest.approx(
+            [token.log_prob for token in verdict.log_probs], abs=1e-5
+        )
+        assert all(len(token.top) == 2 for token in tokens)
 
     async def test_a_true_path_is_accepted_in_one_commit(self, worker: Verifier, truth: list[int], other: int) -> None:
         async with opened(worker, Script().first()) as stream:

@@ -171,6 +171,23 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
             together = [group.create_task(decode_plainly(worker, prompt, 5)) for prompt in prompts]
         assert [task.result() for task in together] == apart
 
+    @pytest.mark.parametrize("top_logprobs", [0, 3])
+    async def test_emitted_tokens_have_the_log_probabilities_of_their_scores(
+        self, worker: Verifier, truth: list[int], other: int, top_logprobs: int
+    ) -> None:
+        script = Script()
+        script.params = replace(script.params, top_logprobs=top_logprobs)
+        turn = script.first()
+        verdict = await worker.verify(turn, tree(turn, (other, truth[0], truth[1], other), (0, 0, 2, 1)))
+        assert verdict.token_ids == tuple(truth[:3])
+        scores = await worker.score(PROMPT, verdict.token_ids, (), top_logprobs)
+        assert [len(token.top) for token in verdict.log_probs] == [top_logprobs] * 3
+        if top_logprobs and (await worker.ping()).exactness == "bits":
+            assert verdict.log_probs == scores.tokens
+            assert [token.top[0][0] for token in scores.tokens] == truth[:3], "it is greedy"
+        own = [token.log_prob for token in verdict.log_probs]
+        assert own == pytest.approx(scores.log_probs, abs=1e-5)
+
     async def test_a_score_is_one_log_probability_a_token(self, worker: Verifier) -> None:
         scores = await worker.score(PROMPT, (8, 1, 4))
         assert len(scores.log_probs) == 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsplit.core.types import FinishReason, SessionParams, StreamLimits
+from specsplit.core.types import FinishReason, SessionParams, StreamLimits, TokenLogProb, prefix_hashes
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
@@ -28,7 +28,7 @@ from tests.support.fakes import (
     random_guess,
 )
 from tests.support.flaky import Fault, Flaky
-from tests.support.language import WindowedTokenizer
+from tests.support.language import WindowedTokenizer, log_probs, token_log_prob
 from tests.support.virtual_time import LoopClock, run_virtual
 
 TOKENIZER = FakeTokenizer()
@@ -89,6 +89,7 @@ requests = st.builds(
     choice=st.integers(0, 3),
     stop=st.lists(st.sampled_from(["END", "ab", "a b", "€", "é😀", "b E", "\ufffda", "\ufffd"]), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, 0, 2]),
 )
 
 
@@ -135,13 +136,22 @@ async def collect(orchestrator: Orchestrator, request: Request) -> tuple[list[Ch
     return chunks, result
 
 
-def check_chunks(chunks: list[Chunk], result: Result) -> None:
-    """Check that what was streamed is the result, piece by piece."""
+def check_chunks(chunks: list[Chunk], result: Result, request: Request) -> None:
+    """Check that what was streamed is the result, piece by piece, with the log-probabilities that were asked for."""
+    assert tuple(token for chunk in chunks for token in chunk.logprobs) == result.logprobs
+    assert result.logprobs == (() if request.logprobs is None else expected_logprobs(result, request.logprobs))
+    assert all(len(chunk.logprobs) in (0, len(chunk.token_ids)) for chunk in chunks)
     assert tuple(token_id for chunk in chunks for token_id in chunk.token_ids) == result.token_ids
     assert "".join(text for chunk in chunks for text, _ in chunk.pieces) == result.text
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [result.finish_reason]
     assert all(len(chunk.accepted) == len(chunk.token_ids) > 0 for chunk in chunks)
     assert all(chunk.accepted == tuple(sorted(chunk.accepted, reverse=True)) for chunk in chunks)
+
+
+def expected_logprobs(result: Result, top: int) -> tuple[TokenLogProb, ...]:
+    ids, start = [*result.prompt_token_ids, *result.token_ids], len(result.prompt_token_ids)
+    hashes = prefix_hashes(ids)
+    return tuple(token_log_prob(log_probs(hashes[at - 1], ids[:at], ()), ids[at], top) for at in range(start, len(ids)))
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -152,7 +162,7 @@ def test_the_output_is_plain_decodings(
     chunks, result = asyncio.run(collect(Orchestrator(target, draft, tokenizer, speculation), request))
     expected = decode_plainly(request, target.context)
     assert Expected(result.token_ids, result.text, result.finish_reason) == expected
-    check_chunks(chunks, result)
+    check_chunks(chunks, result, request)
     assert not target.slots
     assert not draft.slots
     assert len(chunks) == result.num_rounds + 1
@@ -186,7 +196,7 @@ def test_the_output_is_plain_decodings_whatever_fails(
     chunks, result = run_virtual(main)
     expected = decode_plainly(request, target.inner.context)
     assert Expected(result.token_ids, result.text, result.finish_reason) == expected
-    check_chunks(chunks, result)
+    check_chunks(chunks, result, request)
     assert not target.inner.slots or target.away  # a close may have come while it was away
     for number, chunk in enumerate(chunks):
         is_degraded = [phase for phase in result.degraded if phase.first_round <= number <= phase.last_round]
@@ -208,7 +218,7 @@ def check_recomputed(target: Flaky, result: Result) -> None:
 def test_plain_mode_is_the_same_round_without_a_tree(target: FakeTarget, request: Request) -> None:
     chunks, result = asyncio.run(collect(Orchestrator(target, None, TOKENIZER, Speculation(mode="plain")), request))
     assert Expected(result.token_ids, result.text, result.finish_reason) == decode_plainly(request, target.context)
-    check_chunks(chunks, result)
+    check_chunks(chunks, result, request)
     assert not target.slots
     assert result.target_forwards == len(result.token_ids)
     assert not any(any(chunk.accepted) for chunk in chunks)

@@ -158,6 +158,22 @@ async def test_one_of_many_that_is_cancelled_leaves_the_others_alone(pipeline: P
     assert [result.token_ids for result in results] == alone[:5]
 
 
+def test_log_probabilities_come_with_the_tokens_if_asked_for(pipeline: Pipeline):
+    chunks = list(pipeline.stream(PROMPT, logprobs=2))
+    result = chunks[-1].result
+    assert result is not None
+    assert [token for chunk in chunks for token in chunk.logprobs] == list(result.logprobs)
+    published = result.to_dict()["logprobs"]
+    assert isinstance(published, list)
+    assert [entry["token_id"] for entry in published] == list(result.token_ids)  # type: ignore[index, call-overload]
+    for token_id, token in zip(result.token_ids, result.logprobs, strict=True):
+        assert len(token.top) == 2
+        assert token.top[0] == (token_id, token.log_prob)
+    assert "logprobs" not in pipeline.generate(PROMPT).to_dict()
+    with pytest.raises(InvalidSettings, match="logprobs"):
+        pipeline.generate(PROMPT, logprobs=21)
+
+
 def test_without_a_seed_one_is_drawn_and_repeats_the_text(pipeline: Pipeline):
     first = pipeline.generate(PROMPT, temperature=1.0)
     second = pipeline.generate(PROMPT, temperature=1.0)

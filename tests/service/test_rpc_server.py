@@ -23,7 +23,17 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
+from specsplit.core.types import (
+    Budget,
+    Identity,
+    Proposal,
+    Scores,
+    Timings,
+    TokenizerFiles,
+    TokenLogProb,
+    Turn,
+    Verdict,
+)
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import DraftService, TargetService
@@ -45,10 +55,14 @@ class Target(FakeTarget):
     is_damaged = False
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         self.scored = (tuple(prompt), tuple(scored), tuple(logit_bias))
-        return Scores(tuple(-0.5 * token_id for token_id in scored), Timings(3.0, 0.5, 2.0, 2, 700, 4))
+        return Scores(tuple(TokenLogProb(-0.5 * token_id) for token_id in scored), Timings(3.0, 0.5, 2.0, 2, 700, 4))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         if self.is_damaged:
@@ -69,7 +83,7 @@ async def test_scores_and_biases_travel():
     target = Target()
     async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),))
-    assert scores == Scores((-1.5, -2.0))
+    assert scores.log_probs == (-1.5, -2.0)
     sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
     assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, sent, received)
     assert min(sent, received) > 10

@@ -76,7 +76,11 @@ class Echo:
         return verdict_on(proposal)
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         return Scores(())
 

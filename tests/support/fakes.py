@@ -42,6 +42,7 @@ from tests.support.language import (
     perfect_guess,
     plain_tokens,
     random_guess,
+    token_log_prob,
 )
 
 __all__ = [
@@ -239,7 +240,11 @@ class FakeTarget(_FakeWorker):
         return TargetStream(self.verify, leave, turn, limits, TargetLimits(self.context, self.max_nodes))
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         await asyncio.sleep(0)
         ids = [*prompt, *scored]
@@ -249,9 +254,11 @@ class FakeTarget(_FakeWorker):
             raise ContextExceeded("the tokens do not fit the context", param="scored")
         hashes = prefix_hashes(ids)
         positions = range(len(prompt), len(ids))
-        values = tuple(log_probs(hashes[at - 1], ids[:at], logit_bias)[ids[at]] for at in positions)
+        tokens = [
+            token_log_prob(log_probs(hashes[at - 1], ids[:at], logit_bias), ids[at], top_logprobs) for at in positions
+        ]
         return Scores(
-            values, Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
+            tuple(tokens), Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
         )
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
@@ -262,9 +269,13 @@ class FakeTarget(_FakeWorker):
     def _walk(self, slot: FakeSlot, proposal: Proposal, parents: Sequence[int]) -> Verdict:
         assert slot.opening is not None
         scored = range(len(proposal))[: self.trim]
-        at, accepted, token_ids = -1, [], []
+        at, accepted, token_ids, emitted = -1, [], [], []
+        opening, top = slot.opening, slot.opening.top_logprobs
         while True:
-            pick = next_token(slot.opening, slot.hashes[-1], slot.ids)
+            pick = next_token(opening, slot.hashes[-1], slot.ids)
+            if top is not None:
+                values = log_probs(slot.hashes[-1], slot.ids, opening.sampling.logit_bias)
+                emitted.append(token_log_prob(values, pick, top))
             token_ids.append(pick)
             at = next((node for node in scored if parents[node] == at and proposal.token_ids[node] == pick), -2)
             if at < 0:
@@ -278,6 +289,7 @@ class FakeTarget(_FakeWorker):
             length=len(slot.ids),
             verified=tuple(proposal.first_node + node for node in scored),
             timings=Timings(num_forwards=1, device_ms=1.0),
+            log_probs=tuple(emitted),
         )
 
 

@@ -314,9 +314,13 @@ class FaultyVerifier(_FaultyLink[WatchedTarget]):
         return FaultyStream(self._net, self._host, self._ledger, turn, limits)
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
-        return await self._call("score", lambda engine: engine.score(prompt, scored, logit_bias))
+        return await self._call("score", lambda engine: engine.score(prompt, scored, logit_bias, top_logprobs))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         return await self._call("tokenizer", lambda engine: engine.tokenizer_files(known_hash))

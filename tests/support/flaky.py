@@ -169,10 +169,14 @@ class Flaky:
         await self.inner.close(session)
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
     ) -> Scores:
         assert isinstance(self.inner, FakeTarget)
-        return await self.inner.score(prompt, scored, logit_bias)
+        return await self.inner.score(prompt, scored, logit_bias, top_logprobs)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         assert isinstance(self.inner, FakeTarget)

@@ -9,7 +9,9 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 
-from specsplit.core.types import SessionParams, prefix_hash
+import numpy as np
+
+from specsplit.core.types import SessionParams, TokenLogProb, prefix_hash
 
 EOS = 256
 TOKENS: tuple[bytes, ...] = (
@@ -85,6 +87,13 @@ def log_probs(prefix: int, ids: Sequence[int], logit_bias: Sequence[tuple[int, f
     most = max(logits)
     log_sum = most + math.log(sum(math.exp(logit - most) for logit in logits))
     return [logit - log_sum for logit in logits]
+
+
+def token_log_prob(log_probs: Sequence[float], token_id: int, top: int) -> TokenLogProb:
+    """Return what a target answers for one token of `log_probs`, in float32."""
+    values = np.float32(log_probs).tolist()
+    best = sorted(range(len(values)), key=lambda other: (-values[other], other))[:top]
+    return TokenLogProb(values[token_id], tuple((other, values[other]) for other in best))
 
 
 Guess = Callable[[SessionParams, int, Sequence[int]], tuple[int, ...]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -22,8 +23,9 @@ def random_prompt(length: int) -> list[int]:
 
 
 def params_of(sampling: SamplingParams, length: int) -> SessionParams:
-    """Return the parameters of a session with a prompt of `length` tokens."""
-    return SessionParams(sampling, seed=11, prompt_length=length, max_tokens=64)
+    """Return the parameters of a session with a prompt of `length` tokens; sampled ones ask for log-probabilities."""
+    top_logprobs = None if sampling.is_greedy else 2
+    return SessionParams(sampling, seed=11, prompt_length=length, max_tokens=64, top_logprobs=top_logprobs)
 
 
 def script(params: SessionParams, ids: Sequence[int], base: int, number: int, key: str) -> Turn:
@@ -81,7 +83,11 @@ async def verdicts(
     *,
     rollback: float = 0.0,
 ) -> list[Verdict]:
-    """Verify trees until the text is as long as `truth`, and return the verdicts; some rounds go back a few tokens."""
+    """Verify trees until the text is as long as `truth`, and return the verdicts; some rounds go back a few tokens.
+
+    Log-probabilities are among them if their bits are promised.
+    """
+    has_bits = (await verifier.ping()).exactness == "bits"
     rng, ids, base, first, key = random.Random(seed), list(prompt), 0, 1, f"session-{next(_keys)}"
     given: list[Verdict] = []
     while len(ids) - len(prompt) < len(truth):
@@ -92,7 +98,8 @@ async def verdicts(
         proposal = made(rng, truth[len(ids) - len(prompt) :], first, len(ids) - 1)
         verdict = await verifier.verify(script(params, ids, base, len(given) + 1, key), proposal)
         first += len(proposal)
-        given.append(verdict)
+        assert len(verdict.log_probs) == (len(verdict.token_ids) if params.top_logprobs is not None else 0)
+        given.append(verdict if has_bits else replace(verdict, log_probs=()))
         ids.extend(verdict.token_ids)
         base = verdict.length
     await verifier.close(key)

@@ -57,6 +57,8 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
         (["--prompt", "a", "--temperature", "-1"], "temperature must be between 0 and 100"),
         (["--prompt", "a", "--temperature", "nan"], "temperature must be between 0 and 100"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs adds to the output of --json only"),
+        (["--prompt", "a", "--json", "--logprobs", "21"], "--logprobs must be less than or equal to 20"),
         (["--prompt", "a", "--nodes", "0"], "--nodes must be greater than or equal to 1"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens must be greater than or equal to 1"),
         (["--prompt", "a", "--logit-bias", "5"], "--logit-bias must look like ID=X"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket
-from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import (
     COORDINATOR,
@@ -43,7 +43,8 @@ def asks(draw: st.DrawFn) -> HeadRequest:
         frequency_penalty=draw(st.floats(-2, 2)),
         logit_bias=tuple(biases),
     )
-    params = SessionParams(sampling, draw(HASHES), draw(st.integers(0, 9)), draw(st.integers(0, 99)))
+    top = draw(st.sampled_from([None, 0, 20]))
+    params = SessionParams(sampling, draw(HASHES), draw(st.integers(0, 9)), draw(st.integers(0, 99)), top_logprobs=top)
     return HeadRequest(params, draw(st.sampled_from([(), (7,)])))
 
 
@@ -53,7 +54,9 @@ def packet_sessions(draw: st.DrawFn, slot: int, *, is_answer: bool) -> PacketSes
     count = draw(st.integers(1, 6))
     if is_answer:
         picks = draw(st.sampled_from([(), tuple(range(-1, count - 1))]))
-        log_probs = draw(st.lists(st.floats(-99, 0), max_size=count))
+        likeliest = st.lists(st.tuples(IDS, st.floats(-99, 0, width=32)), max_size=20).map(tuple)
+        tokens = st.builds(TokenLogProb, st.floats(-99, 0), draw(st.sampled_from([likeliest, st.just(())])))
+        log_probs = draw(st.lists(tokens, max_size=count))
         return PacketSession(**place, num_logits=count, picks=picks, log_probs=tuple(log_probs))
     parents = tuple(draw(st.integers(-1, row - 1)) for row in range(count))
     rows = sorted(draw(st.sets(st.integers(0, 70), max_size=4)))
@@ -204,7 +207,7 @@ def test_a_malformed_packet_cannot_be_made(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("field_at", "value"),
-    [(4, b"\2\0"), (14, b"\7"), (26, b"\x63"), (27, b"\2"), (31, b"\4"), (39, b"\3"), (39, b"\x20"), (40, b"\1")],
+    [(4, b"\3\0"), (14, b"\7"), (26, b"\x63"), (27, b"\2"), (31, b"\4"), (39, b"\3"), (39, b"\x20"), (40, b"\1")],
     ids=["version", "session", "kind", "batch", "seq", "int8", "dtype", "layout"],
 )
 def test_a_lying_header_is_invalid(field_at: int, value: bytes) -> None:
@@ -222,6 +225,22 @@ def test_sampling_parameters_out_of_range_are_invalid() -> None:
         decode(resealed(hot))
 
 
+@pytest.mark.parametrize("top_logprobs", [None, 0, 3])
+def test_only_packets_that_ask_for_log_probabilities_have_the_second_version(top_logprobs: int | None) -> None:
+    ask = HeadRequest(SessionParams(top_logprobs=top_logprobs))
+    data = written(packet_of(sessions=(replace(SESSION, num_logits=1, head_request=ask),)))
+    assert data[4:6] == (b"\1\0" if top_logprobs is None else b"\2\0")
+    assert decode(data).sessions[0].head_request == ask
+
+
+def test_too_many_likeliest_tokens_are_invalid() -> None:
+    top = tuple((token_id, -1.0) for token_id in range(21))
+    answer = PacketSession(2, 3, 9, num_logits=1, picks=(4,), log_probs=(TokenLogProb(-1.0, top),))
+    data = written(replace(packet_of(), sessions=(answer,), stage_to=COORDINATOR, payload=b""))
+    with pytest.raises(InvalidPacket, match="21 likeliest"):
+        decode(data)
+
+
 def test_an_answer_to_something_else_is_invalid() -> None:
     packet = packet_of(sessions=(replace(SESSION, num_logits=2, head_request=HeadRequest(SessionParams())),))
     answer = replace(
@@ -233,7 +252,7 @@ def test_an_answer_to_something_else_is_invalid() -> None:
         replace(answer, sessions=(replace(answer.sessions[0], epoch=4),)),
         replace(answer, sessions=(replace(answer.sessions[0], num_logits=1, picks=()),)),
         replace(answer, sessions=(replace(answer.sessions[0], picks=()),)),
-        replace(answer, sessions=(replace(answer.sessions[0], picks=(), log_probs=(-1.0, -1.0)),)),
+        replace(answer, sessions=(replace(answer.sessions[0], picks=(), log_probs=(TokenLogProb(-1.0),) * 2),)),
         replace(answer, payload=bytes(2 * 4 * 4)),
         replace(answer, dtype=PayloadType.BF16),
         packet,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch
-from specsplit.core.types import Identity
+from specsplit.core.types import Identity, Proposal, Turn, Verdict
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
@@ -138,3 +138,15 @@ async def test_a_deadline_given_is_how_long_a_target_is_asked_again() -> None:
     began_s = loop.time()
     with pytest.raises(DeadlineExceeded, match="asked again"):
         await orchestrator(target, retry_s=0.05).generate(REQUEST)
+
+
+async def test_a_target_that_does_not_know_of_log_probabilities_is_found_out() -> None:
+    class Older(FakeTarget):
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            return replace(await super().verify(turn, proposal), log_probs=())
+
+    target = Older()
+    with pytest.raises(PeerMismatch, match="Install the same release"):
+        await orchestrator(target).generate(replace(REQUEST, logprobs=0))
+    assert (await orchestrator(target).generate(REQUEST)).logprobs == ()
+    assert not target.slots

@@ -20,6 +20,7 @@ from specsplit.core.types import (
     SessionParams,
     Timings,
     TokenizerFiles,
+    TokenLogProb,
     Turn,
     Verdict,
     quantised_log_prob,
@@ -52,6 +53,7 @@ openings = st.builds(
     prompt_length=uint32,
     eos_ids=ids,
     max_tokens=uint32,
+    top_logprobs=st.none() | st.integers(0, 20),
 )
 turns = st.builds(
     Turn,
@@ -111,6 +113,14 @@ def proposals(draw: st.DrawFn) -> Proposal:
 
 
 @st.composite
+def values_of(draw: st.DrawFn, count: int) -> tuple[TokenLogProb, ...]:
+    """Draw log-probabilities of `count` tokens: their own alone, or with likeliest ones, as many as there are."""
+    value = st.floats(-1e5, 0, width=32)
+    likeliest = st.lists(st.tuples(uint32, value), max_size=20).map(tuple) if draw(st.booleans()) else st.just(())
+    return tuple(TokenLogProb(draw(value), draw(likeliest)) for _ in range(count))
+
+
+@st.composite
 def verdicts(draw: st.DrawFn) -> tuple[Proposal, Verdict]:
     proposal = draw(proposals())
     numbers = tuple(range(proposal.first_node, proposal.first_node + len(proposal)))
@@ -118,7 +128,8 @@ def verdicts(draw: st.DrawFn) -> tuple[Proposal, Verdict]:
     accepted = tuple(sorted(draw(some)))
     verified = draw(st.just(numbers) | some.map(sorted).map(tuple))
     token_ids = tuple(draw(uint32) for _ in range(len(accepted) + 1))
-    return proposal, Verdict(accepted, token_ids, draw(uint32), verified, draw(timings), draw(uint32))
+    log_probs = draw(st.just(()) | values_of(len(token_ids)))
+    return proposal, Verdict(accepted, token_ids, draw(uint32), verified, draw(timings), draw(uint32), log_probs)
 
 
 def resent(message: Any) -> Any:
@@ -158,10 +169,10 @@ def test_an_identity_arrives_whole(identity: Identity):
     assert codec.decode_identity(resent(codec.encode_identity(identity, "1.0"))) == identity
 
 
-@given(ids, ids, st.lists(st.tuples(uint32, st.floats(allow_nan=False, allow_infinity=False)), max_size=4))
-def test_what_is_to_be_scored_arrives_whole(prompt: tuple[int, ...], scored: tuple[int, ...], bias: Any):
-    request = resent(calls.encode_score_request(prompt, scored, bias))
-    assert calls.decode_score_request(request) == (prompt, scored, tuple(bias))
+@given(ids, ids, st.lists(st.tuples(uint32, st.floats(allow_nan=False, allow_infinity=False)), max_size=4), uint32)
+def test_what_is_to_be_scored_arrives_whole(prompt: tuple[int, ...], scored: tuple[int, ...], bias: Any, top: int):
+    request = resent(calls.encode_score_request(prompt, scored, bias, top))
+    assert calls.decode_score_request(request) == (prompt, scored, tuple(bias), top)
 
 
 def test_the_wire_carries_every_field_of_every_type():
@@ -336,6 +347,33 @@ def test_a_time_that_is_none_is_refused(value: float):
 def test_scores_that_are_not_one_finite_number_a_token_are_refused(scores: list[float]):
     with pytest.raises(InvalidRequest):
         calls.decode_scores(target_pb2.ScoreResponse(log_probs=scores), 2, Timings())
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "top"),
+    [
+        ([-1.0, -2.0], []),
+        ([], [{"token_ids": [5], "log_probs": [-1.0]}]),
+        ([-INFINITY], []),
+        ([-1.0], [{"token_ids": [5], "log_probs": [NAN]}]),
+        ([-1.0], [{"token_ids": [5, 6], "log_probs": [-1.0]}]),
+        ([-1.0], [{"token_ids": range(21), "log_probs": [-1.0] * 21}]),
+        ([-1.0], [{"token_ids": [5], "log_probs": [-1.0]}] * 2),
+    ],
+)
+def test_log_probabilities_that_are_not_those_of_the_tokens_are_refused(log_probs: list[float], top: Any):
+    message = target_pb2.VerifyDraftsResponse(token_ids=[7], log_probs=log_probs, top_log_probs=top)
+    with pytest.raises(InvalidRequest):
+        calls.decode_verdict(message, Proposal(1, 0), Timings())
+    commit = target_pb2.Commit(token_ids=[7], log_probs=log_probs, top_log_probs=top)
+    with pytest.raises(InvalidRequest):
+        calls.decode_commit(commit, Timings())
+
+
+def test_a_target_that_was_not_asked_for_likeliest_tokens_in_words_it_knows_is_found_out():
+    old = target_pb2.ScoreResponse(log_probs=[-1.0, -2.0])
+    with pytest.raises(InvalidRequest, match="lacks the likeliest tokens"):
+        calls.decode_scores(old, 2, Timings(), top_logprobs=1)
 
 
 def read_tokenizer(messages: list[target_pb2.GetTokenizerResponse]) -> TokenizerFiles:

@@ -93,10 +93,15 @@ class SessionParams(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     choice: _builtins.int
     prompt_length: _builtins.int
     max_tokens: _builtins.int
+    top_logprobs: _builtins.int
+    """Log-probabilities of the target's tokens: absent for none, 0 for the tokens' own alone, k for the k likeliest
+    tokens at each position, too.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -110,12 +115,15 @@ class SessionParams(_message.Message):
         prompt_length: _builtins.int = ...,
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___SessionParams: _TypeAlias = SessionParams  # noqa: Y015
 
@@ -201,6 +209,32 @@ class Tree(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tree: _TypeAlias = Tree  # noqa: Y015
+
+@_typing.final
+class TopLogProbs(_message.Message):
+    """The likeliest tokens at one position, best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogProbs: _TypeAlias = TopLogProbs  # noqa: Y015
 
 @_typing.final
 class Telemetry(_message.Message):

@@ -54,6 +54,8 @@ class VerifyDraftsResponse(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     is_trimmed: _builtins.bool
     """Whether only the nodes of `verified` were scored; else all were, and `verified` is empty."""
@@ -71,6 +73,12 @@ class VerifyDraftsResponse(_message.Message):
     def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def telemetry(self) -> _common_pb2.Telemetry: ...
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """If the session asked for them: log_softmax(logits + bias) of each of `token_ids`, and the likeliest tokens there."""
+
+    @_builtins.property
+    def top_log_probs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]: ...
     def __init__(
         self,
         *,
@@ -81,10 +89,12 @@ class VerifyDraftsResponse(_message.Message):
         verified: _abc.Iterable[_builtins.int] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
         revision: _builtins.int = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "log_probs", b"log_probs", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,6 +245,8 @@ class Commit(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     revision: _builtins.int
     """As in Identity."""
@@ -250,6 +262,12 @@ class Commit(_message.Message):
     def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def telemetry(self) -> _common_pb2.Telemetry: ...
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in VerifyDraftsResponse."""
+
+    @_builtins.property
+    def top_log_probs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]: ...
     def __init__(
         self,
         *,
@@ -259,10 +277,12 @@ class Commit(_message.Message):
         verified: _abc.Iterable[_builtins.int] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
         revision: _builtins.int = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "log_probs", b"log_probs", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +313,9 @@ class ScoreRequest(_message.Message):
     SCORED_FIELD_NUMBER: _builtins.int
     BIAS_IDS_FIELD_NUMBER: _builtins.int
     BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    top_logprobs: _builtins.int
+    """How many of the likeliest tokens at each position are answered, too."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -308,10 +331,11 @@ class ScoreRequest(_message.Message):
         scored: _abc.Iterable[_builtins.int] | None = ...,
         bias_ids: _abc.Iterable[_builtins.int] | None = ...,
         bias_values: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "bias_values", b"bias_values", "prompt", b"prompt", "scored", b"scored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "bias_values", b"bias_values", "prompt", b"prompt", "scored", b"scored", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,19 +347,25 @@ class ScoreResponse(_message.Message):
 
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def telemetry(self) -> _common_pb2.Telemetry: ...
+    @_builtins.property
+    def top_log_probs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]:
+        """One per scored token if the request asked for them."""
+
     def __init__(
         self,
         *,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
+        top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "telemetry", b"telemetry", "top_log_probs", b"top_log_probs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

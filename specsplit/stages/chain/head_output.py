@@ -13,23 +13,31 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.tree import depths, path_to
-from specsplit.sampling.pick import picked_ids
+from specsplit.core.types import TokenLogProb
+from specsplit.sampling.log_probs import token_log_probs
+from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler
+from specsplit.sampling.verify import walk
 from specsplit.stages.packet import HeadRequest, Packet, PacketSession
 
 
-def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession) -> tuple[int, ...]:
-    """Return the pick of each row of `logits` [R, V]; `before` begins with the ids in front of the session's rows.
+def picks_of(
+    sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession
+) -> tuple[tuple[int, ...], tuple[TokenLogProb, ...]]:
+    """Return the pick of each row of `logits` [R, V], and what was asked for of the picks that a walk emits.
+
+    `before` begins with the ids in front of the session's rows.
 
     Raises:
         InvalidPacket: a node of the tree hangs above the tree's root.
     """
     num_rows, num_wanted = session.num_tokens, session.num_logits
     if num_wanted == 0:
-        return ()
-    if sampler.changes_nothing and session.parents is None:
-        return tuple(picked_ids(logits))
+        return (), ()
+    asks_log_probs = sampler.params.top_logprobs is not None
+    if sampler.changes_nothing and session.parents is None and not asks_log_probs:
+        return tuple(picked_ids(logits)), ()
     # [replayed or committed tail | root | tree nodes]: the wanted rows are the root and the nodes behind it.
     root = num_rows - num_wanted
     parents = session.parents or range(-1, num_rows - 1)
@@ -41,16 +49,17 @@ def picks_of(sampler: Sampler, logits: Tensor, before: Sequence[int], session: P
     if sampler.needs_paths:
         paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
     committed = [*before[: session.start], *session.token_ids[: root + 1]]
-    return tuple(sampler.picks(logits, committed, [0, *depths(tree)], paths))
+    picks = sampler.picks(logits, committed, [0, *depths(tree)], paths)
+    if not asks_log_probs or NOT_A_NUMBER in picks:
+        return tuple(picks), ()
+    return tuple(picks), sampler.log_probs(logits, *walk(tree, nodes, picks))
 
 
-def log_probs_of(request: HeadRequest, logits: Tensor) -> tuple[float, ...]:
+def log_probs_of(request: HeadRequest, logits: Tensor) -> tuple[TokenLogProb, ...]:
     """Return log_softmax(logits + bias) of the asked tokens, one for each of the last rows of `logits` [R, V]."""
-    logits = logits[len(logits) - len(request.scored) :].float()
+    logits = logits[len(logits) - len(request.scored) :]
     bias = bias_row(request.params.sampling, logits.shape[-1], logits.device)
-    shifted = logits if bias is None else logits + bias
-    wanted = torch.tensor(request.scored, device=logits.device).unsqueeze(-1)
-    return tuple(torch.log_softmax(shifted, -1).gather(-1, wanted).squeeze(-1).tolist())
+    return token_log_probs(logits, request.scored, bias, request.params.top_logprobs or 0)
 
 
 def empty_answer(session: PacketSession) -> PacketSession:

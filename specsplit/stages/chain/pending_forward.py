@@ -12,8 +12,10 @@ from specsplit.core.errors import CorruptPacket, DeadlineExceeded, StageBehind, 
 from specsplit.core.record import record
 from specsplit.stages.chain.statistics import ChainStatistics, ResendReason, ResentRows
 from specsplit.stages.chain.step_slice import Chunk, StepSlice
-from specsplit.stages.packet import Packet
+from specsplit.stages.packet import Packet, PacketSession
 
+Output = Tensor | PacketSession
+"""Logits [R, V] of an entry, or the answer to it of the stage with the head."""
 MAX_ATTEMPTS = 8
 """Times that a step is sent before its error is given to its sessions."""
 _MAX_LATE = 2
@@ -53,7 +55,7 @@ class StepSender(Protocol):
         """Send what is left of the slices."""
         ...
 
-    def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Tensor]:
+    def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Output]:
         """Return what an answer holds for the slices whose last chunk it answers."""
         ...
 
@@ -63,7 +65,7 @@ class PendingChainForward:
 
     def __init__(self, sender: StepSender, slices: Sequence[StepSlice]) -> None:
         self._sender, self._slices = sender, slices
-        self._results: dict[StepSlice, Tensor] = {}
+        self._results: dict[StepSlice, Output] = {}
         self._num_attempts = self._num_late = 0
         self._attempt = sender.attempt(slices)
 
@@ -76,7 +78,7 @@ class PendingChainForward:
         """Call `call` once it is done, from whatever thread notices."""
         self._attempt.outcomes.add_done_callback(lambda _: call())
 
-    def poll(self) -> list[Tensor] | None:
+    def poll(self) -> list[Output] | None:
         """Return what `forward` returns, or raise what it raises; None if rows had to be sent again."""
         errors = self._take_outcomes()
         if not errors:
@@ -87,7 +89,7 @@ class PendingChainForward:
         self._attempt = self._sender.attempt([step_slice for step_slice in self._slices if not step_slice.is_done])
         return None
 
-    def result(self) -> list[Tensor]:
+    def result(self) -> list[Output]:
         """Return what `forward` returns, or raise what it raises; waits for it."""
         while (landed := self.poll()) is None:
             pass

@@ -17,14 +17,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from specsplit.core.exactness import Computing, Exactness, joint_exactness, joint_numerics
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
-from specsplit.stages.chain.pending_forward import MAX_ATTEMPTS, Attempt, PendingChainForward, SentPacket
+from specsplit.stages.chain.pending_forward import MAX_ATTEMPTS, Attempt, Output, PendingChainForward, SentPacket
 from specsplit.stages.chain.remote_kv import LastRows, RemoteKV
 from specsplit.stages.chain.sender import PacketSender
 from specsplit.stages.chain.statistics import ChainStatistics
@@ -121,11 +119,11 @@ class ChainRunner:
         """Whether sending again would only fail at once."""
         return self._link.is_down
 
-    def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
+    def forward(self, entries: Sequence[SequenceInput]) -> list[Output]:
         """Run all entries through the chain, and return the output of each.
 
-        The output is fp32 logits [R, V] with ends = coordinator; else picks int64 [R] or log-probabilities float64 of
-        a `ChainInput`, nothing of a plain entry.
+        The output is fp32 logits [R, V] with ends = coordinator; else the session of the answer, with the picks or the
+        log-probabilities that a `ChainInput` asks for.
 
         Raises:
             LinkError: a stage is lost or does not behave.
@@ -155,11 +153,11 @@ class ChainRunner:
         self.chain_statistics.num_tokens += sum(one.packet.num_tokens for one in sent)
         return Attempt(sent, self._sender.send([one.packet for one in sent]))
 
-    def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Tensor]:
+    def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Output]:
         """Return the output of each slice whose last chunk `answer` answers."""
         if self._ends is None:
             pairs = zip(sent.chunks, answer.sessions, strict=True)
-            return {step_slice: _head_output(session) for (step_slice, chunk), session in pairs if chunk.is_last}
+            return {step_slice: session for (step_slice, chunk), session in pairs if chunk.is_last}
         wanting = [step_slice for step_slice, chunk in sent.chunks if chunk.is_last]
         if not wanting:
             return {}
@@ -189,11 +187,3 @@ def _step_kind(sessions: Sequence[PacketSession]) -> StepKind:
     if any(session.num_logits > 1 for session in sessions):
         return StepKind.VERIFY
     return StepKind.DECODE if all(session.num_tokens == 1 for session in sessions) else StepKind.PREFILL
-
-
-def _head_output(session: PacketSession) -> Tensor:
-    """Return an answer's picks or log-probabilities as a tensor; the asker knows which of them it asked for."""
-    # By way of numpy, since the first call of an operator after a wait costs a tenth of a millisecond.
-    if session.log_probs:
-        return torch.from_numpy(np.array(session.log_probs, np.float64))
-    return torch.from_numpy(np.array(session.picks, np.int64))

@@ -235,6 +235,7 @@ class StageEngine:
                 answer = replace(answer, log_probs=log_probs_of(request, session_rows))
             elif request is not None:
                 sampler = slot.sampler(request.params, vocab_size, device)
-                answer = replace(answer, picks=picks_of(sampler, session_rows, slot.ids, session))
+                picks, log_probs = picks_of(sampler, session_rows, slot.ids, session)
+                answer = replace(answer, picks=picks, log_probs=log_probs)
             answers.append(answer)
         return tuple(answers)

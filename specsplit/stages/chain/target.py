@@ -13,47 +13,41 @@ from typing import cast
 
 from torch import Tensor
 
-from specsplit.core.errors import ModelDamaged
-from specsplit.core.types import Proposal, SamplingParams, Scores, SessionParams
+from specsplit.core.errors import InvalidPacket, ModelDamaged
+from specsplit.core.types import Proposal, SessionParams, TokenLogProb, Verdict
 from specsplit.engine.executor import Executor
 from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.sampling.pick import NOT_A_NUMBER
+from specsplit.sampling.sampler import Sampler
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape
 from specsplit.stages.chain.step_slice import ChainInput
-from specsplit.stages.packet import HeadRequest
+from specsplit.stages.packet import HeadRequest, PacketSession
 from specsplit.stages.ports import SlotReleaser, StageLink
 from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.target.engine import TargetEngine
-from specsplit.target.score import check_score
 
 
 class ChainTarget(TargetEngine):
     """A target engine whose sampler is applied by the stage with the head, as every entry requests it."""
 
-    async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]] = ()
-    ) -> Scores:
-        """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
-        biases = check_score(self._model, prompt, scored, logit_bias)
-        log_probs, timings = await self._work.run(None, self._scored(prompt, scored, biases))
-        return Scores(log_probs, timings)
+    # With ends = stages the "logits" of a ChainInput are the answer's session, which has picks or log-probabilities.
 
-    def _scored(
-        self, prompt: Sequence[int], scored: Sequence[int], biases: SamplingParams
-    ) -> Generator[SequenceInput, Tensor, tuple[float, ...]]:
+    def _score(
+        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+    ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
-        values: list[float] = []
+        values: list[TokenLogProb] = []
         with self._sessions.borrowed_slot() as slot:
             for start in range(0, len(token_ids), MAX_STEP_TOKENS):
                 chunk = token_ids[start : start + MAX_STEP_TOKENS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
-                request = HeadRequest(SessionParams(biases), wanted) if wanted else None
-                values += (yield ChainInput(slot.index, start, chunk, None, num_scored, request)).tolist()
-        if not all(map(math.isfinite, values)):
+                request = HeadRequest(params, wanted) if wanted else None
+                values += _answer((yield ChainInput(slot.index, start, chunk, None, num_scored, request))).log_probs
+        if not all(math.isfinite(value.log_prob) for value in values):
             raise self._damaged()
         return tuple(values)
 
@@ -69,17 +63,29 @@ class ChainTarget(TargetEngine):
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
-        # With ends = stages the "logits" of a ChainInput are the picks themselves, one per wanted row.
-        picks: list[int] = logits.tolist()
+        picks = list(_answer(logits).picks)
         if NOT_A_NUMBER in picks:
             raise self._damaged()
         return picks
+
+    def _log_probs(
+        self, sampler: Sampler, logits: Tensor, proposal: Proposal, verdict: Verdict
+    ) -> tuple[TokenLogProb, ...]:
+        """Return what the last stage answered for the tokens that the verdict emits."""
+        log_probs = _answer(logits).log_probs
+        if len(log_probs) != len(verdict.token_ids):
+            raise InvalidPacket("The last stage answered log-probabilities of other tokens than the verdict's.")
+        return log_probs
 
     def _damaged(self) -> ModelDamaged:
         return ModelDamaged(
             f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
             f"{self._model.dtype}: try --dtype fp32."
         )
+
+
+def _answer(logits: Tensor) -> PacketSession:
+    return cast(PacketSession, logits)
 
 
 def chain_target(
