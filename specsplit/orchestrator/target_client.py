@@ -15,7 +15,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
-from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.orchestrator.retry import RETRIED, Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.orchestrator.target_history import TargetHistory
@@ -125,11 +125,7 @@ class TargetClient:
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
-        if contract.params.top_logprobs is not None and len(verdict.log_probs) != len(verdict.token_ids):
-            raise PeerMismatch(
-                "The target answered no log-probabilities: it is of a release that does not know them. Install the "
-                "same release on both sides, or ask for none."
-            )
+        _check_log_probs(verdict, contract.params)
         if verdict.revision != self.targets.revision:
             self.targets.revise(verdict.revision)
 
@@ -252,6 +248,19 @@ class TargetClient:
         """End the stream and free the target's slot."""
         await self.close_stream()
         await self._verifier.close(self.contract.session)
+
+
+def _check_log_probs(verdict: Verdict, params: SessionParams) -> None:
+    """Find out a target that answers no log-probabilities though it was asked for them.
+
+    Raises:
+        PeerMismatch: it does not.
+    """
+    if params.top_logprobs is not None and len(verdict.log_probs) != len(verdict.token_ids):
+        raise PeerMismatch(
+            "The target answered no log-probabilities: it is of a release that does not know them. Install the same "
+            "release on both sides, or ask for none."
+        )
 
 
 def _shifted(verdict: Verdict, shift: int) -> Verdict:

@@ -117,7 +117,7 @@ def flat(tokens: Sequence[TokenLogProb]) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES if os.environ.get("SPECSPLIT_TEST_ALL") else ["gemma2"])
 @pytest.mark.parametrize("sampling", SAMPLING)
-async def test_log_probabilities_are_transformers_own_and_the_same_in_every_mode(family: str, sampling: str) -> None:
+async def test_they_are_transformers_own_and_the_same_bits_in_every_mode(family: str, sampling: str) -> None:
     wanted = requests(sampling)
     truth = [(await serve(family, "plain", [each]))[0] for each in wanted]
     for each, result in zip(wanted, truth, strict=True):

@@ -23,17 +23,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.types import (
-    Budget,
-    Identity,
-    Proposal,
-    Scores,
-    Timings,
-    TokenizerFiles,
-    TokenLogProb,
-    Turn,
-    Verdict,
-)
+from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import DraftService, TargetService
@@ -41,6 +31,7 @@ from specsplit.rpc.transport import MAX_MESSAGE_BYTES
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeDraft, FakeTarget, Faults
+from tests.support.language import scores_of
 from tests.support.processes import LIMIT_S
 from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 
@@ -54,15 +45,9 @@ class Target(FakeTarget):
     scored: object = None
     is_damaged = False
 
-    async def score(
-        self,
-        prompt: Sequence[int],
-        scored: Sequence[int],
-        logit_bias: Sequence[tuple[int, float]] = (),
-        top_logprobs: int = 0,
-    ) -> Scores:
-        self.scored = (tuple(prompt), tuple(scored), tuple(logit_bias))
-        return Scores(tuple(TokenLogProb(-0.5 * token_id) for token_id in scored), Timings(3.0, 0.5, 2.0, 2, 700, 4))
+    async def score(self, prompt: Sequence[int], scored: Sequence[int], *others: Any) -> Scores:
+        self.scored = (prompt, scored, *others)
+        return scores_of([-0.5 * token_id for token_id in scored], Timings(3.0, 0.5, 2.0, 2, 700, 4))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         if self.is_damaged:
@@ -87,7 +72,7 @@ async def test_scores_and_biases_travel():
     sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
     assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, sent, received)
     assert min(sent, received) > 10
-    assert target.scored == ((1, 2), (3, 4), ((7, -1.5),))
+    assert target.scored == ((1, 2), (3, 4), ((7, -1.5),), 0)
 
 
 async def test_a_tokenizer_arrives_whole_and_only_when_it_is_news():

@@ -32,6 +32,7 @@ from specsplit.target.stream import TargetLimits, TargetStream
 from tests.support.language import (
     EOS,
     VOCAB_SIZE,
+    Biases,
     FakeTokenizer,
     Guess,
     adversarial_guess,
@@ -240,11 +241,7 @@ class FakeTarget(_FakeWorker):
         return TargetStream(self.verify, leave, turn, limits, TargetLimits(self.context, self.max_nodes))
 
     async def score(
-        self,
-        prompt: Sequence[int],
-        scored: Sequence[int],
-        logit_bias: Sequence[tuple[int, float]] = (),
-        top_logprobs: int = 0,
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
     ) -> Scores:
         await asyncio.sleep(0)
         ids = [*prompt, *scored]
@@ -254,12 +251,10 @@ class FakeTarget(_FakeWorker):
             raise ContextExceeded("the tokens do not fit the context", param="scored")
         hashes = prefix_hashes(ids)
         positions = range(len(prompt), len(ids))
-        tokens = [
-            token_log_prob(log_probs(hashes[at - 1], ids[:at], logit_bias), ids[at], top_logprobs) for at in positions
-        ]
-        return Scores(
-            tuple(tokens), Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
-        )
+        values = [log_probs(hashes[at - 1], ids[:at], logit_bias) for at in positions]
+        tokens = tuple(map(token_log_prob, values, scored, [top_logprobs] * len(scored)))
+        timings = Timings(wall_ms=1.5, queue_ms=0.5, device_ms=1.0, num_forwards=1, num_tokens=len(ids) - 1)
+        return Scores(tokens, timings)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         await asyncio.sleep(0)

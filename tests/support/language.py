@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specsplit.core.types import SessionParams, TokenLogProb, prefix_hash
+from specsplit.core.types import Scores, SessionParams, Timings, TokenLogProb, prefix_hash
 
 EOS = 256
 TOKENS: tuple[bytes, ...] = (
@@ -77,7 +77,10 @@ def plain_tokens(params: SessionParams, prompt: Sequence[int], count: int) -> li
     return ids[len(prompt) :]
 
 
-def log_probs(prefix: int, ids: Sequence[int], logit_bias: Sequence[tuple[int, float]]) -> list[float]:
+Biases = Sequence[tuple[int, float]]
+
+
+def log_probs(prefix: int, ids: Sequence[int], logit_bias: Biases) -> list[float]:
     """Return the log-probability of every token after `ids`: the greedy pick is likely, the others are alike."""
     logits = [0.0] * VOCAB_SIZE
     logits[next_token(SessionParams(), prefix, ids)] = 6.0
@@ -94,6 +97,11 @@ def token_log_prob(log_probs: Sequence[float], token_id: int, top: int) -> Token
     values = np.float32(log_probs).tolist()
     best = sorted(range(len(values)), key=lambda other: (-values[other], other))[:top]
     return TokenLogProb(values[token_id], tuple((other, values[other]) for other in best))
+
+
+def scores_of(log_probs: Sequence[float], timings: Timings) -> Scores:
+    """Return scores without likeliest tokens."""
+    return Scores(tuple(map(TokenLogProb, log_probs)), timings)
 
 
 Guess = Callable[[SessionParams, int, Sequence[int]], tuple[int, ...]]

@@ -34,7 +34,7 @@ def test_values_are_those_of_float64_and_of_the_row_alone(vocab_size: int, top_l
         assert token_log_probs(logits[rows], token_ids[rows], bias, top_logprobs) == found[rows]
 
 
-def test_among_equals_the_lower_id_comes_first_and_what_a_model_masks_is_left_out() -> None:
+def test_the_lower_of_equals_comes_first_and_masked_tokens_are_left_out() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, -torch.inf, 2.0]])
     (token,) = token_log_probs(logits, [0], None, 20)
     assert [token_id for token_id, _ in token.top] == [1, 2, 4, 0]

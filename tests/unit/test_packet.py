@@ -226,7 +226,7 @@ def test_sampling_parameters_out_of_range_are_invalid() -> None:
 
 
 @pytest.mark.parametrize("top_logprobs", [None, 0, 3])
-def test_only_packets_that_ask_for_log_probabilities_have_the_second_version(top_logprobs: int | None) -> None:
+def test_packets_that_ask_for_no_log_probabilities_have_version_one(top_logprobs: int | None) -> None:
     ask = HeadRequest(SessionParams(top_logprobs=top_logprobs))
     data = written(packet_of(sessions=(replace(SESSION, num_logits=1, head_request=ask),)))
     assert data[4:6] == (b"\1\0" if top_logprobs is None else b"\2\0")

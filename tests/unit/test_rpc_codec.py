@@ -349,33 +349,6 @@ def test_scores_that_are_not_one_finite_number_a_token_are_refused(scores: list[
         calls.decode_scores(target_pb2.ScoreResponse(log_probs=scores), 2, Timings())
 
 
-@pytest.mark.parametrize(
-    ("log_probs", "top"),
-    [
-        ([-1.0, -2.0], []),
-        ([], [{"token_ids": [5], "log_probs": [-1.0]}]),
-        ([-INFINITY], []),
-        ([-1.0], [{"token_ids": [5], "log_probs": [NAN]}]),
-        ([-1.0], [{"token_ids": [5, 6], "log_probs": [-1.0]}]),
-        ([-1.0], [{"token_ids": range(21), "log_probs": [-1.0] * 21}]),
-        ([-1.0], [{"token_ids": [5], "log_probs": [-1.0]}] * 2),
-    ],
-)
-def test_log_probabilities_that_are_not_those_of_the_tokens_are_refused(log_probs: list[float], top: Any):
-    message = target_pb2.VerifyDraftsResponse(token_ids=[7], log_probs=log_probs, top_log_probs=top)
-    with pytest.raises(InvalidRequest):
-        calls.decode_verdict(message, Proposal(1, 0), Timings())
-    commit = target_pb2.Commit(token_ids=[7], log_probs=log_probs, top_log_probs=top)
-    with pytest.raises(InvalidRequest):
-        calls.decode_commit(commit, Timings())
-
-
-def test_a_target_that_was_not_asked_for_likeliest_tokens_in_words_it_knows_is_found_out():
-    old = target_pb2.ScoreResponse(log_probs=[-1.0, -2.0])
-    with pytest.raises(InvalidRequest, match="lacks the likeliest tokens"):
-        calls.decode_scores(old, 2, Timings(), top_logprobs=1)
-
-
 def read_tokenizer(messages: list[target_pb2.GetTokenizerResponse]) -> TokenizerFiles:
     reader = TokenizerReader()
     for message in messages:
