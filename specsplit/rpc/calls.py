@@ -262,7 +262,7 @@ def _numbers(proposal: Proposal) -> tuple[int, ...]:
 
 @_request
 def encode_score_request(
-    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]], top_logprobs: int
+    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]], top_logprobs: int = 0
 ) -> target_pb2.ScoreRequest:
     """Return the request of TargetService.Score.
 
