@@ -125,8 +125,7 @@ class DraftClient:
             self._num_known_nodes = max(self._num_known_nodes, answer.first_node + len(answer.token_ids) - 1)
             self._cooldown.num_failures = self._peer.cooldown.num_failures = 0
             self.scored, self.asked_s = (), asked_s
-            if self._stats.plans:
-                self._stats.times.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
+            self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
     async def _call_in_background(

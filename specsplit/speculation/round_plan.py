@@ -17,7 +17,6 @@ from specsplit.speculation.constants import (
     EXPLORED_ROUNDS,
     LOOKUP_NODES,
     PROBE_EVERY,
-    PROBE_SHARE,
     TREE_SIZES,
 )
 from specsplit.speculation.cost_model import Decision, Limits, RoundMode
@@ -124,7 +123,7 @@ class RoundPlanner:
             self._decided_plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
         if decision.nodes == 0:
             self._num_without_draft += 1
-            if has_draft and modes and self._is_probe_due(decision):
+            if has_draft and modes and self._is_probe_due():
                 self._num_without_draft = 0
                 return replace(self._decided_plan, probe=self._first)
         return self._decided_plan
@@ -136,12 +135,12 @@ class RoundPlanner:
         max_nodes = max(decision.nodes, min(LOOKUP_NODES, limits.nodes[-1]))
         return RoundPlan(decision.mode, budget, Budget(max_nodes, limits.max_depth, limits.branching), decision)
 
-    def _is_probe_due(self, decision: Decision) -> bool:
-        """Return whether the rounds since the draft was last asked pay for a probe."""
+    def _is_probe_due(self) -> bool:
+        """Return whether the rounds without the draft pay for a probe."""
         if self._num_without_draft < PROBE_EVERY:
             return False
-        draft_s = self._stats.times.draft_s(self._first.max_new_nodes, self._first.max_depth)
-        return draft_s * decision.without_lookup <= PROBE_SHARE * self._num_without_draft
+        stats, first = self._stats, self._first
+        return stats.probes.pays_for(stats.times.draft_s(first.max_new_nodes, first.max_depth))
 
 
 def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:

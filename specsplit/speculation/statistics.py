@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from specsplit.core.types import Timings
 from specsplit.speculation.acceptance import Acceptance, DepthProfile
 from specsplit.speculation.constants import (
     DRAFTLESS_STREAM_GAP,
@@ -19,6 +20,7 @@ from specsplit.speculation.constants import (
     MAX_RATE_FACTOR,
     MAX_STALL,
     MIN_RATE_FACTOR,
+    PROBE_SHARE,
     PROFILE_BRANCHING,
     PROFILE_DEPTH,
     RATE_STEP,
@@ -127,6 +129,25 @@ class LookupShare:
         return max(alone, (self._num_alone + self._num_taken) / (self._num_alone / alone + self._taken_s))
 
 
+class ProbeAllowance:
+    """The seconds that probes of a draft not in use may take: a share of the rounds without it, less what they took."""
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+
+    def earn(self, round_s: float) -> None:
+        """Count a round without the draft."""
+        self._left_s += PROBE_SHARE * round_s
+
+    def spend(self, probe_s: float) -> None:
+        """Count a probe, with all the text that the draft had to take in for it."""
+        self._left_s -= probe_s
+
+    def pays_for(self, probe_s: float) -> bool:
+        """Return whether there is enough for a probe; one that took longer has the next ones wait."""
+        return self._left_s >= probe_s
+
+
 class RatePredictor:
     """Predicts tokens per second of each mode: the cost model's rate, corrected by its rounds, and lookup's share.
 
@@ -179,6 +200,7 @@ class SpeculationStats:
         self.plans = plans
         self.times = WorkerTimes()
         self.acceptance = Acceptance()
+        self.probes = ProbeAllowance()
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
         self._lookup_share = LookupShare()
@@ -198,12 +220,21 @@ class SpeculationStats:
             accepted = [node for node, is_right in judged if is_right]
             self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
 
+    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
+        """Count a propose that was answered, in `wall_s` seconds, or None if it was a probe."""
+        if self.plans:
+            self.times.observe_propose(timings, wall_s)
+            if wall_s is None:
+                self.probes.spend(timings.device_ms / 1e3)
+
     def observe_ahead(self, *, is_hit: bool) -> None:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
         self._hit_rate += (is_hit - self._hit_rate) * (1 - HIT_RATE_MEMORY)
 
     def observe_round(self, decision: Decision, mode: RoundMode, num_tokens: int, seconds: float) -> None:
         """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
+        if not decision.nodes:
+            self.probes.earn(seconds)
         if mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
             self._predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
