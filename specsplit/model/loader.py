@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
-from specsplit.model.attention.metadata import SequenceInput, slot_rows
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.attention.paths import slot_rows
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from specsplit.core.errors import OutOfMemory
-from specsplit.model.attention.metadata import held_tokens, slot_rows
+from specsplit.model.attention.paths import held_tokens, slot_rows
 
 _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""

@@ -90,6 +90,7 @@ class _Probe:
             softcap=keywords.get("softcap"),
             sinks=keywords.get("s_aux"),
             mask=self.masks.index(rule),
+            group=q.shape[1] // k.shape[1],
             key_shape=HeadShape(k.shape[1], k.shape[3]),
             value_shape=HeadShape(v.shape[1], v.shape[3]),
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specsplit.core.exactness import Exactness
 from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput
+from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
@@ -63,8 +64,15 @@ class Runner:
         self._eager = eager
         self.backend: Backend = eager
         self._is_cuda = self.device.type == "cuda"
+        limits = (
+            None
+            if self._is_cuda
+            else PathLimits.of(
+                [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers], self.dtype.itemsize
+            )
+        )
         self._builder = MetadataBuilder(
-            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, by_path=not self._is_cuda
+            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, limits=limits
         )
 
     @property
@@ -118,13 +126,6 @@ class Runner:
         """
         self._eager.pack(self._example(FIRST, 0), width)
 
-    def step_order(self, sequences: Sequence[SequenceInput]) -> Tensor:
-        """Return where each token of a step stands in the model's own rows: a tree is computed path by path."""
-        metadata = self._builder.build(sequences)
-        if metadata.order is None:
-            return torch.arange(metadata.token_ids.shape[1])
-        return torch.argsort(metadata.order)
-
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits [R, V] of all sequences, in order."""
         return torch.cat(self.forward(sequences))
@@ -139,7 +140,7 @@ class Runner:
             metadata.position_ids,
             metadata.logit_rows,
             metadata.spans,
-            metadata.stores,
+            metadata.tables,
             *metadata.biases,
             *self.cache.keys,
             *self.cache.values,

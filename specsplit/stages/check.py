@@ -117,8 +117,7 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
     for layer in layers:
         layer.register_forward_hook(note)
     logits = model.runner.forward([entry])[0]
-    order = model.runner.step_order([entry])
-    return _Truth([rows[order] for rows in hidden], logits.cpu())
+    return _Truth(hidden, logits.cpu())
 
 
 async def _check(

@@ -88,11 +88,7 @@ class Whole:
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         self.boundaries = {}
-        logits = self.runner.forward(entries)
-        # A tree's rows are computed path by path; the boundaries have them in the entries' order.
-        order = self.runner.step_order(entries)
-        self.boundaries = {layer: rows[order] for layer, rows in self.boundaries.items()}
-        return logits
+        return self.runner.forward(entries)
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         self.runner.cache.move_rows(slot, sources, start)

@@ -1,12 +1,12 @@
 """The layout of a step against its definition: who sees whom, at which position, in which row, in any company.
 
-A step is played on slots that hold labels in place of keys: span by span as the attention does it, then the stores.
+A step is played on slots that hold labels in place of keys, span by span and path by path as the attention does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,17 +15,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specsplit.model.attention.metadata import (
-    MOST_ROWS,
-    ROW_MULTIPLE,
     AttentionMetadata,
     MaskFunction,
     MetadataBuilder,
     SequenceInput,
-    end_row,
     evaluate_mask,
+)
+from specsplit.model.attention.paths import (
+    MOST_ROWS,
+    ROW_MULTIPLE,
+    PathLimits,
+    cut_into_paths,
+    end_row,
     held_tokens,
     slot_rows,
 )
+from specsplit.model.kv_cache import HeadShape
 
 CPU = torch.device("cpu")
 CAPACITY = slot_rows(900)
@@ -88,8 +93,11 @@ builders = st.lists(masks, min_size=1, max_size=3)
 either = st.booleans()
 
 
+LIMITS = PathLimits(token_multiple=ROW_MULTIPLE, most_tokens=MOST_ROWS, row_bytes=4096)
+
+
 def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True) -> MetadataBuilder:
-    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, by_path=by_path)
+    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=LIMITS if by_path else None)
 
 
 def parents_of(entry: SequenceInput) -> list[int]:
@@ -116,13 +124,48 @@ def expected_view(entry: SequenceInput, node: int, mask: MaskFunction | None) ->
     return labels[positions], positions
 
 
-def bias_of(metadata: AttentionMetadata, span: Sequence[int], kind: int) -> Tensor:
-    """Return a span's bias [t, end_row] as the attention function reads it."""
-    _, start, stop, _, end, offset, _ = span
-    count = stop - start
-    rows = 1 if count == 1 else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-    bias = metadata.biases[kind].narrow(0, offset, rows * end).view(rows, end)
+@dataclass(frozen=True)
+class Span:
+    """One span of a step, as the attention function reads it."""
+
+    slot: int
+    start: int
+    stop: int
+    first_row: int
+    end_row: int
+    is_new: int
+    offset: int
+    width: int
+    num_paths: int
+    depth: int
+    table: int
+    per_call: int
+
+
+def spans_of(metadata: AttentionMetadata) -> list[Span]:
+    return [Span(*numbers) for numbers in metadata.spans.tolist()]
+
+
+def tables_of(metadata: AttentionMetadata, span: Span) -> tuple[Tensor, Tensor]:
+    """Return the tokens of each path [num_paths, depth], and the query tokens of each [num_paths, width]."""
+    nodes, queries, _ = metadata.tables[span.table :].split(
+        [
+            span.num_paths * span.depth,
+            span.num_paths * span.width,
+            len(metadata.tables) - span.table - span.num_paths * (span.depth + span.width),
+        ]
+    )
+    return nodes.view(span.num_paths, span.depth), queries.view(span.num_paths, span.width)
+
+
+def bias_of(metadata: AttentionMetadata, span: Span, kind: int) -> Tensor:
+    """Return a span's bias [t, end_row], of all paths one after the other, as the attention function reads it."""
+    rows = span.width * max(1, span.num_paths)
+    bias = metadata.biases[kind].narrow(0, span.offset, rows * span.end_row).view(rows, span.end_row)
     assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
+    if span.num_paths:
+        return bias
+    count = span.stop - span.start
     assert (bias[count:] == 0).all(), "a row that sees nothing is no number"
     return bias[:count]
 
@@ -142,18 +185,27 @@ class Slots:
     def views(self, metadata: AttentionMetadata, labels: Tensor, kind: int) -> list[tuple[Tensor, Tensor]]:
         """Play the step; return for each of its tokens the labels that it sees, and their rows."""
         views: list[tuple[Tensor, Tensor]] = []
-        for span in metadata.spans.tolist():
-            slot, start, stop, first_row, end, _, is_new = span
-            self.rows[slot][first_row : first_row + stop - start] = labels[start:stop]
-            if is_new:
-                self.rows[slot][first_row + stop - start : end] = CLEARED
-            seen = self.rows[slot].clone()
-            for visible in bias_of(metadata, span, kind) == 0:
-                rows = visible.nonzero().flatten()
-                views.append((seen[rows], rows))
-        for slot, token, row in metadata.stores.t().tolist():
-            self.rows[slot][row] = labels[token]
-        return views
+        for span in spans_of(metadata):
+            rows = self.rows[span.slot]
+            rows[span.first_row : span.first_row + span.stop - span.start] = labels[span.start : span.stop]
+            if span.is_new:
+                rows[span.first_row + span.stop - span.start : span.end_row] = CLEARED
+            bias = bias_of(metadata, span, kind)
+            if not span.num_paths:
+                views.extend(seen_by(rows, row) for row in bias)
+                continue
+            for path, biases in zip(tables_of(metadata, span)[0], bias.split(span.width), strict=True):
+                as_chain = rows[: span.end_row].clone()
+                as_chain[span.first_row : span.first_row + span.depth] = labels[path]
+                views.extend(seen_by(as_chain, row) for row in biases)
+        if not metadata.tables.numel():
+            return views
+        return [views[place] for place in metadata.tables[: len(labels)].tolist()]
+
+
+def seen_by(labels: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    rows = (bias == 0).nonzero().flatten()
+    return labels[rows].clone(), rows
 
 
 def owners(step: Sequence[SequenceInput]) -> list[tuple[SequenceInput, int]]:
@@ -165,21 +217,14 @@ def owners(step: Sequence[SequenceInput]) -> list[tuple[SequenceInput, int]]:
     ]
 
 
-def order_of(metadata: AttentionMetadata) -> list[int]:
-    return list(range(metadata.token_ids.shape[1])) if metadata.order is None else metadata.order.tolist()
-
-
 def check_step(step: Sequence[SequenceInput], of: Sequence[MaskFunction | None], *, by_path: bool) -> None:
     metadata = builder(of, by_path=by_path).build(step)
     owned = owners(step)
-    order = order_of(metadata)
-    assert sorted(order) == list(range(len(owned)))
-    in_order = [owned[place] for place in order]
-    labels = torch.tensor([NODES + node for _, node in in_order])
+    labels = torch.tensor([NODES + node for _, node in owned])
     for kind, mask in enumerate(of):
         slots = Slots(step)
         views = slots.views(metadata, labels, kind)
-        for (entry, node), (seen, rows) in zip(in_order, views, strict=True):
+        for (entry, node), (seen, rows) in zip(owned, views, strict=True):
             expected, positions = expected_view(entry, node, mask)
             assert torch.equal(seen.sort().values, expected.sort().values)
             if entry.is_chain or (by_path and entry.num_tree_rows == len(entry.token_ids)):
@@ -201,27 +246,34 @@ def test_a_token_sees_committed_ones_and_ancestors_as_the_mask_allows(
 @given(steps, either)
 def test_tokens_positions_and_logits_are_those_of_the_sequences(step: list[SequenceInput], by_path: bool) -> None:
     metadata = builder([None], by_path=by_path).build(step)
-    order, owned = order_of(metadata), owners(step)
-    assert by_path or order == list(range(len(owned)))
+    owned = owners(step)
     token_ids = [token_id for entry in step for token_id in entry.token_ids]
     positions = [entry.base_length + len(lineage(parents_of(entry), node)) - 1 for entry, node in owned]
-    assert metadata.token_ids.tolist() == [[token_ids[place] for place in order]]
-    assert metadata.position_ids.tolist() == [[positions[place] for place in order]]
+    assert metadata.token_ids.tolist() == [token_ids]
+    assert metadata.position_ids.tolist() == [positions]
     wanted = [place for place, (e, node) in enumerate(owned) if node >= e.num_tree_rows - e.num_logits]
-    assert [order[row] for row in metadata.logit_rows.tolist()] == wanted
+    assert metadata.logit_rows.tolist() == wanted
 
 
 @given(steps)
 def test_spans_cover_the_step_and_are_short(step: list[SequenceInput]) -> None:
     metadata = builder([None]).build(step)
-    spans = metadata.spans.tolist()
-    assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
-    assert spans[-1][2] == metadata.token_ids.shape[1]
     levels = {entry.slot for entry in step if not entry.is_chain and entry.num_tree_rows > len(entry.token_ids)}
-    for slot, start, stop, first_row, end, _, _ in spans:
-        assert start < stop
-        assert first_row + stop - start <= end <= CAPACITY
-        assert slot in levels or stop - start <= MOST_ROWS
+    covered: list[tuple[int, int]] = []
+    for span in spans_of(metadata):
+        if covered[-1:] != [(span.start, span.stop)]:
+            covered.append((span.start, span.stop))
+        assert span.start < span.stop
+        count = span.stop - span.start
+        if span.num_paths:
+            assert span.first_row + span.depth <= span.end_row <= CAPACITY
+            assert span.depth <= count
+            assert span.width <= MOST_ROWS
+        else:
+            assert span.first_row + count <= span.end_row <= CAPACITY
+            assert span.slot in levels or count <= MOST_ROWS
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
+    assert covered[-1][1] == metadata.token_ids.shape[1]
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), trees(), either)
@@ -235,11 +287,12 @@ def test_no_row_is_attended_to_before_it_is_written_or_cleared(
         entry = replace(part, base_length=base)
         if entry.num_tree_rows > len(entry.token_ids):
             break  # a level, whose earlier rows are in the slot
-        for _, start, stop, first_row, end, _, is_new in made.build([entry]).spans.tolist():
-            rows[first_row : first_row + stop - start] = 1
-            if is_new:
-                rows[first_row + stop - start : end] = CLEARED
-            assert (rows[:end] != FREE).all()
+        for span in spans_of(made.build([entry])):
+            stop_row = span.first_row + span.stop - span.start
+            rows[span.first_row : stop_row] = 1
+            if span.is_new:
+                rows[stop_row : span.end_row] = CLEARED
+            assert (rows[: span.end_row] != FREE).all()
         base += len(entry.token_ids)
 
 
@@ -255,12 +308,15 @@ def test_a_token_has_the_bias_and_the_rows_that_it_has_alone(
     expected = {}
     for position in set(positions):
         alone = builder(of).build([SequenceInput(0, position, [1])])
-        expected[position] = [bias_of(alone, alone.spans[0].tolist(), kind)[0] for kind in range(len(of))]
+        expected[position] = [bias_of(alone, spans_of(alone)[0], kind)[0] for kind in range(len(of))]
         assert len(expected[position][0]) == end_row(position)
-    for span in metadata.spans.tolist():
+    for span in spans_of(metadata):
+        tokens = list(range(span.start, span.stop))
+        if span.num_paths:
+            tokens = tables_of(metadata, span)[1].flatten().tolist()
         for kind in range(len(of)):
-            for row, position in zip(bias_of(metadata, span, kind), positions[span[1] : span[2]], strict=True):
-                assert torch.equal(row, expected[position][kind])
+            for row, token in zip(bias_of(metadata, span, kind), tokens, strict=True):
+                assert torch.equal(row, expected[positions[token]][kind])
 
 
 @pytest.mark.parametrize("position", [*range(200), *range(500, 700), *range(2040, 2060), 4095, 4096, 100_000])
@@ -282,15 +338,14 @@ def test_one_token_is_laid_out_as_any_step(sequences: list[SequenceInput], of: l
         general = made.build([replace(sequence, num_logits=0)])
         alone = made.build([sequence])
         assert alone.logit_rows.tolist() == [0]
-        assert alone.order is None
-        for name in ("token_ids", "position_ids", "spans", "stores"):
+        for name in ("token_ids", "position_ids", "spans", "tables"):
             ours, expected = getattr(alone, name), getattr(general, name)
             assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
             assert name == "spans" or torch.equal(ours, expected)
-        places = [0, 1, 2, 3, 4, 6]  # the bias may lie elsewhere
-        assert torch.equal(alone.spans[:, places], general.spans[:, places])
+        one, other = (replace(spans_of(metadata)[0], offset=0, per_call=1) for metadata in (alone, general))
+        assert one == other, "but for the place of the bias"
         for kind in range(len(of)):
-            ours, expected = (bias_of(metadata, metadata.spans[0].tolist(), kind) for metadata in (alone, general))
+            ours, expected = (bias_of(metadata, spans_of(metadata)[0], kind) for metadata in (alone, general))
             assert torch.equal(ours, expected)
 
 
@@ -304,8 +359,7 @@ def test_one_more_token_of_a_chain_that_lies_in_the_slot_stands_behind_it() -> N
 def test_a_chain_is_the_same_with_its_parents(entry: SequenceInput, of: list[MaskFunction | None]) -> None:
     explicit = replace(entry, parents=list(range(-1, len(entry.token_ids) - 1)))
     ours, truth = builder(of).build([explicit]), builder(of).build([replace(entry, parents=None)])
-    assert ours.order is None
-    assert ours.stores.shape == (3, 0)
+    assert ours.tables.shape == (0,)
     assert torch.equal(ours.position_ids, truth.position_ids)
     assert torch.equal(ours.spans, truth.spans)
     assert all(torch.equal(one, other) for one, other in zip(ours.biases, truth.biases, strict=True))
@@ -314,11 +368,53 @@ def test_a_chain_is_the_same_with_its_parents(entry: SequenceInput, of: list[Mas
 def test_a_tree_is_one_span_if_it_is_not_laid_out_path_by_path() -> None:
     tree = SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
     assert builder([None], by_path=False).build([tree]).spans[:, :5].tolist() == [[0, 0, 5, 4, 64]]
-    by_path = builder([None]).build([tree])
-    assert by_path.spans[:, :5].tolist() == [[0, 0, 3, 4, 64], [0, 3, 5, 5, 64]]
-    assert order_of(by_path) == [0, 1, 3, 2, 4]
-    # Behind the second path row 5 holds node 2 and row 6 node 4; node 0 alone is in place.
-    assert sorted(by_path.stores.t().tolist()) == [[0, 1, 5], [0, 2, 7], [0, 3, 6], [0, 4, 8]]
+    span = spans_of(builder([None]).build([tree]))[0]
+    assert (span.num_paths, span.depth, span.width) == (2, 3, 4)
+
+
+@given(trees(), st.integers(1, 4), st.integers(1, 3))
+def test_every_node_is_a_query_of_a_path_that_ends_in_or_runs_through_it(
+    entry: SequenceInput, multiple: int, most: int
+) -> None:
+    parents = parents_of(entry)
+    limits = PathLimits(multiple, most * multiple, 1)
+    batches = cut_into_paths(parents, entry.base_length, limits)
+    assert [batch.end_row for batch in batches] == sorted({batch.end_row for batch in batches})
+    queried: set[int] = set()
+    for batch in batches:
+        for path, queries in zip(batch.nodes, batch.queries, strict=True):
+            line = lineage(parents, path[-1])
+            assert list(path) == line + line[-1:] * (len(path) - len(line))
+            assert len(queries) == len(batch.queries[0]) <= limits.most_tokens
+            assert len(queries) % multiple == 0
+            assert set(queries) <= set(line)
+            ends = {end_row(entry.base_length + len(lineage(parents, node)) - 1) for node in queries}
+            assert ends == {batch.end_row}
+            queried.update(queries)
+    assert queried == set(range(len(parents)))
+
+
+@pytest.mark.parametrize("count", [3, 7, 15, 33])
+def test_a_binary_tree_has_two_queries_for_each_path(count: int) -> None:
+    batch = cut_into_paths([(node - 1) // 2 if node else -1 for node in range(count)], 3, PathLimits(1, 60, 1))[0]
+    assert len(batch.queries) == (count + 1) // 2
+    assert {len(queries) for queries in batch.queries} == {2}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [([1], (4, 60)), ([2], (2, 30)), ([7], (4, 8)), ([8, 4], (1, 7)), ([71], (4, 4)), ([], (1, 60))],
+)
+def test_query_heads_and_tokens_fill_whole_products(groups: list[int], expected: tuple[int, int]) -> None:
+    """In every layer their rows are a multiple of four, and few enough for half precision."""
+    shape = HeadShape(2, 16)
+    limits = PathLimits.of([(group, shape, shape) for group in groups], 2)
+    assert (limits.token_multiple, limits.most_tokens) == expected
+    for group in groups:
+        for count in (2, 5, 6, 31, 40):
+            rows = group * limits.filled(count)
+            assert rows % ROW_MULTIPLE == 0
+            assert rows <= MOST_ROWS or limits.filled(count) % ROW_MULTIPLE == 0
 
 
 @pytest.mark.parametrize("base", [0, 61, 62, 63, 64, 512, 639])
@@ -335,13 +431,13 @@ def test_a_window_counts_positions_and_not_rows() -> None:
     """Five siblings stand at one position: rows between a query and the base take nothing from its window."""
     step = [SequenceInput(0, 4, [1, 2, 3, 4, 5], [-1] * 5)]
     metadata = builder([window_rule(3)], by_path=False).build(step)
-    visible = bias_of(metadata, metadata.spans[0].tolist(), 0)[-1] == 0
+    visible = bias_of(metadata, spans_of(metadata)[0], 0)[-1] == 0
     assert visible.nonzero().flatten().tolist() == [2, 3, 8]
 
 
 def num_biases(of: MaskFunction, capacity: int = CAPACITY) -> int:
     """Return the length of one token's bias, which is that of two slots if the mask looks at distances only."""
-    made = MetadataBuilder([of], capacity, dtype=torch.float32, device=CPU, by_path=True)
+    made = MetadataBuilder([of], capacity, dtype=torch.float32, device=CPU, limits=LIMITS)
     return len(made.build([SequenceInput(0, 7, [5])]).biases[0])
 
 
@@ -376,7 +472,7 @@ def test_metadata_that_is_handed_out_shares_nothing_with_the_next(make: Callable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", [None, window_rule(2), chunk_rule(2)])
 def test_biases_have_the_dtype_of_the_model(dtype: torch.dtype, rule: MaskFunction | None) -> None:
-    made = MetadataBuilder([rule], CAPACITY, dtype=dtype, device=CPU, by_path=True)
+    made = MetadataBuilder([rule], CAPACITY, dtype=dtype, device=CPU, limits=LIMITS)
     for step in (
         SequenceInput(0, 3, [1]),
         SequenceInput(0, 3, [1, 2]),

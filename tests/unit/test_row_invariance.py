@@ -21,6 +21,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from specsplit.model.attention import paths
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 from specsplit.model.runner import Runner
@@ -235,6 +236,28 @@ def test_a_node_of_a_tree_is_the_token_at_the_end_of_its_path(case: Case) -> Non
         assert_same_memory(runner, OTHER, 0, stop)
         for row in range(stop, stop + 3):
             assert torch.equal(runner.forward([SequenceInput(OTHER, row, [ids()[row]])])[0][0], truth[row])
+
+
+@of_cases
+@pytest.mark.parametrize("most_copied", [0, 1 << 16, 1 << 30])
+def test_a_tree_has_the_same_bits_however_many_paths_share_a_call(
+    case: Case, most_copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One path in the slot itself, some in copies of it, or all; two sessions with trees, across a border of rows."""
+    runner, _ = runner_of(case)
+    monkeypatch.setattr(paths, "MOST_COPIED_BYTES", most_copied)
+    for base in (125, 60) if FULL else (125,):
+        rng = random.Random(f"calls {case} {base}")
+        step: list[SequenceInput] = []
+        for slot in (OTHER, THIRD):
+            take_over(runner, slot, base)
+            token_ids, parents = random_tree(base, rng)
+            step.append(SequenceInput(slot, base, token_ids, parents, num_logits=len(token_ids)))
+        rows = [part.clone() for part in runner.forward(step)]
+        nodes = [memory(runner, entry.slot, base, base + len(entry.token_ids)) for entry in step]
+        for entry, own_rows, own_nodes in zip(step, rows, nodes, strict=True):
+            take_over(runner, OTHER, base)
+            check_paths(runner, entry, own_rows, own_nodes)
 
 
 def accepted(base: int, path: Sequence[int], token_ids: Sequence[int]) -> int:

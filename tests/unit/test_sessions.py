@@ -25,7 +25,7 @@ from specsplit.engine.executor import LoopExecutor
 from specsplit.engine.scheduler import WorkStatistics
 from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
-from specsplit.model.attention.metadata import slot_rows
+from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.probe import probe

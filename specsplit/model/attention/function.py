@@ -4,7 +4,8 @@ One function serves every decoder-only family whose attention goes through that 
 q, k, v (scale, soft-cap, sinks, window) were seen by the probing forward (`probe`) and stand in its LayerSpec. The
 function is TorchScript, so a recorded forward holds no Python at all and runs without the interpreter lock.
 
-Legend: T tokens of the step, t of one span, H KV heads, G query heads per KV head, S rows attended to, D head size.
+Legend: T tokens of the step, t of one span or path, P paths of a call, H KV heads, G query heads per KV head, R rows of
+one product, S rows attended to, D head size.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class LayerSpec:
     sinks: Tensor | None
     mask: int
     """Index into the model's kinds of masks."""
+    group: int
+    """Query heads per KV head."""
     key_shape: HeadShape
     value_shape: HeadShape
 
@@ -63,7 +66,7 @@ class LayerAttention(Protocol):
 
 
 class SlotAttention:
-    """The attention of one forward: `layout` (spans [E, 7], stores [3, N]) and `biases` are its metadata."""
+    """The attention of one forward: `layout` (spans, tables) and `biases` are its metadata."""
 
     def __init__(
         self,
@@ -91,84 +94,152 @@ def _attend_spans(
     memory: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     scale: tuple[float, float, Tensor | None],
 ) -> Tensor:
-    """Attend span by span, each over as many rows of its slot as `metadata.end_row` says.
+    """Attend span by span, each over as many rows of its slot as `paths.end_row` says.
 
-    `memory` is (keys, values, spans, stores, biases), the last three as in AttentionMetadata; `scale` is (scaling,
+    `memory` is (keys, values, spans, tables, biases), the last three as in AttentionMetadata; `scale` is (scaling,
     soft-cap or 0, sinks).
     On a CPU the shapes of all products follow from a row's position, but for the number of rows, which is filled up to
     a multiple of four or eight: so a row's result does not depend on its company (docs/adr/0015).
     """
-    keys, values, spans, stores, biases = memory
-    scaling, softcap, sinks = scale
-    # Soft-caps (Gemma 2) and values of another size than the keys need the explicit formula; on a GPU sinks do, too.
-    has_formula = softcap != 0.0 or k.size(3) != v.size(3) or (q.is_cuda and sinks is not None)
+    keys, values, spans, tables, biases = memory
     outputs: list[Tensor] = []
     table: list[list[int]] = spans.tolist()
     is_alone = len(table) == 1  # its tokens are all of the step's then, and need not be cut out
-    for slot, start, stop, first_row, end_row, offset, is_new in table:
+    q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    for slot, start, stop, first_row, end_row, is_new, offset, width, num_paths, depth, first_entry, per_call in table:
         # Rows of the slot: [older rows | first_row: this span's | hidden ones, up to end_row).
-        slot_keys, slot_values = keys[slot, :, :end_row], values[slot, :, :end_row]
-        count = stop - start
-        slot_keys[:, first_row : first_row + count].copy_(k[0] if is_alone else k[0, :, start:stop])
-        slot_values[:, first_row : first_row + count].copy_(v[0] if is_alone else v[0, :, start:stop])
-        if is_new == 1:
-            slot_keys[:, first_row + count :].zero_()
-            slot_values[:, first_row + count :].zero_()
-        own = (q if is_alone else q[:, :, start:stop]).reshape(keys.size(1), -1, count, q.size(3))
-        num_rows = 1 if count == 1 else (count + 3) // 4 * 4
-        bias = biases.narrow(0, offset, num_rows * end_row).view(num_rows, end_row)
-        if has_formula:
-            out, mass = attend_by_formula(own, slot_keys, slot_values, bias, scaling, softcap)
+        slot_keys, slot_values, count = keys.select(0, slot), values.select(0, slot), stop - start
+        own_k, own_v = (k, v) if is_alone else (k.narrow(1, start, count), v.narrow(1, start, count))
+        slot_keys.narrow(1, first_row, count).copy_(own_k)
+        slot_values.narrow(1, first_row, count).copy_(own_v)
+        if is_new == 1 and first_row + count < end_row:
+            slot_keys.narrow(1, first_row + count, end_row - first_row - count).zero_()
+            slot_values.narrow(1, first_row + count, end_row - first_row - count).zero_()
+        sight = (slot_keys.narrow(1, 0, end_row).unsqueeze(0), slot_values.narrow(1, 0, end_row).unsqueeze(0))
+        if num_paths == 0:
+            bias = biases.narrow(0, offset, width * end_row).view(1, width, end_row)
+            outputs.append(attend_rows(q if is_alone else q.narrow(1, start, count), sight, bias, scale))
         else:
-            out, mass = attend_at_once(own, slot_keys, slot_values, bias, scaling)
-        if sinks is not None:
-            # A sink is a score per head that takes mass and gives none.
-            logits = mass.float() - sinks.view(mass.size(0), -1, 1)
-            out = (out * activate(logits, "sigmoid", 32768).unsqueeze(3)).to(out.dtype)
-        outputs.append(out.reshape(1, -1, count, out.size(3)).transpose(1, 2))
-    if stores.size(1) > 0:
-        keys[stores[0], :, stores[2]] = k[0, :, stores[1]].transpose(0, 1)
-        values[stores[0], :, stores[2]] = v[0, :, stores[1]].transpose(0, 1)
-    return outputs[0] if is_alone else torch.cat(outputs, dim=1)
+            bias = biases.narrow(0, offset, num_paths * width * end_row).view(num_paths, width, end_row)
+            nodes = tables.narrow(0, first_entry, num_paths * depth)
+            queries = tables.narrow(0, first_entry + num_paths * depth, num_paths * width)
+            paths = (k.index_select(1, nodes), v.index_select(1, nodes))
+            outputs.append(attend_paths(q.index_select(1, queries), paths, sight, bias, scale, (first_row, per_call)))
+            # The paths may have been written over the nodes' own rows.
+            slot_keys.narrow(1, first_row, depth).copy_(own_k.narrow(1, 0, depth))
+            slot_values.narrow(1, first_row, depth).copy_(own_v.narrow(1, 0, depth))
+    out = outputs[0] if is_alone else torch.cat(outputs)
+    if tables.numel() > 0:
+        out = out.index_select(0, tables.narrow(0, 0, q.size(1)))
+    return out.unsqueeze(0)
+
+
+def _attend_paths(
+    q: Tensor,
+    paths: tuple[Tensor, Tensor],
+    sight: tuple[Tensor, Tensor],
+    bias: Tensor,
+    scale: tuple[float, float, Tensor | None],
+    places: tuple[int, int],
+) -> Tensor:
+    """Return [P * t, query heads, D] for q [query heads, P * t, D] and bias [P, t, S].
+
+    `paths` are keys and values [H, P * depth, D], `sight` the slot's [1, H, S, D]; `places` is (row of the root, paths
+    per call). One path in a call takes its place in the slot itself, several do so in copies of its rows.
+    """
+    first_row, per_call = places
+    num_paths, width = bias.size(0), bias.size(1)
+    depth = paths[0].size(1) // num_paths
+    if scale[1] != 0.0 or paths[0].size(2) != paths[1].size(2):
+        per_call = 1  # the explicit formula takes one path at a time
+    outputs: list[Tensor] = []
+    for first in range(0, num_paths, per_call):
+        count = min(per_call, num_paths - first)
+        keys, values = sight
+        if count > 1:
+            keys, values = keys.expand(count, -1, -1, -1).contiguous(), values.expand(count, -1, -1, -1).contiguous()
+        for rows, own in ((keys, paths[0]), (values, paths[1])):
+            own = own.narrow(1, first * depth, count * depth).view(own.size(0), count, depth, own.size(2))
+            rows.narrow(2, first_row, depth).copy_(own.transpose(0, 1))
+        queries = q.narrow(1, first * width, count * width)
+        outputs.append(attend_rows(queries, (keys, values), bias.narrow(0, first, count), scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_rows(
+    q: Tensor, sight: tuple[Tensor, Tensor], bias: Tensor, scale: tuple[float, float, Tensor | None]
+) -> Tensor:
+    """Return [T, query heads, D] for q [query heads, T, D] over keys and values [P, H, S, D] with bias [P, t, S].
+
+    T is P * t, or less for one path: then it is filled up. The query heads of one KV head are rows of one product, so
+    no key or value is repeated; for many tokens they are apart and share the keys by a stride of 0, so no bias is.
+    """
+    keys, values = sight
+    scaling, softcap, sinks = scale
+    num_paths, num_heads, width, count = keys.size(0), keys.size(1), bias.size(1), q.size(1)
+    group = q.size(0) // num_heads
+    # Soft-caps (Gemma 2) and values of another size than the keys need the explicit formula; on a GPU sinks do, too.
+    has_formula = softcap != 0.0 or keys.size(3) != values.size(3) or (q.is_cuda and sinks is not None)
+    is_apart = num_paths == 1 and width > 1 and group * width > 60 and not has_formula
+    missing = num_paths * width - count
+    if missing > 0:
+        q = torch.cat([q, q.narrow(1, 0, missing)], dim=1)
+    if width == 1 and num_paths == 1:
+        rows, bias = q.reshape(1, num_heads, group, -1), bias.unsqueeze(0)
+    elif is_apart:
+        rows, bias = q.reshape(num_heads, group, width, -1), bias.unsqueeze(0)
+        keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
+        values = values.transpose(0, 1).expand(-1, group, -1, -1)
+    else:
+        rows = q.reshape(num_heads, group, num_paths, width, -1).permute(2, 0, 1, 3, 4)
+        rows = rows.reshape(num_paths, num_heads, group * width, -1)
+        bias = bias.unsqueeze(1).expand(-1, group, -1, -1).reshape(num_paths, 1, group * width, -1)
+    if has_formula:
+        out, mass = attend_by_formula(rows, keys, values, bias, scaling, softcap)
+    else:
+        out, mass = attend_at_once(rows, keys, values, bias, scaling)
+    if sinks is not None:
+        # A sink is a score per head that takes mass and gives none.
+        each = sinks.view(num_heads, group, 1)
+        if not is_apart:
+            each = each.expand(-1, -1, width).reshape(1, num_heads, group * width)
+        out = (out * activate(mass.float() - each, "sigmoid", 32768).unsqueeze(3)).to(out.dtype)
+    if width == 1 and num_paths == 1:
+        return out.reshape(1, q.size(0), out.size(3))
+    if is_apart:
+        out = out.permute(2, 0, 1, 3)
+    else:
+        out = out.reshape(num_paths, num_heads, group, width, out.size(3)).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_paths * width, q.size(0), -1).narrow(0, 0, count)
 
 
 def _attend_at_once(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return the output [H, G, t, D] and the logarithm of the mass [H, G, t] (none on a GPU) for q [H, G, t, D].
-
-    The query heads of one KV head are the rows of one product if t is 1, so the bias [1, S] is that of all; else they
-    share keys [H, S, D] by a stride of 0. So no key, value or bias is repeated.
-    """
-    num_heads, group, count = q.size(0), q.size(1), q.size(2)
-    if count == 1:
-        rows, all_keys, all_values = q.view(1, num_heads, group, -1), keys.unsqueeze(0), values.unsqueeze(0)
-    else:
-        rows = q
-        all_keys = keys.unsqueeze(1).expand(-1, group, -1, -1)
-        all_values = values.unsqueeze(1).expand(-1, group, -1, -1)
-    num_rows = rows.size(2)
-    if num_rows % 4 > 0:
-        rows = F.pad(rows, [0, 0, 0, 4 - num_rows % 4])
-    bias = bias.view(1, 1, bias.size(0), bias.size(1))
+    """Return the output [.., R, D] and the logarithm of the mass [.., R] (none on a GPU) for q [.., R, D]."""
     if q.is_cuda:
-        out = F.scaled_dot_product_attention(rows, all_keys, all_values, attn_mask=bias, scale=scaling)
-        return out.narrow(2, 0, num_rows).reshape(num_heads, group, count, -1), torch.empty(0)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scaling), torch.empty(0)
+    num_rows = q.size(2)
+    missing = (4 - num_rows % 4) % 4
+    if missing > num_rows:
+        q = torch.cat([q, q.narrow(2, 0, 1).expand(-1, -1, missing, -1)], dim=2)
+    elif missing > 0:
+        q = torch.cat([q, q.narrow(2, 0, missing)], dim=2)
     out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, all_keys, all_values, 0.0, False, attn_mask=bias, scale=scaling
+        q, keys, values, 0.0, False, attn_mask=bias, scale=scaling
     )
-    if num_rows % 4 > 0:
+    if missing > 0:
         out, mass = out.narrow(2, 0, num_rows), mass.narrow(2, 0, num_rows)
-    return out.reshape(num_heads, group, count, out.size(3)), mass.reshape(num_heads, group, count)
+    return out, mass
 
 
 def _attend_by_formula(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [H, G, t, D] and the logarithm of the mass [H, G, t], eight rows of [H, G * t] at a time."""
-    num_heads, group, count = q.size(0), q.size(1), q.size(2)
-    num_rows = group * count
+    """Return the output [1, H, R, D] and the logarithm of the mass [1, H, R] for q [1, H, R, D], by eight rows."""
+    num_rows = q.size(2)
     missing = (8 - num_rows % 8) % 8
-    rows = F.pad(q.reshape(num_heads, num_rows, q.size(3)), [0, 0, 0, missing])
-    biases = F.pad(bias.narrow(0, 0, count).repeat(group, 1), [0, 0, 0, missing])
+    rows = F.pad(q.squeeze(0), [0, 0, 0, missing])
+    biases = F.pad(bias[0, 0].expand(num_rows, -1), [0, 0, 0, missing])
+    keys, values = keys.squeeze(0), values.squeeze(0)
     outputs: list[Tensor] = []
     masses: list[Tensor] = []
     for first in range(0, num_rows, 8):
@@ -178,14 +249,16 @@ def _attend_by_formula(
         scores = scores + biases.narrow(0, first, 8)
         masses.append(torch.logsumexp(scores, dim=-1))
         outputs.append(torch.matmul(torch.softmax(scores, dim=-1).to(values.dtype), values))
-    out = torch.cat(outputs, dim=1).narrow(1, 0, num_rows).reshape(num_heads, group, count, values.size(2))
-    return out, torch.cat(masses, dim=1).narrow(1, 0, num_rows).reshape(num_heads, group, count)
+    out = torch.cat(outputs, dim=1).narrow(1, 0, num_rows).unsqueeze(0)
+    return out, torch.cat(masses, dim=1).narrow(1, 0, num_rows).unsqueeze(0)
 
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
     attend_at_once: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(_attend_at_once)
     attend_by_formula: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(_attend_by_formula)
+    attend_rows: Callable[..., Tensor] = torch.jit.script(_attend_rows)
+    attend_paths: Callable[..., Tensor] = torch.jit.script(_attend_paths)
     attend_spans: Callable[..., Tensor] = torch.jit.script(_attend_spans)
 
 

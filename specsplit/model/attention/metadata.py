@@ -6,9 +6,9 @@ Knows nothing of models; `function` consumes the spans and biases, `runner` the 
     rows of one slot:     [ base_length | earlier levels | token_ids ) free
 
 A span attends to the rows [0, end_row) of its slot, and `end_row` follows from the position of its last token alone, so
-that a row is multiplied with as many keys in any company (docs/adr/0015). A tree is laid out path by path: depth first,
-each run of nodes down a path is a span whose rows are its positions, and the next run overwrites it; `stores` then
-brings every node to its own row.
+that a row is multiplied with as many keys in any company (docs/adr/0015). Every token is written to its own row, but a
+tree is attended to path by path, each path in the rows where it would stand as a chain (`paths`): a call does so in a
+copy of the slot's rows for each of its paths, or, for a single path, in the slot itself.
 """
 
 from __future__ import annotations
@@ -23,36 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.core.record import record
+from specsplit.model.attention.paths import MOST_ROWS, PathBatch, PathLimits, cut_into_paths, end_row
 from specsplit.sampling.tree_attention import ancestor_mask, is_chain
 from specsplit.sampling.tree_attention import positions as tree_positions
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
-MOST_ROWS = 60
-"""Tokens of one span. From 64 on, torch's attention for half precision may choose another product."""
-ROW_MULTIPLE = 4
-"""A span of several tokens is filled up to a multiple: the products inside attention are the same for these."""
 _HIDDEN = float("-inf")
 _NUM_SAMPLES = 33
-
-
-def end_row(position: int) -> int:
-    """Return how many rows of its slot a token at this position is multiplied with, the hidden ones included."""
-    return (position // _step(position) + 1) * _step(position)
-
-
-def slot_rows(num_tokens: int) -> int:
-    """Return the rows that a slot needs for so many tokens."""
-    return end_row(num_tokens - 1)
-
-
-def held_tokens(num_rows: int) -> int:
-    """Return the tokens that so many rows are enough for."""
-    return num_rows // _step(num_rows) * _step(num_rows)
-
-
-def _step(row: int) -> int:
-    return 64 if row < 512 else 128 if row < 2048 else 512
 
 
 @record
@@ -85,28 +63,28 @@ class SequenceInput:
 class AttentionMetadata:
     """One step as tensors, E spans in T tokens.
 
-    `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits], in the order of the sequences' tokens.
-    `spans` [E, 7] and `stores` [3, N] are on the CPU. A span is (slot, start, stop, first_row, end_row, offset, new):
-    tokens of the step, the rows they are written to, the rows attended to, where its bias begins, and whether rows
-    behind its own come into sight with it; these are cleared, since what another session left may be infinite.
-    `biases` holds, per kind of mask, flat biases of 0 or -inf: [end_row] for a span of one token, else [t filled up to
-    a ROW_MULTIPLE, end_row]. `stores` are (slot, token of the step, row): keys and values that go elsewhere once all
-    spans have attended.
-    `order` [T] is the place of each token of the step among the sequences' tokens, None if they are in place.
+    `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits].
+    `spans` [E, 12] and `tables` (flat) are on the CPU. A span is (slot, start, stop, first_row, end_row, new, offset,
+    width, num_paths, depth, table, per_call): tokens of the step, the rows they are written to, the rows attended to,
+    whether rows behind its own come into sight with it (these are cleared, since what another session left may be
+    infinite), where its bias begins, and the query tokens, filled up. A tree has one span for each number of rows
+    attended to, each with all its tokens. Such a span has `num_paths` paths: `tables` holds from `table` on the tokens
+    of each [num_paths, depth], then the query tokens of each [num_paths, width]; `per_call` of them share a call. If
+    there is a tree, `tables` begins with the place [T] of each token's result among those of all spans.
+    `biases` holds, per kind of mask, flat biases of 0 or -inf: [width, end_row] for a span, as many for each path.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
     spans: Tensor
-    stores: Tensor
+    tables: Tensor
     biases: tuple[Tensor, ...]
-    order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive tokens of the step: down one path, at the positions behind `first_row`, or a level of a tree."""
+    """Consecutive tokens of the step: of a chain, a level of a tree, or a whole tree with some of its paths."""
 
     slot: int
     start: int
@@ -117,89 +95,66 @@ class _Span:
     """Whether it is the first to attend to some of its rows."""
     level: SequenceInput | None = None
     """Set for a level: its rows stand where the tree's rows stand, and see their ancestors only."""
+    paths: PathBatch | None = None
+    """Set for a tree: the queries are those of its paths."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        return self.slot, self.start, self.stop, self.first_row, self.end_row, self.is_new
 
 
 @dataclass(slots=True)
 class _Step:
     """The lists from which a step's tensors are made."""
 
+    limits: PathLimits | None
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
-    order: list[int] = field(default_factory=list[int])
     logit_rows: list[int] = field(default_factory=list[int])
     spans: list[_Span] = field(default_factory=list[_Span])
-    stores: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    sight: dict[int, int] = field(default_factory=dict[int, int])
-    """Rows that the spans of each slot attend to so far."""
 
-    def add_run(self, slot: int, first_row: int, count: int) -> None:
-        """Add spans for the next `count` tokens, consecutive positions down one path."""
-        start = len(self.token_ids)
-        for first, stop in _pieces(first_row, first_row + count):
+    def add(self, sequence: SequenceInput) -> None:
+        start, count = len(self.token_ids), len(sequence.token_ids)
+        self.token_ids.extend(sequence.token_ids)
+        if sequence.is_chain:
+            self._add_chain(sequence, start)
+        elif self.limits is not None and sequence.num_tree_rows == count:
+            self._add_tree(sequence, start, self.limits)
+        else:
+            self._add_level(sequence, start)
+        self.logit_rows.extend(range(start + count - sequence.num_logits, start + count))
+
+    def _add_chain(self, sequence: SequenceInput, start: int) -> None:
+        last_row = sequence.base_length + sequence.num_tree_rows
+        first_row = last_row - len(sequence.token_ids)
+        for first, stop in _pieces(first_row, last_row):
             begin, end = start + first - first_row, end_row(stop - 1)
-            # Another path of the same step may be there already, and must not be cleared.
-            before = max(end_row(first - 1) if first else 0, self.sight.get(slot, 0))
-            self.spans.append(_Span(slot, begin, begin + stop - first, first, end, is_new=before < end))
-            self.sight[slot] = max(before, end)
+            is_new = first == 0 or end_row(first - 1) < end
+            self.spans.append(_Span(sequence.slot, begin, begin + stop - first, first, end, is_new))
+        self.positions.extend(range(first_row, last_row))
 
-    def add_chain(self, sequence: SequenceInput) -> None:
-        count = len(sequence.token_ids)
-        first_row = sequence.base_length + sequence.num_tree_rows - count
-        self.add_run(sequence.slot, first_row, count)
-        self._add_tokens(sequence, range(count), range(first_row, first_row + count))
-
-    def add_level(self, sequence: SequenceInput) -> None:
+    def _add_level(self, sequence: SequenceInput, start: int) -> None:
         """Add a level of a tree whose earlier rows are in the slot, every node on its own row."""
         assert sequence.parents is not None
-        start, count, base = len(self.token_ids), len(sequence.token_ids), sequence.base_length
+        count, base = len(sequence.token_ids), sequence.base_length
         last_row = base + len(sequence.parents)
         end = end_row(last_row - 1)
         is_new = base == 0 or end_row(base - 1) < end
         self.spans.append(_Span(sequence.slot, start, start + count, last_row - count, end, is_new, sequence))
-        self._add_tokens(sequence, range(count), tree_positions(base, sequence.parents)[-count:])
+        self.positions.extend(tree_positions(base, sequence.parents)[-count:])
 
-    def add_tree(self, sequence: SequenceInput) -> None:
-        """Add a tree path by path, depth first."""
+    def _add_tree(self, sequence: SequenceInput, start: int, limits: PathLimits) -> None:
         assert sequence.parents is not None
-        start, base = len(self.token_ids), sequence.base_length
-        nodes, depths = _depth_first(sequence.parents)
-        held: dict[int, int] = {}
-        first = 0
-        for place in range(1, len(nodes) + 1):
-            if place < len(nodes) and sequence.parents[nodes[place]] == nodes[place - 1]:
-                continue
-            run = slice(first, place)
-            self.add_run(sequence.slot, base + depths[first], place - first)
-            held.update(zip(depths[run], nodes[run], strict=True))
-            self._add_tokens(
-                sequence, nodes[run], range(base + depths[first], base + depths[first] + place - first), start
-            )
-            first = place
-        for place, node in enumerate(nodes):
-            if held.get(node) != node:
-                self.stores.append((sequence.slot, start + place, base + node))
-
-    def _add_tokens(
-        self, sequence: SequenceInput, nodes: Sequence[int], positions: Sequence[int], start: int | None = None
-    ) -> None:
-        start = len(self.token_ids) if start is None else start
-        self.token_ids.extend([sequence.token_ids[node] for node in nodes])
-        self.positions.extend(positions)
-        self.order.extend([start + node for node in nodes])
-
-    def add(self, sequence: SequenceInput, *, by_path: bool) -> None:
-        start, count = len(self.token_ids), len(sequence.token_ids)
-        if sequence.is_chain:
-            self.add_chain(sequence)
-        elif by_path and sequence.num_tree_rows == count:
-            self.add_tree(sequence)
-        else:
-            self.add_level(sequence)
-        self.logit_rows.extend(range(start + count - sequence.num_logits, start + count))
+        base, stop = sequence.base_length, start + len(sequence.token_ids)
+        sight = end_row(base - 1) if base else 0
+        for batch in cut_into_paths(sequence.parents, base, limits):
+            is_new = sight < batch.end_row
+            self.spans.append(_Span(sequence.slot, start, stop, base, batch.end_row, is_new, paths=batch))
+        self.positions.extend(tree_positions(base, sequence.parents))
 
 
 def _pieces(first_row: int, stop_row: int) -> Iterator[tuple[int, int]]:
@@ -212,27 +167,32 @@ def _pieces(first_row: int, stop_row: int) -> Iterator[tuple[int, int]]:
         first_row = stop
 
 
-def _depth_first(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the nodes of a tree in depth-first order, children in their own order, and the depth of each."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    nodes: list[int] = []
-    depths: list[int] = []
-    waiting = [(node, 0) for node in reversed(children.get(-1, []))]
-    while waiting:
-        node, depth = waiting.pop()
-        nodes.append(node)
-        depths.append(depth)
-        waiting.extend((child, depth + 1) for child in reversed(children.get(node, [])))
-    return nodes, depths
+def _tables(spans: Sequence[_Span], num_tokens: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return per span (num_paths, depth, table), and the tables of all."""
+    if all(span.paths is None for span in spans):
+        return [(0, 0, 0)] * len(spans), []
+    tables, shapes = [0] * num_tokens, list[tuple[int, int, int]]()
+    num_results = 0
+    for span in spans:
+        if span.paths is None:
+            shapes.append((0, 0, 0))
+            queries = list(range(span.start, span.stop))
+        else:
+            nodes, queries = span.paths.nodes, [span.start + node for path in span.paths.queries for node in path]
+            shapes.append((len(nodes), len(nodes[0]), len(tables)))
+            tables.extend([span.start + node for path in nodes for node in path])
+            tables.extend(queries)
+        for place, token in enumerate(queries, num_results):
+            tables[token] = place
+        num_results += len(queries)
+    return shapes, tables
 
 
 class MetadataBuilder:
     """Lays out the steps of one model, whose layers share a few kinds of masks (None = plainly causal).
 
-    `capacity` is that of a slot. `by_path` lays a tree out path by path, for the same bits in any tree; without it a
-    tree is one span, which takes fewer calls.
+    `capacity` is that of a slot. With `limits` a tree is attended to path by path, for the same bits in any tree;
+    without them it is one span, which takes fewer calls.
     """
 
     def __init__(
@@ -242,9 +202,9 @@ class MetadataBuilder:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        by_path: bool,
+        limits: PathLimits | None,
     ) -> None:
-        self._masks, self._capacity, self._by_path = masks, capacity, by_path
+        self._masks, self._capacity, self._limits = masks, capacity, limits
         self._dtype, self._device = dtype, device
         found = [_ramp(mask, capacity) for mask in masks]
         self._ramps = [None if ramp is None else ramp.to(device=device, dtype=dtype) for ramp in found]
@@ -257,28 +217,36 @@ class MetadataBuilder:
             sequence = sequences[0]
             if len(sequence.token_ids) == 1 and sequence.num_logits == 1 and sequence.is_chain:
                 return self._one_token.updated(sequence)
-        step = _Step()
+        step = _Step(self._limits)
         for sequence in sequences:
-            step.add(sequence, by_path=self._by_path)
+            step.add(sequence)
         offsets, biases = self._biases(step.spans)
-        order = None if _is_in_place(step.order) else _integers(step.order)
-        logit_rows = _integers(step.logit_rows)
-        if order is not None:
-            logit_rows = torch.argsort(order)[logit_rows]
+        shapes, tables = _tables(step.spans, len(step.token_ids))
+        rows = [
+            (*span.numbers, offset, self._width(span), *shape, self._paths_per_call(span))
+            for span, offset, shape in zip(step.spans, offsets, shapes, strict=True)
+        ]
         return AttentionMetadata(
             token_ids=_integers([step.token_ids]).to(self._device),
             position_ids=_integers([step.positions]).to(self._device),
-            logit_rows=logit_rows.to(self._device),
-            spans=_integers(
-                [
-                    [span.slot, span.start, span.stop, span.first_row, span.end_row, offset, span.is_new]
-                    for span, offset in zip(step.spans, offsets, strict=True)
-                ]
-            ),
-            stores=_integers(step.stores).reshape(-1, 3).t(),
+            logit_rows=_integers(step.logit_rows).to(self._device),
+            spans=_integers(rows),
+            tables=_integers(tables),
             biases=biases,
-            order=order,
         )
+
+    def _paths_per_call(self, span: _Span) -> int:
+        return 1 if self._limits is None else self._limits.paths_per_call(span.end_row)
+
+    def _width(self, span: _Span) -> int:
+        """Return the query tokens of a span or of each of its paths, filled up."""
+        if span.paths is not None:
+            return len(span.paths.queries[0])
+        return span.num_tokens if self._limits is None else self._limits.filled(span.num_tokens)
+
+    def _num_rows(self, span: _Span) -> int:
+        """Return the rows of a span's bias."""
+        return self._width(span) * (1 if span.paths is None else len(span.paths.queries))
 
     def _biases(self, spans: Sequence[_Span]) -> tuple[list[int], tuple[Tensor, ...]]:
         """Return where each span's bias begins, and the flat biases of each kind."""
@@ -286,7 +254,7 @@ class MetadataBuilder:
             # A token sees a part of the ramp, so the ramp itself is the bias of all.
             ramps = tuple([ramp for ramp in self._ramps if ramp is not None])
             return [self._capacity - 1 - span.first_row for span in spans], ramps
-        offsets = np.cumsum([0] + [_num_rows(span.num_tokens) * span.end_row for span in spans]).tolist()
+        offsets = np.cumsum([0] + [self._num_rows(span) * span.end_row for span in spans]).tolist()
         return offsets[:-1], tuple([self._flat(kind, spans) for kind in range(len(self._masks))])
 
     def _flat(self, kind: int, spans: Sequence[_Span]) -> Tensor:
@@ -298,16 +266,24 @@ class MetadataBuilder:
         count, ramp, mask = span.num_tokens, self._ramps[kind], self._masks[kind]
         if span.level is not None:
             bias = _level_bias(span.level, mask, span.end_row).to(device=self._device, dtype=self._dtype)
-        elif ramp is not None:
+        elif ramp is not None and span.paths is None:
             # Row by row the ramp moves on by one; the last row's begins first.
             begin = self._capacity - span.first_row - count
             bias = ramp.as_strided((count, span.end_row), (1, 1), begin).flip(0)
         else:
-            assert mask is not None
-            queries = torch.arange(span.first_row, span.first_row + count)
-            bias = _as_bias(evaluate_mask(mask, queries, torch.arange(span.end_row)))
-            bias = bias.to(device=self._device, dtype=self._dtype)
-        return F.pad(bias, (0, 0, 0, _num_rows(count) - count))
+            bias = self._bias_at(kind, _positions(span), span.end_row)
+        missing = self._num_rows(span) - len(bias)
+        return F.pad(bias, (0, 0, 0, missing)) if missing else bias
+
+    def _bias_at(self, kind: int, positions: Sequence[int], num_rows: int) -> Tensor:
+        """Return the bias [t, num_rows] of tokens at any positions of a chain."""
+        ramp, mask = self._ramps[kind], self._masks[kind]
+        if ramp is not None:
+            begins = ramp.as_strided((self._capacity, num_rows), (1, 1))
+            return begins.index_select(0, self._capacity - 1 - _integers(positions).to(self._device))
+        assert mask is not None
+        bias = _as_bias(evaluate_mask(mask, torch.tensor(positions), torch.arange(num_rows)))
+        return bias.to(device=self._device, dtype=self._dtype)
 
 
 class _OneToken:
@@ -319,7 +295,7 @@ class _OneToken:
     def __init__(self, ramps: Sequence[Tensor], capacity: int) -> None:
         # Arrays and tensors share their memory: an update of the numbers below is an update of the metadata.
         token_ids, position_ids = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-        spans = np.array([[0, 0, 1, 0, 0, 0, 0]], np.int64)
+        spans = np.array([[0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1]], np.int64)
         self._token_ids, self._position_ids, self._spans = token_ids[0], position_ids[0], spans[0]
         self._capacity = capacity
         self._metadata = AttentionMetadata(
@@ -327,7 +303,7 @@ class _OneToken:
             position_ids=torch.from_numpy(position_ids),
             logit_rows=_integers([0]),
             spans=torch.from_numpy(spans),
-            stores=torch.zeros(3, 0, dtype=torch.int64),
+            tables=torch.zeros(0, dtype=torch.int64),
             biases=tuple(ramps),
         )
 
@@ -336,8 +312,8 @@ class _OneToken:
         self._token_ids[0] = sequence.token_ids[0]
         self._position_ids[0] = row  # along a chain a row's number is its position
         spans = self._spans
-        spans[0], spans[3], spans[4], spans[5] = sequence.slot, row, end_row(row), self._capacity - 1 - row
-        spans[6] = row == 0 or end_row(row - 1) < end_row(row)
+        spans[0], spans[3], spans[4], spans[6] = sequence.slot, row, end_row(row), self._capacity - 1 - row
+        spans[5] = row == 0 or end_row(row - 1) < end_row(row)
         return self._metadata
 
 
@@ -363,12 +339,12 @@ def _as_bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, _HIDDEN)
 
 
-def _num_rows(count: int) -> int:
-    return 1 if count == 1 else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def _is_in_place(order: Sequence[int]) -> bool:
-    return all(place == token for place, token in enumerate(order))
+def _positions(span: _Span) -> Sequence[int]:
+    """Return the position of each row of a span's bias."""
+    if span.paths is None:
+        return range(span.first_row, span.first_row + span.num_tokens)
+    depths = {node: depth for path in span.paths.nodes for depth, node in reversed([*enumerate(path)])}
+    return [span.first_row + depths[node] for path in span.paths.queries for node in path]
 
 
 def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

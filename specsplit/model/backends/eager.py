@@ -34,7 +34,7 @@ class EagerBackend:
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width)
 
     def forward(
-        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, tables: Tensor, *memory: Tensor
     ) -> Tensor:
         with self._invariant_rows(memory):
             logits = self.model(
@@ -44,12 +44,12 @@ class EagerBackend:
                 attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
                 use_cache=False,
                 logits_to_keep=logit_rows,
-                layer_attention=self._attention(spans, stores, memory),
+                layer_attention=self._attention(spans, tables, memory),
             ).logits[0]
         return _delivered(logits, memory[-1])
 
     def _attention(
-        self, spans: Tensor, stores: Tensor, memory: Sequence[Tensor], num_before: int = 0
+        self, spans: Tensor, tables: Tensor, memory: Sequence[Tensor], num_before: int = 0
     ) -> LayerAttention:
         """Return the attention of one forward; `num_before` layers of the model come before the first one here."""
         num_masks, num_layers = len(self.masks), len(self.layers)
@@ -59,7 +59,7 @@ class EagerBackend:
         def shifted(items: Sequence[Any]) -> list[Any]:
             return [*list(items[:1]) * num_before, *items]
 
-        return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, stores), biases)
+        return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, tables), biases)
 
     @contextmanager
     def _invariant_rows(self, memory: Sequence[Tensor]) -> Generator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
-from specsplit.model.attention.metadata import slot_rows
+from specsplit.model.attention.paths import slot_rows
 from specsplit.stages.chain.stage_slot import StageSlot
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload, torch_dtype

@@ -153,14 +153,10 @@ class ShardRunner(Runner):
             InvalidRequest: hidden states of another shape, not finite, missing, or where token ids belong.
         """
         metadata = self._builder.build(sequences)
-        source, order = None, metadata.order
+        source = None
         if not self.spec.has_embedding or hidden is not None:
             source = self._checked(hidden, metadata.token_ids.shape[1])
-            if order is not None:
-                source = source[:, order]
         rows = self.backend.forward(*self._arguments(metadata, source))
-        if order is not None and not self.spec.has_head:
-            rows = rows[torch.argsort(order)]
         # The rows leave this process next; without waiting the copy out of the device would be timed as the link's.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -222,7 +218,7 @@ class _ShardBackend(EagerBackend):
         self._part = part
 
     def forward(
-        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, stores: Tensor, *memory: Tensor
+        self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, tables: Tensor, *memory: Tensor
     ) -> Tensor:
         with self._invariant_rows(memory):
             return self._part(
@@ -230,7 +226,7 @@ class _ShardBackend(EagerBackend):
                 position_ids,
                 logit_rows,
                 attention_mask=torch.ones(1, source.shape[1], dtype=torch.long, device=source.device),
-                layer_attention=self._attention(spans, stores, memory, self._part.spec.start),
+                layer_attention=self._attention(spans, tables, memory, self._part.spec.start),
             )
 
 
