@@ -6,7 +6,7 @@ A step is played on slots that hold labels in place of keys, span by span and pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,12 +25,10 @@ from specsplit.model.attention.paths import (
     MOST_ROWS,
     ROW_MULTIPLE,
     PathLimits,
-    cut_into_paths,
     end_row,
-    held_tokens,
     slot_rows,
 )
-from specsplit.model.kv_cache import HeadShape
+from tests.support.attention_spans import bias_of, spans_of, tables_of
 
 CPU = torch.device("cpu")
 CAPACITY = slot_rows(900)
@@ -122,52 +120,6 @@ def expected_view(entry: SequenceInput, node: int, mask: MaskFunction | None) ->
         zero = torch.tensor(0)
         positions = positions[mask(zero, zero, positions[-1], positions)]
     return labels[positions], positions
-
-
-@dataclass(frozen=True)
-class Span:
-    """One span of a step, as the attention function reads it."""
-
-    slot: int
-    start: int
-    stop: int
-    first_row: int
-    end_row: int
-    is_new: int
-    offset: int
-    width: int
-    num_paths: int
-    depth: int
-    table: int
-    per_call: int
-
-
-def spans_of(metadata: AttentionMetadata) -> list[Span]:
-    return [Span(*numbers) for numbers in metadata.spans.tolist()]
-
-
-def tables_of(metadata: AttentionMetadata, span: Span) -> tuple[Tensor, Tensor]:
-    """Return the tokens of each path [num_paths, depth], and the query tokens of each [num_paths, width]."""
-    nodes, queries, _ = metadata.tables[span.table :].split(
-        [
-            span.num_paths * span.depth,
-            span.num_paths * span.width,
-            len(metadata.tables) - span.table - span.num_paths * (span.depth + span.width),
-        ]
-    )
-    return nodes.view(span.num_paths, span.depth), queries.view(span.num_paths, span.width)
-
-
-def bias_of(metadata: AttentionMetadata, span: Span, kind: int) -> Tensor:
-    """Return a span's bias [t, end_row], of all paths one after the other, as the attention function reads it."""
-    rows = span.width * max(1, span.num_paths)
-    bias = metadata.biases[kind].narrow(0, span.offset, rows * span.end_row).view(rows, span.end_row)
-    assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
-    if span.num_paths:
-        return bias
-    count = span.stop - span.start
-    assert (bias[count:] == 0).all(), "a row that sees nothing is no number"
-    return bias[:count]
 
 
 class Slots:
@@ -319,18 +271,6 @@ def test_a_token_has_the_bias_and_the_rows_that_it_has_alone(
                 assert torch.equal(row, expected[positions[token]][kind])
 
 
-@pytest.mark.parametrize("position", [*range(200), *range(500, 700), *range(2040, 2060), 4095, 4096, 100_000])
-def test_rows_attended_to_hold_the_token_and_grow_with_its_position(position: int) -> None:
-    assert position < end_row(position) <= position + 512
-    assert end_row(position) <= end_row(position + 1)
-    assert end_row(end_row(position) - 1) == end_row(position), "so the last row of a span answers for all"
-
-
-@given(st.integers(64, 10_000))
-def test_a_slot_has_rows_for_the_tokens_it_holds(num_rows: int) -> None:
-    assert slot_rows(held_tokens(num_rows)) <= num_rows < slot_rows(held_tokens(num_rows) + 1)
-
-
 @given(st.lists(chains(most=1), min_size=1, max_size=5), st.lists(masks, min_size=1, max_size=2))
 def test_one_token_is_laid_out_as_any_step(sequences: list[SequenceInput], of: list[MaskFunction | None]) -> None:
     made = builder(of)
@@ -370,51 +310,6 @@ def test_a_tree_is_one_span_if_it_is_not_laid_out_path_by_path() -> None:
     assert builder([None], by_path=False).build([tree]).spans[:, :5].tolist() == [[0, 0, 5, 4, 64]]
     span = spans_of(builder([None]).build([tree]))[0]
     assert (span.num_paths, span.depth, span.width) == (2, 3, 4)
-
-
-@given(trees(), st.integers(1, 4), st.integers(1, 3))
-def test_every_node_is_a_query_of_a_path_that_ends_in_or_runs_through_it(
-    entry: SequenceInput, multiple: int, most: int
-) -> None:
-    parents = parents_of(entry)
-    limits = PathLimits(multiple, most * multiple, 1)
-    batches = cut_into_paths(parents, entry.base_length, limits)
-    assert [batch.end_row for batch in batches] == sorted({batch.end_row for batch in batches})
-    queried: set[int] = set()
-    for batch in batches:
-        for path, queries in zip(batch.nodes, batch.queries, strict=True):
-            line = lineage(parents, path[-1])
-            assert list(path) == line + line[-1:] * (len(path) - len(line))
-            assert len(queries) == len(batch.queries[0]) <= limits.most_tokens
-            assert len(queries) % multiple == 0
-            assert set(queries) <= set(line)
-            ends = {end_row(entry.base_length + len(lineage(parents, node)) - 1) for node in queries}
-            assert ends == {batch.end_row}
-            queried.update(queries)
-    assert queried == set(range(len(parents)))
-
-
-@pytest.mark.parametrize("count", [3, 7, 15, 33])
-def test_a_binary_tree_has_two_queries_for_each_path(count: int) -> None:
-    batch = cut_into_paths([(node - 1) // 2 if node else -1 for node in range(count)], 3, PathLimits(1, 60, 1))[0]
-    assert len(batch.queries) == (count + 1) // 2
-    assert {len(queries) for queries in batch.queries} == {2}
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [([1], (4, 60)), ([2], (2, 30)), ([7], (4, 8)), ([8, 4], (1, 7)), ([71], (4, 4)), ([], (1, 60))],
-)
-def test_query_heads_and_tokens_fill_whole_products(groups: list[int], expected: tuple[int, int]) -> None:
-    """In every layer their rows are a multiple of four, and few enough for half precision."""
-    shape = HeadShape(2, 16)
-    limits = PathLimits.of([(group, shape, shape) for group in groups], 2)
-    assert (limits.token_multiple, limits.most_tokens) == expected
-    for group in groups:
-        for count in (2, 5, 6, 31, 40):
-            rows = group * limits.filled(count)
-            assert rows % ROW_MULTIPLE == 0
-            assert rows <= MOST_ROWS or limits.filled(count) % ROW_MULTIPLE == 0
 
 
 @pytest.mark.parametrize("base", [0, 61, 62, 63, 64, 512, 639])

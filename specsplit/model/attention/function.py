@@ -158,8 +158,8 @@ def _attend_paths(
         keys, values = sight
         if count > 1:
             keys, values = keys.expand(count, -1, -1, -1).contiguous(), values.expand(count, -1, -1, -1).contiguous()
-        for rows, own in ((keys, paths[0]), (values, paths[1])):
-            own = own.narrow(1, first * depth, count * depth).view(own.size(0), count, depth, own.size(2))
+        for rows, nodes in ((keys, paths[0]), (values, paths[1])):
+            own = nodes.narrow(1, first * depth, count * depth).view(nodes.size(0), count, depth, nodes.size(2))
             rows.narrow(2, first_row, depth).copy_(own.transpose(0, 1))
         queries = q.narrow(1, first * width, count * width)
         outputs.append(attend_rows(queries, (keys, values), bias.narrow(0, first, count), scale))

@@ -40,7 +40,7 @@ def _step(row: int) -> int:
 
 @record
 class PathLimits:
-    """What a model's heads allow for the paths of its trees."""
+    """Limits that a model's heads set to the paths of its trees."""
 
     token_multiple: int
     """Tokens of a path are filled up to it, so that the query heads of a key head are a multiple of ROW_MULTIPLE."""
