@@ -39,7 +39,6 @@ _LAST = 24
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
 """Variables that choose the libraries' kernels."""
-_VERSION = 2
 _VERSION = 3
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
