@@ -245,6 +245,7 @@ def test_a_tree_has_the_same_bits_however_many_paths_share_a_call(
 ) -> None:
     """One path in the slot itself, some in copies of it, or all; two sessions with trees, across a border of rows."""
     runner, _ = runner_of(case)
+    monkeypatch.setattr(paths, "MOST_PATH_BYTES", most_copied)
     monkeypatch.setattr(paths, "MOST_COPIED_BYTES", most_copied)
     for base in (125, 60) if FULL else (125,):
         rng = random.Random(f"calls {case} {base}")
