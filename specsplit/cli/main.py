@@ -75,6 +75,9 @@ def orchestrate(
     ctx: typer.Context,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
+    prompts_file: options.PromptsFile = None,
+    output: options.Output = None,
+    concurrency: options.Concurrency = defaults.CONCURRENCY,
     chat: options.Chat = False,
     max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
     temperature: options.Temperature = defaults.TEMPERATURE,
@@ -112,7 +115,7 @@ def orchestrate(
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
 ) -> None:
-    """Continue a prompt with the target's text, at the draft's pace, in this process or with workers elsewhere."""
+    """Continue prompts with the target's text, at the draft's pace, in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
 
     raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))

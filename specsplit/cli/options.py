@@ -29,6 +29,14 @@ Prompt = Annotated[str | None, _option("--prompt", _PROMPT, "Text to continue.",
 PromptFile = Annotated[
     str | None, _option("--prompt-file", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE")
 ]
+PromptsFile = Annotated[
+    str | None,
+    _option("--prompts-file", _PROMPT, "Answer many: one JSON object a line, - for standard input.", "none", "FILE"),
+]
+Output = Annotated[
+    str | None, _option("--output", _PROMPT, "File for their answers; it is continued if it exists.", "none", "FILE")
+]
+Concurrency = Annotated[int, _option("--concurrency", _PROMPT, "How many of them are answered at once.", metavar="N")]
 Chat = Annotated[bool, _option("--chat", _PROMPT, "Wrap the prompt in the model's chat template.", "off")]
 
 MaxNewTokens = Annotated[int, _option("--max-new-tokens", _SAMPLING, "Stop after so many tokens.", metavar="N")]

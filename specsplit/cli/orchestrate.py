@@ -1,17 +1,15 @@
-"""`specsplit orchestrate`: runs one prompt through draft and target and shows the text as it is verified.
+"""`specsplit orchestrate`: runs prompts through draft and target and shows the text of one as it is verified.
 
 The first and last file on a token's route: it reads the prompt and writes the text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,8 @@ from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request
 from specsplit.assembly.workers import Workers
-from specsplit.cli import render
+from specsplit.cli import prompts_file, render
+from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core import event_loop
@@ -33,8 +32,11 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
 from specsplit.telemetry.setup import trace_to_file
 
-_NOT_SETTINGS = ("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain")
-_INTERRUPTED, _BROKEN_PROMISE = 130, 1
+_NOT_SETTINGS = (
+    *("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain"),
+    *prompts_file.OPTIONS,
+)
+_BROKEN_PROMISE = 1
 
 
 @dataclass(slots=True)
@@ -75,9 +77,12 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     settings = effective.settings
     # Everything that can be refused is refused before a model is loaded, which may take minutes.
     settings.orchestrator.sampling()
-    if given.get("logprobs") is not None and not given.get("json"):
+    batch = prompts_file.read_batch(given, settings)
+    if given.get("logprobs") is not None and not given.get("json") and batch is None:
         raise InvalidSettings("--logprobs adds to the output of --json only; give both.")
-    prompt = read_prompt(given.get("prompt"), given.get("prompt_file"))
+    if batch is not None and batch.is_done:
+        return batch.conclude(was_interrupted=False)
+    prompt = read_prompt(given.get("prompt"), given.get("prompt_file")) if batch is None else ""
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:
         raise InvalidSettings(f"--compare has nothing to compare in plain decoding; name a draft with {option}.")
@@ -95,11 +100,12 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
             compares=bool(given.get("compare")),
             explains=bool(given.get("explain")),
         )
+        max_sessions = 1 if batch is None else batch.concurrency
         with _fast_start(), render.loading_bar() as progress:
-            models = None if settings.is_remote else load_models(settings, progress)
+            models = None if settings.is_remote else load_models(settings, progress, max_sessions=max_sessions)
         for reason in models.degraded if models is not None else ():
             render.note(reason)
-        return event_loop.run(_generate(job, models))
+        return event_loop.run(_generate(job, models) if batch is None else batch.run(models))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +259,7 @@ async def _generate(job: _Job, models: Models | None) -> int:
 
 
 async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput | _JsonOutput) -> int:
-    ctrl_c = _CtrlC()
+    ctrl_c = CtrlC()
     transcript, plain = Transcript(), Transcript()
     chosen = job.settings.orchestrator
     show.begin(speculates=workers.drafter is not None)
@@ -271,7 +277,7 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
         show.explain(transcript)
     show.end(transcript, request, plain.result)
     if ctrl_c.was_pressed:
-        return _INTERRUPTED
+        return INTERRUPTED
     if transcript.result is not None and plain.result is not None:
         broken = render.broken_promise(transcript.result, plain.result)
         if broken is not None:
@@ -287,29 +293,3 @@ async def _follow(
         async for chunk in chunks:
             transcript.add(chunk)
             show(chunk)
-
-
-class _CtrlC:
-    """Owns SIGINT and SIGTERM for the life of the loop: they cancel the work, never the closing of sessions."""
-
-    # asyncio's own handler would cancel the main task wherever it stands, so also while it closes sessions.
-    def __init__(self) -> None:
-        self.was_pressed = False
-        self._work: asyncio.Task[None] | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._press)
-
-    def _press(self) -> None:
-        if self._work is not None and not self.was_pressed:
-            self._work.cancel()
-        self.was_pressed = True
-
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until it ends or Ctrl-C cancels it."""
-        self._work = asyncio.create_task(work)
-        # Pressed before there was any work to cancel.
-        if self.was_pressed:
-            self._work.cancel()
-        await asyncio.wait([self._work])
-        if not self._work.cancelled():
-            self._work.result()

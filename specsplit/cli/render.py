@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from specsplit.core.exactness import joint_exactness
@@ -21,6 +23,8 @@ from specsplit.speculation.cost_model import ModePlan
 _DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
 """Matches a line without the blanks around it, so that indentation is not underlined."""
+_LOG_S = 10.0
+"""Seconds between two lines about a file of prompts where there is no terminal for a bar."""
 _BIDI_CONTROLS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 # Control characters, C1 codes and bidirectional overrides could move the cursor, retitle the window or reorder a line.
 _VISIBLE = {
@@ -235,3 +239,51 @@ def loading_bar() -> Generator[Callable[[str, float], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
         yield lambda phase, fraction: progress.update(bar, description=phase, completed=fraction)
+
+
+Update = Callable[[], None]
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """How far a file of prompts has come."""
+
+    num_prompts: int
+    num_done: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        elapsed_s = time.monotonic() - self.started_s
+        rate = self.num_tokens / elapsed_s if elapsed_s else 0.0
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return (
+            f"{self.num_done} of {self.num_prompts} prompts done{failed} | {self.num_tokens} tokens | {rate:.1f} tok/s"
+        )
+
+
+@contextmanager
+def batch_bar(counts: BatchCounts) -> Generator[Update]:
+    """Show the counts on stderr for the length of the block, and yield what to call after each change.
+
+    On a terminal that is a bar, and elsewhere a line every ten seconds.
+    """
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        said_s = counts.started_s
+
+        def say() -> None:
+            nonlocal said_s
+            if time.monotonic() - said_s >= _LOG_S:
+                said_s = time.monotonic()
+                note(str(counts))
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(str(counts), total=counts.num_prompts)
+        yield lambda: progress.update(bar, description=str(counts), completed=counts.num_done)

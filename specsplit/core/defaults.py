@@ -51,6 +51,8 @@ SERVED_SESSIONS = 4
 """KV slots of a worker that serves."""
 LOCAL_SESSIONS = 8
 """KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
+CONCURRENCY = 4
+"""Prompts of a file that are answered at once: as many as a worker that serves has slots."""
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0

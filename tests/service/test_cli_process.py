@@ -240,3 +240,32 @@ def test_a_prompt_beyond_the_context_is_one_sentence_of_our_own():
     assert (code, out) == (2, "")
     assert re.match(r"Error: The prompt has \d{4,5} tokens and leaves no room in a context of 4096; ", err), err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_answers_that_are_there_and_the_same_command_goes_on(tmp_path: Path):
+    source, pipe, output = tmp_path / "in.jsonl", tmp_path / "pipe", tmp_path / "out.jsonl"
+
+    def ask(*lengths: int) -> None:
+        lines = (json.dumps({"prompt": PROMPT, "max_new_tokens": length}) for length in lengths)
+        source.write_text("\n".join(lines))
+
+    ask(4, 4, 4, 3000, 3000, 3000)
+    os.mkfifo(pipe)  # reading from it tells when answers have come
+    given = ["orchestrate", "--prompts-file", str(source), "--mode", "plain", "--ignore-eos", "--output"]
+    process = start(*given, str(pipe), "--concurrency", "2")
+    with pipe.open("rb") as answers:
+        lines = [answers.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert answers.read() == b""
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert b"3 of 6 prompts done" in err
+    assert b"Interrupted: the answers so far are in" in err
+    output.write_bytes(b"".join(lines))
+    ask(4, 4, 4, 4, 4, 4)
+    code, _, said = run(*given, str(output))
+    assert code == 0, said
+    assert output.read_bytes().startswith(b"".join(lines))
+    answers_by_id = {entry["id"]: entry["text"] for entry in map(json.loads, output.read_bytes().splitlines())}
+    assert answers_by_id == dict.fromkeys(range(1, 7), answers_by_id[1])

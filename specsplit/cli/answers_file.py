@@ -1,0 +1,101 @@
+"""The file of answers to many prompts: one JSON line each, appended whole. Knows no prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self, cast
+
+from specsplit.core.errors import InvalidRequest, ResourceError
+
+LineId = str | int
+
+
+def id_of(entry: Mapping[str, Any], *, default: int | None = None) -> LineId | None:
+    """Return the id of a line; None if it has none, or one that is neither a text nor a whole number."""
+    found = entry.get("id", default)
+    return found if isinstance(found, str | int) and not isinstance(found, bool) else None
+
+
+class AnswersFile:
+    """Answers are appended to it; it was begun by an earlier command or by this one."""
+
+    def __init__(self, path: Path, file: FileIO, done_ids: Collection[LineId]) -> None:
+        self.path = path
+        self.done_ids = frozenset(done_ids)
+        """The ids that have an answer already."""
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path, *, retried: Collection[LineId]) -> Self:
+        """Open the file for more answers; errors of the ids to be `retried`, and a half line at the end, are dropped.
+
+        Raises:
+            InvalidRequest: it cannot be read or written, or holds something else than answers.
+        """
+        path = path.expanduser().resolve()
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+            kept, done_ids = _kept_lines(data, path, retried)
+            if kept != data:
+                # Replaced at once, so that no moment has fewer answers than before.
+                beside = path.with_name(f"{path.name}.new")
+                beside.write_bytes(kept)
+                beside.replace(path)
+            # Without a buffer: a line is in the file when it has been written.
+            return cls(path, FileIO(path, "ab"), done_ids)
+        except OSError as error:
+            raise InvalidRequest(
+                f"The output file {path} cannot be written ({error.strerror}); check --output.", param="output"
+            ) from error
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Append an answer.
+
+        Raises:
+            ResourceError: the disk is full, or the file cannot be written any more.
+        """
+        line = memoryview(f"{json.dumps(answer)}\n".encode())
+        try:
+            while line:
+                line = line[os.write(self._file.fileno(), line) :]
+        except OSError as error:
+            raise ResourceError(
+                f"The output file {self.path} cannot be written any more ({error.strerror})."
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _kept_lines(data: bytes, path: Path, retried: Collection[LineId]) -> tuple[bytes, set[LineId]]:
+    """Return the lines to be kept and the ids that they answer."""
+    lines = data.split(b"\n")
+    kept: list[bytes] = []
+    done_ids: set[LineId] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        entry = _entry(line)
+        found = id_of(entry) if entry is not None else None
+        if entry is None or found is None:
+            if number == len(lines):
+                continue  # the command that wrote it was killed in the middle of the line
+            raise InvalidRequest(f"Line {number} of {path} is no answer; name another file with --output.", "output")
+        if "error" in entry and found in retried:
+            continue
+        kept.append(line + b"\n")
+        if "error" not in entry:
+            done_ids.add(found)
+    return b"".join(kept), done_ids
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", entry) if isinstance(entry, dict) else None

@@ -1,0 +1,165 @@
+"""Many prompts in a file: what a line may be, what an output may hold, and what is still to be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specsplit.assembly.workers import Placement, Workers
+from specsplit.cli import prompts_file
+from specsplit.cli.main import main
+from specsplit.core import event_loop
+from specsplit.core.settings import load_settings
+from tests.support.fakes import FakeTarget, FakeTokenizer
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Files:
+    """A file of prompts and one of answers."""
+
+    def __init__(self, folder: Path, target: FakeTarget) -> None:
+        self.prompts, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.target = target
+
+    def run(self, *lines: str | dict[str, Any], **given: Any) -> int:
+        """Run the command on these lines, with plain decoding unless `mode` is given."""
+        self.prompts.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        settings = load_settings({"mode": "plain"}).settings
+        options = {"prompts_file": str(self.prompts), "output": str(self.output), **given}
+        batch = prompts_file.read_batch(options, settings)
+        assert batch is not None
+        return event_loop.run(batch.run(None))
+
+    def answers(self) -> dict[str | int, dict[str, Any]]:
+        entries = [json.loads(line) for line in self.output.read_text().splitlines()]
+        by_id = {entry.pop("id"): entry for entry in entries}
+        assert len(by_id) == len(entries)
+        return by_id
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
+    target = FakeTarget(context=64)
+
+    class Opened(Workers):
+        async def __aenter__(self) -> Workers:
+            return self
+
+        async def __aexit__(self, *raised: object) -> None:
+            await self.aclose()
+
+    monkeypatch.setattr(
+        prompts_file, "open_workers", lambda *_: Opened(target, None, FakeTokenizer(), Placement(max_requests=2))
+    )
+    return Files(tmp_path, target)
+
+
+def test_every_line_has_an_answer_or_a_reason_and_ids_default_to_line_numbers(files: Files, capsys: Capture):
+    code = files.run(
+        {"prompt": "one", "max_new_tokens": 3},
+        "",
+        {"id": "b", "token_ids": [1, 2, 3], "max_new_tokens": 2, "stop": "[1]", "seed": None},
+        "no JSON",
+        "[1]",
+        {"id": [1], "prompt": "x"},
+        {"id": "neither"},
+        {"id": "both", "prompt": "x", "token_ids": [1]},
+        {"id": "empty", "prompt": ""},
+        {"id": "ids", "token_ids": [1, True]},
+        {"id": "number", "prompt": 5},
+        {"id": "typo", "prompt": "x", "temprature": 1},
+        {"id": "hot", "prompt": "x", "temperature": -1},
+        {"id": "long", "token_ids": [1] * 99},
+        concurrency=3,
+    )
+    answers = files.answers()
+    assert code == 1
+    assert len(answers[1]["token_ids"]) == 3
+    assert (answers["b"]["prompt_token_ids"], len(answers["b"]["token_ids"])) == ([1, 2, 3], 2)
+    assert {"text", "finish_reason", "seed"} <= answers["b"].keys()
+    reasons = {key: entry["error"] for key, entry in answers.items() if "error" in entry}
+    assert reasons.keys() == {4, 5, 6, "neither", "both", "empty", "ids", "number", "typo", "hot", "long"}
+    assert "the nearest one is temperature" in reasons["typo"]
+    assert "temperature must be" in reasons["hot"]
+    assert "leaves no room" in reasons["long"]
+    assert "13 of 13 prompts done, 11 failed" in capsys.readouterr().err
+    assert not files.target.slots
+
+
+def test_no_answer_stands_for_two_prompts(files: Files):
+    lines = [{"id": "a", "prompt": "x", "max_new_tokens": 1}, {"id": "a", "prompt": "y"}]
+    for _ in range(2):
+        assert files.run(*lines) == 1
+        entries = [json.loads(line) for line in files.output.read_text().splitlines()]
+        assert [entry["id"] for entry in entries] == ["a", "a"]
+        assert [entry.get("error") for entry in entries].count(None) == 1
+        assert entries[0].get("error", entries[1].get("error")) == "The id 'a' is that of line 1 already."
+
+
+def test_the_same_command_goes_on_where_the_last_one_ended(files: Files, capsys: Capture):
+    lines = [{"id": f"p{number}", "prompt": "x" * (number + 1), "max_new_tokens": 2} for number in range(5)]
+    assert files.run(*lines[:3]) == 0
+    before = files.output.read_bytes()
+    num_forwards = files.target.num_forwards
+    # The last line was cut in the middle by a crash.
+    files.output.write_bytes(before + b'{"id": "p3", "te')
+    assert files.run(*lines) == 0
+    assert files.output.read_bytes().startswith(before)
+    assert files.answers().keys() == {line["id"] for line in lines}
+    assert files.target.num_forwards <= num_forwards * 5 / 3 + 1
+    assert "3 had their answers before" in capsys.readouterr().err
+
+
+def test_what_failed_is_tried_again_and_errors_of_other_prompts_are_kept(files: Files):
+    other = json.dumps({"id": "other", "error": "of another file"})
+    files.output.write_text(other + "\n")
+    assert files.run({"id": "a", "prompt": "x", "max_new_tokens": 1}, {"id": "b", "token_ids": [1] * 99}) == 1
+    assert files.run({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x", "max_new_tokens": 1}) == 0
+    answers = files.answers()
+    assert answers.keys() == {"other", "a", "b"}
+    assert len(answers["a"]["token_ids"]) == len(answers["b"]["token_ids"]) == 1
+    assert files.output.read_text().startswith(other)
+
+
+def test_nothing_is_loaded_where_every_prompt_has_its_answer(tmp_path: Path, capsys: Capture):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    output.write_text('{"id": 1, "text": "b"}\n')
+    given = ["--prompts-file", str(source), "--output", str(output), "--target-model", "no/such/model"]
+    assert main(["orchestrate", *given]) == 0
+    assert "1 had their answers before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "o"], "--output is for many prompts; name their file with --prompts-file."),
+        (["--prompt", "a", "--concurrency", "2"], "--concurrency is for many prompts"),
+        (["--prompts-file", "{in}"], "--prompts-file needs a file for the answers"),
+        (
+            ["--prompts-file", "{in}", "--output", "o", "--prompt", "a"],
+            "--prompt and --prompts-file exclude each other",
+        ),
+        (["--prompts-file", "{in}", "--output", "o", "--json"], "--json and --prompts-file exclude each other"),
+        (["--prompts-file", "{in}", "--output", "{in}"], "name the same file"),
+        (["--prompts-file", "{in}", "--output", "o", "--concurrency", "0"], "--concurrency must be at least 1"),
+        (["--prompts-file", "no/such", "--output", "o"], "The prompts file no/such cannot be read"),
+        (["--prompts-file", "{in}", "--output", "no/such/o"], "cannot be written (No such file or directory)"),
+        (["--prompts-file", "{in}", "--output", "{notes}"], "Line 1 of {notes} is no answer; name another file"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_changes_no_file(
+    arguments: list[str], message: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    paths = {"in": str(tmp_path / "in.jsonl"), "notes": str(tmp_path / "notes.txt")}
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "notes.txt").write_text("my notes\nand more\n")
+    assert main(["orchestrate", *(each.format(**paths) for each in arguments)]) == 2
+    assert message.format(**paths) in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "my notes\nand more\n"
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "a"}\n'
