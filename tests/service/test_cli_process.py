@@ -243,7 +243,7 @@ def test_a_prompt_beyond_the_context_is_one_sentence_of_our_own():
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_answers_that_are_there_and_the_same_command_goes_on(tmp_path: Path):
+def test_ctrl_c_keeps_answers_and_the_same_command_goes_on(tmp_path: Path):
     source, pipe, output = tmp_path / "in.jsonl", tmp_path / "pipe", tmp_path / "out.jsonl"
 
     def ask(*lengths: int) -> None:

@@ -58,7 +58,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     return Files(tmp_path, target)
 
 
-def test_every_line_has_an_answer_or_a_reason_and_ids_default_to_line_numbers(files: Files, capsys: Capture):
+def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
     code = files.run(
         {"prompt": "one", "max_new_tokens": 3},
         "",
