@@ -36,10 +36,11 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         ttl_s = settings.session_ttl
         if model.role == "draft":
             engine = drafter = DraftEngine(model, executor, ttl_s=ttl_s)
-            service = DraftService(drafter, lambda: drafter.num_sessions)
+            service = DraftService(drafter, lambda: drafter.num_sessions, drafter)
         else:
             engine = verifier = TargetEngine(model, executor, ttl_s=ttl_s)
-            service = TargetService(verifier, lambda: verifier.num_sessions)
+            service = TargetService(verifier, lambda: verifier.num_sessions, verifier)
+        engine.open_queue(settings.queue)
         stack.push_async_callback(engine.aclose)
         # Before the server listens, so that the first ping has the times of forwards in it.
         await engine.measure()

@@ -63,6 +63,12 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
         f"{address}: {identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
         f"context {identity.context}, round trip {found.round_trip_ms:.1f} ms"
     )
+    load = found.load
+    if load.num_slots:
+        detail += (
+            f", {load.num_sessions} sessions, {load.num_free_slots} of {load.num_slots} slots free, "
+            f"{load.num_waiting} waiting"
+        )
     is_same = found.version == specsplit.__version__
     version = f"specsplit {found.version}, protocol {identity.protocol_version}"
     if not is_same:

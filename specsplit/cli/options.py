@@ -131,6 +131,7 @@ Listen = Annotated[
     str, _option("--listen", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]
 Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
+Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
 SessionTtl = Annotated[
     float, _option("--session-ttl", _SERVICES, "Free the slot of a session idle for so many seconds.", metavar="S")
 ]

@@ -27,6 +27,7 @@ from specsplit.cli.print_config import print_config
 from specsplit.core import event_loop
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
+from specsplit.core.progress import listening
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
@@ -289,7 +290,13 @@ async def _show(workers: Workers, request: Request, job: _Job, show: _TextOutput
 async def _follow(
     orchestrator: Orchestrator, request: Request, transcript: Transcript, show: Callable[[Chunk], None]
 ) -> None:
-    async with aclosing(orchestrator.stream(request)) as chunks:
-        async for chunk in chunks:
-            transcript.add(chunk)
-            show(chunk)
+    line = render.ProgressLine()
+    with listening(line.show):
+        async with aclosing(orchestrator.stream(request)) as chunks:
+            try:
+                async for chunk in chunks:
+                    line.clear()
+                    transcript.add(chunk)
+                    show(chunk)
+            finally:
+                line.clear()

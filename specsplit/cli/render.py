@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from specsplit.core.exactness import joint_exactness
+from specsplit.core.progress import Progress
 from specsplit.orchestrator.request import Piece, Result, RoundFacts
 from specsplit.speculation.cost_model import ModePlan
 
+_LONG_WAIT_S = 0.5
+"""A shorter wait for a slot is not worth a word in the summary."""
 _DRAFTED, _DIM, _RESET = "\x1b[4;36m", "\x1b[2m", "\x1b[0m"
 _INKED = re.compile(r"\S(?:.*\S)?")
 """Matches a line without the blanks around it, so that indentation is not underlined."""
@@ -95,6 +98,37 @@ def dim_note(text: str) -> None:
     note(f"{_DIM}{text}{_RESET}" if has_colour(sys.stderr) else text)
 
 
+class ProgressLine:
+    """One line on the terminal behind stderr, written over until the answer begins; nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self._can_show = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_shown = False
+
+    def show(self, progress: Progress) -> None:
+        """Write over the line with what is waited for."""
+        if self._can_show:
+            self._write(progress_sentence(progress))
+            self._is_shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._is_shown:
+            self._write("")
+            self._is_shown = False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def progress_sentence(progress: Progress) -> str:
+    """Return the words for what a request waits for."""
+    if progress.position:
+        return f"waiting: position {progress.position} of {progress.queued}"
+    return f"prompt: {progress.done} of {progress.total} tokens"
+
+
 _TROUBLES = {
     "unreachable": "cannot be reached",
     "slow": "gives no answer in time",
@@ -120,6 +154,7 @@ def summary(result: Result) -> str:
     num_accepted, num_drafted = speculative.num_accepted_draft_tokens, speculative.num_path_tokens
     parts = [
         f"{len(result.token_ids)} tokens ({result.finish_reason})",
+        *([f"waited {result.timings.queue_s:.1f} s"] if result.timings.queue_s >= _LONG_WAIT_S else []),
         f"{result.timings.tokens_per_s:.1f} tok/s",
         f"{result.tokens_per_target_forward:.2f} tokens per target forward",
         f"{result.target_forwards} target forwards",

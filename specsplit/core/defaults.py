@@ -53,6 +53,8 @@ LOCAL_SESSIONS = 8
 """KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
 CONCURRENCY = 4
 """Prompts of a file that are answered at once: as many as a worker that serves has slots."""
+QUEUE_PER_SESSION = 4
+"""Openings that may wait for a slot of a worker that serves, for each slot."""
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0

@@ -14,6 +14,7 @@ SpecSplitError
 │   ├── DeviceUnavailable       no such device
 │   ├── OutOfMemory             weights or KV slots do not fit
 │   ├── NoFreeSlot              every KV slot is in use
+│   │   └── Overloaded          and the queue for them is full, or the caller would not wait; says when to come back
 │   ├── WorkerClosed            the engine has been shut down
 │   └── MissingExtra            an optional dependency is not installed
 ├── LinkError                   another process cannot be reached or does not behave (exit code 1)
@@ -97,6 +98,14 @@ class OutOfMemory(ResourceError):
 
 class NoFreeSlot(ResourceError):
     """Every KV slot is in use."""
+
+
+class Overloaded(NoFreeSlot):
+    """Every KV slot is in use, and no place to wait for one is left; after `retry_after_s` there may be one."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class WorkerClosed(ResourceError):

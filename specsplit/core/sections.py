@@ -88,6 +88,7 @@ ModelSource = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Threads = Annotated[Positive | None, BeforeValidator(_threads)]
 """None lets the model's own forwards decide."""
+NotNegative = Annotated[int, Field(ge=0)]
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)]
@@ -116,6 +117,8 @@ class WorkerSettings(_Frozen):
     context: Context | None = None
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
+    queue: NotNegative | None = None
+    """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
     session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S
 

@@ -337,8 +337,6 @@ def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSetting
 
 
 def _unknown(name: str, known: Iterable[str], kind: str = "setting") -> str:
-    # With cutoff 0 there is always a nearest name, however far.
-    known = list(known)
-    nearest = difflib.get_close_matches(name.lower(), [item.lower() for item in known], n=1, cutoff=0.0)
-    suggestion = next(item for item in known if item.lower() == nearest[0])
+    # Of names that are equally near the first one is suggested, which is the most usual setting.
+    suggestion = max(known, key=lambda item: difflib.SequenceMatcher(None, item.lower(), name.lower()).ratio())
     return f"There is no {kind} {name}; the nearest one is {suggestion}."

@@ -24,6 +24,7 @@ MAX_STREAM_NODES = 1024
 """Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens per position that a session or a score may ask for, as in OpenAI's API."""
+DEFAULT_PRIORITY, MAX_PRIORITY = 5, 9
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -98,8 +99,14 @@ class SessionParams:
     max_tokens: int = 0
     top_logprobs: int | None = None
     """Likeliest tokens whose log-probabilities the target answers beside each token's own; None for none at all."""
+    priority: int = DEFAULT_PRIORITY
+    """0 to 9; of two sessions that wait for a slot, the one with the higher priority goes first."""
+    caller: str = ""
+    """Whose session it is; a named caller may have no more than its part of a worker's queue."""
 
     def __post_init__(self) -> None:
+        _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, f"between 0 and {MAX_PRIORITY}")
+        _require(len(self.caller) <= 64, "caller", len(self.caller), "of at most 64 characters")
         if self.top_logprobs is not None:
             check_top_logprobs(self.top_logprobs)
 
@@ -134,6 +141,13 @@ class Turn:
     tail: tuple[int, ...]
     opening: SessionParams | None = None
     verified: tuple[int, ...] = ()
+    max_wait_s: float | None = field(default=None, compare=False)
+    """Seconds that a turn which opens its session may wait for a slot: 0 refuses at once, None is up to the worker."""
+
+    @property
+    def may_open(self) -> bool:
+        """Whether the worker may have to find a slot for this turn."""
+        return self.opening is not None and not self.base_length
 
 
 @record
@@ -252,6 +266,18 @@ class StreamLimits:
         for name in ("max_nodes", "max_depth", "max_unacknowledged"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+
+
+@record
+class WorkerLoad:
+    """How busy a worker is."""
+
+    num_sessions: int = 0
+    num_free_slots: int = 0
+    num_slots: int = 0
+    """0 if nobody said."""
+    num_waiting: int = 0
+    """Openings that wait for a slot."""
 
 
 @record

@@ -30,7 +30,12 @@ class DraftEngine(Engine):
         """Grow the session's tree and return the nodes numbered above `known_nodes`."""
         self._check(turn, budget)
         this_round = Round(turn.epoch, turn.round, (turn, known_nodes, budget))
-        proposal, timings = await self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+        if not turn.may_open:
+            proposal, timings = await self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+            return proposal.timed(timings)
+        proposal, timings = await self._run_opening(
+            turn, lambda: self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+        )
         return proposal.timed(timings)
 
     def _check(self, turn: Turn, budget: Budget) -> None:

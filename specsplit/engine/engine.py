@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from itertools import count
+from typing import ClassVar, TypeVar
 
 from specsplit.core.cancellation import to_its_end
+from specsplit.core.defaults import QUEUE_PER_SESSION
+from specsplit.core.errors import NoFreeSlot, SpecSplitError, WorkerClosed
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
-from specsplit.core.types import Identity
+from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
+from specsplit.engine.admission import AdmissionQueue, Opening
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure
 from specsplit.engine.scheduler import WorkQueue, WorkStatistics, at_once
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
 from specsplit.model.loader import LoadedModel
+
+T = TypeVar("T")
 
 
 @record
@@ -29,7 +38,7 @@ class Engine:
     """One model's sessions, freed by `sweep` when they were not used for `ttl_s`, and for a new one after `grace_s`.
 
     Without an `executor` the engine owns a thread; a shared one is its owner's to close. `on_release` is called on the
-    executor with every slot that has become free.
+    executor with every slot that has become free. An opening that finds no slot is refused, unless there is a queue.
     """
 
     _name: ClassVar[str]
@@ -45,10 +54,18 @@ class Engine:
         clock: Clock | None = None,
         on_release: Callable[[int], None] | None = None,
     ) -> None:
+        self._admission = AdmissionQueue()
+        self._num_in_background, self._background_keys = 0, count()
+        on_release = partial(self._slot_freed, on_release)
         self._model, self._identity = model, model.identity
         self._vocab_size = model.vocab_size
         self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release)
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
+
+    def open_queue(self, max_waiting: int | None = None) -> None:
+        """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
+        default = QUEUE_PER_SESSION * self._sessions.num_slots
+        self._admission.max_waiting = default if max_waiting is None else max_waiting
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
@@ -91,11 +108,107 @@ class Engine:
         num_freed, _ = await self._work.run(None, at_once(self._sessions.sweep))
         return num_freed
 
+    @property
+    def load(self) -> WorkerLoad:
+        """How many sessions there are, and how many wait to become one."""
+        sessions = self._sessions.statistics()
+        num_slots, num_waiting = self._sessions.num_slots, len(self._admission)
+        return WorkerLoad(len(self._sessions), num_slots - sessions.num_slots_used, num_slots, num_waiting)
+
+    def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:
+        """Send away the openings that wait for a slot, each with an error of its own."""
+        self._admission.refuse_all(error)
+
+    async def _run_opening(self, turn: Turn, run: Callable[[], Awaitable[tuple[T, Timings]]]) -> tuple[T, Timings]:
+        """Return what `run` returns for the turn that opens its session, once there is a slot for it.
+
+        `run` is called again after it raised NoFreeSlot.
+
+        Raises:
+            Overloaded: no slot is free, and the turn may not wait, or no place in the queue is left.
+            DeadlineExceeded: no slot became free in the turn's time.
+        """
+        arrived_s, opening = asyncio.get_running_loop().time(), _opening_of(turn)
+        # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
+        if not len(self._admission) or turn.session in self._sessions:
+            try:
+                return await run()
+            except NoFreeSlot as error:
+                if not self._can_wait(turn):
+                    raise self._admission.overloaded(str(error)) from error
+        elif not self._can_wait(turn):
+            raise self._admission.overloaded("Others wait for a slot of this worker already; try again")
+        waited_s = await self._admission.wait(opening, partial(self._take_slot, turn.session), arrived_s=arrived_s)
+        try:
+            result, timings = await run()
+        except BaseException:
+            await to_its_end(self._close_unused(turn.session))
+            raise
+        waited_ms = waited_s * 1e3
+        return result, replace(timings, wall_ms=timings.wall_ms + waited_ms, queue_ms=timings.queue_ms + waited_ms)
+
+    async def _run_in_background(self, run: Callable[[], Awaitable[T]]) -> T:
+        """Return what `run` returns once a slot is free that no session waits for.
+
+        It is called again after it raised NoFreeSlot. Work that waits never takes the last slot from sessions.
+
+        Raises:
+            Overloaded: no place in the queue is left for it.
+        """
+        if not self._admission.max_waiting:
+            return await run()
+        results: list[T] = []
+
+        async def try_run() -> bool:
+            if self._num_in_background >= max(1, self._sessions.num_slots - 1):
+                return False
+            self._num_in_background += 1
+            try:
+                results.append(await run())
+            except NoFreeSlot:
+                return False
+            finally:
+                self._num_in_background -= 1
+            return True
+
+        if len(self._admission) or not await try_run():
+            key = f"background {next(self._background_keys)}"
+            await self._admission.wait(Opening(key, priority=None), try_run)
+        return results[0]
+
+    def _can_wait(self, turn: Turn) -> bool:
+        return self._admission.max_waiting > 0 and turn.max_wait_s != 0
+
+    async def _take_slot(self, session: str) -> bool:
+        """Try to give the session a slot before its first turn."""
+        try:
+            is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, session)))
+        except BaseException:
+            await to_its_end(self._close_unused(session))
+            raise
+        return is_open
+
+    async def _close_unused(self, session: str) -> None:
+        with suppress(WorkerClosed):
+            await self._work.run(None, at_once(partial(self._sessions.close_unused, session)))
+
+    def _slot_freed(self, on_release: Callable[[int], None] | None, slot: int) -> None:
+        if on_release is not None:
+            on_release(slot)
+        self._admission.slot_freed()
+
     async def close(self, session: str) -> None:
         """Free the session's slot, even if the caller is cancelled; unknown sessions are ignored."""
+        self._admission.withdraw(session)
         # A close that is cut off would leave the slot to its time to live, so it goes on to its end.
         await to_its_end(self._work.run(session, at_once(lambda: self._sessions.close(session))))
 
     async def aclose(self) -> None:
         """Take no more work; a shared executor is its owner's to close."""
+        self._admission.close(self._name)
         await self._work.close()
+
+
+def _opening_of(turn: Turn) -> Opening:
+    assert turn.opening is not None, "a turn that opens its session has its parameters"
+    return Opening(turn.session, turn.opening.caller, turn.opening.priority, turn.max_wait_s)

@@ -26,6 +26,8 @@ MAX_STEP_TOKENS = 512
 """Tokens one session may bring to a step before its tree: the size of a prefill chunk."""
 TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
+PrefillReport = Callable[[int, int], None]
+"""Takes how many tokens of a prefill have been forwarded, and of how many; called on the executor."""
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
 
@@ -117,13 +119,18 @@ class WorkerSession:
         assert len(self.ids) == len(self._hashes) == self.slot.length, "ids, hashes and slot differ in length"
 
 
-def prefill(session: WorkerSession, tail: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
+def prefill(
+    session: WorkerSession, tail: Sequence[int], report: PrefillReport | None = None
+) -> Generator[SequenceInput, Tensor, Sequence[int]]:
     """Forward and commit whole chunks of a long tail; return what is left for the step that needs logits."""
+    total = len(tail)
     while len(tail) > MAX_STEP_TOKENS:
         chunk = tail[:MAX_STEP_TOKENS]
         yield SequenceInput(session.slot.index, session.slot.length, chunk)
         session.extend(chunk)
         tail = tail[MAX_STEP_TOKENS:]
+        if report is not None:
+            report(total - len(tail), total)
     return tail
 
 
@@ -165,6 +172,13 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._sessions
+
+    @property
+    def num_slots(self) -> int:
+        return self._model.max_sessions
+
     @property
     def ttl_s(self) -> float:
         """How long a client may be silent."""
@@ -187,7 +201,6 @@ class SessionTable:
             NoFreeSlot: a new session, and every slot is in use.
         """
         session = self._sessions.get(turn.session)
-        is_new = session is None
         if session is None:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
@@ -199,12 +212,29 @@ class SessionTable:
                 session.begin(turn, body)
         except BaseException:
             # A session that was refused its first round must not keep a slot until its time to live.
-            if is_new:
+            if session.epoch < 0:
                 self._free(session)
             raise
         self._idle.pop(session.key, None)
         session.is_in_use = True
         return session
+
+    def try_open(self, key: str) -> bool:
+        """Give a session a slot before its first turn; return False if every slot is in use."""
+        if key not in self._sessions:
+            try:
+                slot = self._acquire()
+            except NoFreeSlot:
+                return False
+            session = self._sessions[key] = WorkerSession(key, slot)
+            self.leave(session)
+        return True
+
+    def close_unused(self, key: str) -> None:
+        """Free the slot of a session that never had a turn."""
+        session = self._sessions.get(key)
+        if session is not None and session.epoch < 0 and not session.is_in_use:
+            self._free(session)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""

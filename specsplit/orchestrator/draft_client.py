@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, SpecSplitError
+from specsplit.core.errors import InvalidRequest, NoFreeSlot, Overloaded, SlotBehind, SpecSplitError
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
@@ -167,7 +167,9 @@ class DraftClient:
         asked_s, num_raises, contract = self._loop.time(), 0, self.contract
         try:
             while True:
-                turn = contract.next_turn(verified, None if contract.is_open else self._opening())
+                # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
+                opening = None if contract.is_open else self._opening()
+                turn = contract.next_turn(verified, opening, max_wait_s=0.0)
                 try:
                     proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
                     break
@@ -200,7 +202,7 @@ class DraftClient:
         now_s = self._loop.time()
         reason: Reason = "invalid" if isinstance(error, _InvalidProposal) else reason_of(error)
         self._raise_epoch()
-        self._cooldown.fail(reason, asked_s, now_s)
+        self._cooldown.fail(reason, asked_s, now_s, error.retry_after_s if isinstance(error, Overloaded) else 0.0)
         if not isinstance(error, NoFreeSlot | InvalidRequest):  # those say nothing about other sessions
             self._peer.fail(error, reason, asked_s, now_s)
         _log.debug("a propose failed", exc_info=error)

@@ -38,13 +38,16 @@ class Cooldown:
         self.reason: Reason = "failed"
         self._counted_s = -math.inf
 
-    def fail(self, reason: Reason, asked_s: float, now_s: float) -> None:
-        """Count a failure of a call that began at `asked_s`; calls under way together fail once."""
+    def fail(self, reason: Reason, asked_s: float, now_s: float, least_s: float = 0.0) -> None:
+        """Count a failure of a call that began at `asked_s`; calls under way together fail once.
+
+        Nobody asks again for `least_s` at least.
+        """
         self.reason = reason
         if asked_s >= self._counted_s:
             # The first failure costs no pause: one lost message says little about a worker.
             pause_s = _FIRST_PAUSE_S * 2 ** min(self.num_failures - 1, 32) if self.num_failures else 0.0
-            self._counted_s, self.until_s = now_s, now_s + min(pause_s, MOST_COOLDOWN_S)
+            self._counted_s, self.until_s = now_s, now_s + max(least_s, min(pause_s, MOST_COOLDOWN_S))
             self.num_failures += 1
 
 

@@ -219,6 +219,8 @@ class RequestTimings:
     target_device_s: float = 0.0
     draft_waited_s: float = 0.0
     """The part of `draft_device_s` during which the text waited for the draft, at least."""
+    queue_s: float = 0.0
+    """The part of `ttft_s` during which the request waited at the target: for a slot, and for its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +346,7 @@ class Result:
             "mode": self.mode,
             "timings": {
                 "ttft_s": timings.ttft_s,
+                "queue_s": timings.queue_s,
                 "decode_s": timings.decode_s,
                 "tokens_per_s": timings.tokens_per_s,
                 "draft_device_s": timings.draft_device_s,

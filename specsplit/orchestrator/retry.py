@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    NoFreeSlot,
+    Overloaded,
+    SpecSplitError,
+    WorkerFailed,
+    WorkerUnreachable,
+)
+from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
@@ -19,6 +28,7 @@ Answer = TypeVar("Answer")
 RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
 """Errors after which the same call may still succeed."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_LEAST_WAIT_S = 1e-3
 _LEAST_TRY_S = 5.0
 """Limit of an attempt that begins when `retry_s` is nearly over, unless `retry_s` itself is less."""
 
@@ -38,12 +48,25 @@ class Retrier:
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""
         self.num_failures = 0
+        self.queue_s = 0.0
+        """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""
         self._timeout_s, self._events = timeout_s, events
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the deadline, negative after it; infinite without one."""
         return self.deadline_s - self._loop.time()
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """Seconds that the target may let the request wait for a slot; None without a deadline."""
+        return max(_LEAST_WAIT_S, self.remaining_s) if self._timeout_s is not None else None
+
+    def count_queue(self, queue_ms: float, seconds: float) -> float:
+        """Count the time in the target's queue, out of `seconds` for the whole answer, and return its seconds."""
+        queue_s = min(queue_ms / 1e3, seconds)
+        self.queue_s += queue_s
+        return queue_s
 
     async def ask(self, send: Callable[..., Awaitable[Answer]], *arguments: object, work_s: float = math.inf) -> Answer:
         """Return what `send` answers to `arguments`; it is called again while the target is away, at fault or full.
@@ -78,15 +101,31 @@ class Retrier:
             return await send()
         limit = asyncio.timeout(min(remaining_s, limit_s))
         try:
-            async with limit:
-                return await send()
+            with self._extended(limit, limit_s):
+                async with limit:
+                    return await send()
         except TimeoutError:
             # A TimeoutError from within `send` is the call's own, not our limit.
             if not limit.expired():
                 raise
-            if remaining_s <= limit_s:
+            if remaining_s <= limit_s or self.remaining_s <= 0:
                 raise _OutOfTime from None
             raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s") from None
+
+    @contextmanager
+    def _extended(self, limit: asyncio.Timeout, limit_s: float) -> Generator[None]:
+        """Let the limit of an attempt count anew with every progress: the target is not silent."""
+        outer = current_listener()
+
+        def extend(progress: Progress) -> None:
+            # A stream may report after the attempt that opened it, whose limit cannot be moved any more.
+            with suppress(RuntimeError):
+                limit.reschedule(min(self.deadline_s, self._loop.time() + limit_s))
+            if outer is not None:
+                outer(progress)
+
+        with listening(extend):
+            yield
 
     async def ask_again(
         self,
@@ -106,8 +145,14 @@ class Retrier:
             left_s = end_s - self._loop.time()
             if left_s <= 0:
                 raise self._given_up(error, self._loop.time() - began_s)
-            await asyncio.sleep(min(self.policy.rng.uniform(0, pause_s), left_s))
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            if isinstance(error, Overloaded):
+                # The worker spreads those whom it refuses over time, so there is nothing to jitter or to double.
+                wait_s = min(error.retry_after_s, left_s)
+                self.queue_s += wait_s
+            else:
+                wait_s = min(self.policy.rng.uniform(0, pause_s), left_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            await asyncio.sleep(wait_s)
             left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self.policy.retry_s))
             try:
                 return await self._attempt(again, self._limit_s(left_s, work_s))

@@ -76,7 +76,7 @@ class Session:
     """One generation; use it as a context manager around its rounds."""
 
     def __init__(self, context: SessionContext, request: Request, retrier: Retrier, events: RequestEvents) -> None:
-        self._context, self._request = context, request
+        self._context, self._request, self._retrier = context, request, retrier
         key, history = secrets.token_hex(16), TokenHistory(request.prompt_ids)
         params = _session_params(context, request)
         speculation, identity = context.speculation, context.identity
@@ -123,6 +123,7 @@ class Session:
             mode=rounds.mode,
             timings=RequestTimings(
                 ttft_s=ttft_s,
+                queue_s=self._retrier.queue_s,
                 decode_s=decode_s,
                 tokens_per_s=(len(token_ids) - 1) / decode_s if decode_s > 0 else 0.0,
                 draft_device_s=tally.draft_device_ms / 1e3,

@@ -69,10 +69,17 @@ class SessionContract:
         """Whether the worker was ever sent a turn."""
         return self.round > 0 or self.epoch > 1
 
-    def next_turn(self, verified: tuple[int, ...] = (), params: SessionParams | None = None) -> Turn:
+    def next_turn(
+        self,
+        verified: tuple[int, ...] = (),
+        params: SessionParams | None = None,
+        *,
+        max_wait_s: float | None = None,
+    ) -> Turn:
         """Return the next turn, with everything that the worker is not known to hold.
 
-        `params` replace those of the session if the turn has to open it.
+        If the turn has to open the session, `params` replace those of the session, and it may wait `max_wait_s` for a
+        slot.
         """
         # [ held by the worker | tail: sent with this turn ]
         # 0                num_held                 committed
@@ -90,6 +97,7 @@ class SessionContract:
             tail=tuple(history.ids[num_held:]),
             opening=None if self.is_open else params or self.params,
             verified=verified,
+            max_wait_s=max_wait_s,
         )
 
     @property

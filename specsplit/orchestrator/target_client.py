@@ -63,15 +63,13 @@ class TargetClient:
         self.next_node = 1
         """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
         self.verify_s = 0.0
-        """Seconds that the last verdict took, without attempts that had none."""
+        """Seconds that the last verdict took, without attempts that had none and without the wait for a slot."""
         self.targets = TargetHistory(identity)
         self._verifier, self._retrier, self._limits = verifier, retrier, limits
         self._loop = asyncio.get_running_loop()
         self._token_work_s = math.inf
-        """More seconds than the target needs for a token, infinity before it has answered once.
-
-        Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
-        """
+        """More seconds than the target needs for a token, infinity before it has answered once."""
+        # Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
         self._open: _OpenStream | None = None
         self._waited_since_s = 0.0
         """When the last commit began to be waited for."""
@@ -85,7 +83,7 @@ class TargetClient:
         """
         contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
         while True:
-            turn = contract.next_turn()
+            turn = contract.next_turn(max_wait_s=self._retrier.max_wait_s)
             try:
                 if self._retrier.is_unbounded:
                     # Nothing limits an attempt, so the usual one needs no wrapper; only what fails goes to the retrier.
@@ -113,7 +111,8 @@ class TargetClient:
         if proposal.first_node != self.next_node:
             proposal = renumber(proposal, self.next_node)
         verdict = await self._verifier.verify(turn, proposal)
-        self._count_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids))
+        queue_ms = verdict.timings.queue_ms if turn.may_open else 0.0
+        self._count_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids), queue_ms)
         if turn.base_length == 0 and self._retrier.num_failures:
             await self._check_worker()  # it had nothing to lose, so no SlotBehind says whether it is still the same
         return verdict
@@ -129,8 +128,8 @@ class TargetClient:
         if verdict.revision != self.targets.revision:
             self.targets.revise(verdict.revision)
 
-    def _count_time(self, seconds: float, num_tokens: int) -> None:
-        self.verify_s = seconds
+    def _count_time(self, seconds: float, num_tokens: int, queue_ms: float) -> None:
+        self.verify_s = seconds = seconds - self._retrier.count_queue(queue_ms, seconds)
         work_s = _SLACK * seconds / num_tokens
         if work_s > self._token_work_s or self._token_work_s == math.inf:
             self._token_work_s = work_s
@@ -187,7 +186,8 @@ class TargetClient:
         self._take(verdict)
         timings = verdict.timings
         seconds = max(self._loop.time() - self._waited_since_s, timings.wall_ms / 1e3)
-        self._count_time(seconds, max(timings.num_tokens, 1 + len(verdict.verified)))
+        queue_ms = timings.queue_ms if holds_nothing else 0.0
+        self._count_time(seconds, max(timings.num_tokens, 1 + len(verdict.verified)), queue_ms)
         return verdict
 
     def push(self) -> None:
@@ -224,7 +224,7 @@ class TargetClient:
         """Open a stream with the first turn of an epoch; what fails shows in its commits."""
         if self.contract.round:
             self._raise_epoch(is_reported=False)
-        turn = self.contract.next_turn()
+        turn = self.contract.next_turn(max_wait_s=self._retrier.max_wait_s)
         feed.forget_sent()
         stream = self._verifier.open_stream(turn, self._limits)
         self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))

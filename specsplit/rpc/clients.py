@@ -28,10 +28,12 @@ from specsplit.core.types import (
     TokenizerFiles,
     Turn,
     Verdict,
+    WorkerLoad,
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.load import decode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.rounds import RoundsClient
 from specsplit.rpc.tokenizer_stream import TokenizerReader
@@ -57,6 +59,7 @@ class PingDetails:
     clock_skew_ms: float
     """Lead of the worker's clock over ours, give or take half the round trip."""
     round_trip_ms: float
+    load: WorkerLoad
 
 
 class _RemoteWorker:
@@ -153,6 +156,7 @@ class _RemoteWorker:
             version=answer.identity.version,
             clock_skew_ms=(answer.time_us - start_us) / 1e3 - round_trip_ms / 2,
             round_trip_ms=round_trip_ms,
+            load=decode_load(answer.load),
         )
 
     async def _named(self, mismatch: PeerMismatch) -> PeerMismatch:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import MAX_NUMERICS, Exactness
 from specsplit.core.types import (
+    DEFAULT_PRIORITY,
     MAX_TOP_LOGPROBS,
     ROOT,
     Identity,
@@ -30,6 +31,7 @@ _MAX_STEP_TIMES = 64
 _MAX_HASH = 64
 MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
+_MAX_WAIT_MS = 1 << 31
 _LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
 _ROLES = {"draft": common_pb2.ROLE_DRAFT, "target": common_pb2.ROLE_TARGET}
 
@@ -99,6 +101,8 @@ def _encode_opening(params: SessionParams) -> common_pb2.SessionParams:
         eos_ids=params.eos_ids,
         max_tokens=params.max_tokens,
         top_logprobs=params.top_logprobs,
+        priority=params.priority if params.priority != DEFAULT_PRIORITY else None,
+        caller=params.caller,
     )
 
 
@@ -113,6 +117,8 @@ def _decode_opening(message: common_pb2.SessionParams) -> SessionParams:
         eos_ids=tuple(message.eos_ids),
         max_tokens=message.max_tokens,
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        priority=message.priority if message.HasField("priority") else DEFAULT_PRIORITY,
+        caller=message.caller,
     )
 
 
@@ -127,7 +133,15 @@ def encode_turn(turn: Turn) -> common_pb2.Turn:
         tail=turn.tail,
         opening=None if turn.opening is None else _encode_opening(turn.opening),
         verified=turn.verified,
+        max_wait_ms=_max_wait_ms(turn),
     )
+
+
+def _max_wait_ms(turn: Turn) -> int | None:
+    # Only an opening can wait for a slot. A short wait must not become none at all.
+    if turn.max_wait_s is None or not turn.may_open:
+        return None
+    return min(math.ceil(turn.max_wait_s * 1e3), _MAX_WAIT_MS)
 
 
 def decode_turn(message: common_pb2.Turn) -> Turn:
@@ -147,6 +161,7 @@ def decode_turn(message: common_pb2.Turn) -> Turn:
         tail=tuple(message.tail),
         opening=_decode_opening(message.opening) if message.HasField("opening") else None,
         verified=tuple(message.verified),
+        max_wait_s=message.max_wait_ms / 1e3 if message.HasField("max_wait_ms") else None,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from google.rpc.status_pb2 import Status
@@ -22,10 +24,12 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
+from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream
+from specsplit.rpc.load import decode_progress, encode_progress
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
@@ -81,8 +85,8 @@ class _RoundStream:
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._peer = channel, peer
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[tuple[bytes, int]]] = {}
-        """Futures of the response and the size of its message, by the id of the call."""
+        self._waiting: dict[int, _Waiter] = {}
+        """Callers by the id of the call."""
         self._last_id = 0
         self._stream = DuplexStream(channel.duplex(method), self._take, "specsplit-rounds")
         self._stream.when_over(self._end)
@@ -93,19 +97,18 @@ class _RoundStream:
 
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
         self._last_id += 1
-        call_id, waiter = self._last_id, self._loop.create_future()
+        call_id, waiter = self._last_id, _Waiter(self._loop, timeout_s, self._peer)
         call = common_pb2.RoundCall(id=call_id, request=request)
         if trace := spans.inject():
             call.trace.update(dict(trace))
         data = call.SerializeToString()
         self._waiting[call_id] = waiter
         self._stream.send(data)
-        timer = self._loop.call_later(timeout_s, self._expire, waiter)
         try:
-            response, num_received = await waiter
+            response, num_received = await waiter.answer
             return response, len(data), num_received
         finally:
-            timer.cancel()
+            waiter.timer.cancel()
             # Still there, so no answer has come: the caller was cancelled or too late.
             if self._waiting.pop(call_id, None) is not None:
                 self._withdraw(call_id, data)
@@ -121,28 +124,27 @@ class _RoundStream:
             answer = parse(common_pb2.RoundAnswer, data)
         except InvalidRequest as error:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
-        waiter = self._waiting.pop(answer.id, None)
-        if waiter is None or waiter.done():
+        body = answer.WhichOneof("body")
+        waiter = self._waiting.get(answer.id) if body == "progress" else self._waiting.pop(answer.id, None)
+        if waiter is None or waiter.answer.done():
             return
-        match answer.WhichOneof("body"):
+        match body:
             case "response":
-                waiter.set_result((answer.response, len(data)))
+                waiter.answer.set_result((answer.response, len(data)))
             case "status":
-                waiter.set_exception(error_said(answer.status, self._peer))
+                waiter.answer.set_exception(error_said(answer.status, self._peer))
+            case "progress":
+                waiter.hear(decode_progress(answer.progress))
             case None:
-                waiter.set_exception(WorkerFailed(f"{self._peer} gave an answer that says nothing."))
-
-    def _expire(self, waiter: asyncio.Future[tuple[bytes, int]]) -> None:
-        if not waiter.done():
-            waiter.set_exception(DeadlineExceeded(f"{self._peer} gave no answer in time."))
+                waiter.answer.set_exception(WorkerFailed(f"{self._peer} gave an answer that says nothing."))
 
     def _end(self) -> None:
         """Fail the calls that still wait, since the stream has ended."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
-            if not waiter.done():
+            if not waiter.answer.done():
                 # An error each: raising one object in several tasks would mix their tracebacks.
-                waiter.set_exception(self._error())
+                waiter.answer.set_exception(self._error())
 
     def _error(self) -> SpecSplitError:
         try:
@@ -157,9 +159,32 @@ class _RoundStream:
 
     async def aclose(self) -> None:
         for waiter in self._waiting.values():
-            if not waiter.done():
-                waiter.set_exception(WorkerUnreachable(f"{self._peer}: the connection was closed during the call."))
+            if not waiter.answer.done():
+                waiter.answer.set_exception(
+                    WorkerUnreachable(f"{self._peer}: the connection was closed during the call.")
+                )
         await self._stream.close(flush_s=_CLOSE_S)
+
+
+class _Waiter:
+    """A caller of the client: the future of the response and the size of its message, and when it gives up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float, peer: str) -> None:
+        self.answer: asyncio.Future[tuple[bytes, int]] = loop.create_future()
+        self.timer = loop.call_later(timeout_s, self._expire)
+        self._loop, self._timeout_s, self._peer = loop, timeout_s, peer
+        self._listener = current_listener()
+
+    def hear(self, progress: Progress) -> None:
+        """Pass progress on; the time limit counts anew, since the worker is not silent."""
+        self.timer.cancel()
+        self.timer = self._loop.call_later(self._timeout_s, self._expire)
+        if self._listener is not None:
+            self._listener(progress)
+
+    def _expire(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(DeadlineExceeded(f"{self._peer} gave no answer in time."))
 
 
 class ServedRounds:
@@ -177,6 +202,8 @@ class ServedRounds:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._last_id = 0
+        self._unsent: dict[int, Progress] = {}
+        """The latest progress of a round that waits to be written."""
 
     async def run(self, ending: asyncio.Event) -> None:
         """Answer until the client or `ending` ends the stream.
@@ -250,7 +277,8 @@ class ServedRounds:
 
     async def _answer(self, call_id: int, request: bytes, trace: Trace) -> None:
         try:
-            outcome = await self._serve(request, trace)
+            with listening(partial(self._report, call_id)):
+                outcome = await self._serve(request, trace)
         finally:
             # From here on the round cannot be withdrawn: a write must not be broken off.
             self._under_way.pop(call_id, None)
@@ -262,6 +290,21 @@ class ServedRounds:
         else:
             answer.status = outcome.SerializeToString()
         await self._send(answer.SerializeToString())
+
+    def _report(self, call_id: int, progress: Progress) -> None:
+        """Send the progress of a round; if the client reads slowly, only the latest one."""
+        is_waiting, self._unsent[call_id] = call_id in self._unsent, progress
+        if not is_waiting:
+            self._start(self._send_progress(call_id))
+
+    async def _send_progress(self, call_id: int) -> None:
+        async with self._writing:
+            progress = self._unsent.pop(call_id)
+            if call_id not in self._under_way:
+                return  # answered or withdrawn meanwhile
+            with suppress(Exception):  # the client has gone, as in `_send`
+                answer = common_pb2.RoundAnswer(id=call_id, progress=encode_progress(progress))
+                await self._write(answer.SerializeToString())
 
     async def _send(self, data: bytes) -> None:
         try:

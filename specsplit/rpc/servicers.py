@@ -10,15 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
+from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity, Turn
+from specsplit.core.types import Identity, Turn, WorkerLoad
 from specsplit.rpc import calls, codec
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
+from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
@@ -31,15 +33,32 @@ VERSION = version("specsplit")
 M = TypeVar("M", bound=Message)
 
 
+class WorkerFront(Protocol):
+    """How busy a worker is, and the queue before its slots, as every engine has them."""
+
+    @property
+    def load(self) -> WorkerLoad: ...
+
+    def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None: ...
+
+
 class WorkerService(ABC):
     """The part common to both services: ping, the end of a session, and a drain that opens no new session."""
 
     name: str
     methods_while_draining = SESSION_METHODS
 
-    def __init__(self, worker: Drafter | Verifier, num_sessions: Callable[[], int] = lambda: 0) -> None:
-        """Serve `worker`, which the caller closes; a drain waits while `num_sessions` is above 0."""
-        self._worker, self._num_sessions = worker, num_sessions
+    def __init__(
+        self,
+        worker: Drafter | Verifier,
+        num_sessions: Callable[[], int] = lambda: 0,
+        front: WorkerFront | None = None,
+    ) -> None:
+        """Serve `worker`, which the caller closes; a drain waits while `num_sessions` is above 0.
+
+        A ping says what `front` says, and a drain sends away whoever waits there.
+        """
+        self._worker, self._num_sessions, self._front = worker, num_sessions, front
         self._is_draining = False
 
     @property
@@ -57,6 +76,8 @@ class WorkerService(ABC):
     def refuse(self) -> None:
         """Open no new session; open ones go on."""
         self._is_draining = True
+        if self._front is not None:
+            self._front.refuse_waiting(draining)
 
     async def aclose(self) -> None:
         """Leave the worker running: the caller closes it."""
@@ -77,7 +98,9 @@ class WorkerService(ABC):
     async def _ping(self, request: common_pb2.PingRequest) -> common_pb2.PingResponse:
         identity: Identity = await self._worker.ping()
         return common_pb2.PingResponse(
-            identity=codec.encode_identity(identity, VERSION), time_us=time.time_ns() // 1000
+            identity=codec.encode_identity(identity, VERSION),
+            time_us=time.time_ns() // 1000,
+            load=encode_load(self._front.load) if self._front is not None else None,
         )
 
 
@@ -86,8 +109,10 @@ class DraftService(WorkerService):
 
     name = DRAFT_SERVICE
 
-    def __init__(self, drafter: Drafter, num_sessions: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(drafter, num_sessions)
+    def __init__(
+        self, drafter: Drafter, num_sessions: Callable[[], int] = lambda: 0, front: WorkerFront | None = None
+    ) -> None:
+        super().__init__(drafter, num_sessions, front)
         self._drafter = drafter
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -109,8 +134,10 @@ class TargetService(WorkerService):
 
     name = TARGET_SERVICE
 
-    def __init__(self, verifier: Verifier, num_sessions: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(verifier, num_sessions)
+    def __init__(
+        self, verifier: Verifier, num_sessions: Callable[[], int] = lambda: 0, front: WorkerFront | None = None
+    ) -> None:
+        super().__init__(verifier, num_sessions, front)
         self._verifier = verifier
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:

@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from specsplit.core import errors
 from specsplit.core.errors import (
     CorruptPacket,
     InvalidRequest,
+    Overloaded,
     SlotBehind,
     SpecSplitError,
     StageBehind,
@@ -40,6 +41,7 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.DeviceUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NoFreeSlot: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerClosed: grpc.StatusCode.UNAVAILABLE,
     errors.MissingExtra: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LinkError: grpc.StatusCode.UNAVAILABLE,
@@ -61,6 +63,9 @@ _KINDS = {error.__name__: error for error in STATUS}
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _MAX_MESSAGE_BYTES = 1000
 """Longest message: it travels twice, percent-encoded and in the detail, and peers take 8 KiB of metadata."""
+
+_DEFAULT_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+"""How long a refused caller waits if the worker names no time, and at most."""
 
 _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
     grpc.StatusCode.UNAVAILABLE: (
@@ -95,9 +100,18 @@ def status_of(error: Exception) -> status_pb2.Status:
         rows=error.have if isinstance(error, StageBehind) else {},
         link=error.link if isinstance(error, CorruptPacket) else "",
     )
+    details = [_packed(detail)]
+    if isinstance(error, Overloaded):
+        retry_info = error_details_pb2.RetryInfo()
+        retry_info.retry_delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+        details.append(_packed(retry_info))
+    return status_pb2.Status(code=STATUS[kind].value[0], message=_bounded(str(error)), details=details)
+
+
+def _packed(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
-    packed.Pack(detail)
-    return status_pb2.Status(code=STATUS[kind].value[0], message=_bounded(str(error)), details=[packed])
+    packed.Pack(message)
+    return packed
 
 
 def of_call(status: status_pb2.Status) -> grpc.Status:
@@ -133,7 +147,10 @@ def error_said(data: bytes, peer: str) -> SpecSplitError:
 def _error(rich: status_pb2.Status | None, code: grpc.StatusCode, message: str, peer: str) -> SpecSplitError:
     detail = _detail_of(rich)
     if detail is not None and detail.kind in _KINDS:
-        return _rebuilt(_KINDS[detail.kind], detail, message)
+        kind = _KINDS[detail.kind]
+        if issubclass(kind, Overloaded):
+            return kind(message, _retry_after_s(rich))
+        return _rebuilt(kind, detail, message)
     kind, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
     return kind(sentence.format(peer=peer))
 
@@ -145,6 +162,17 @@ def _detail_of(rich: status_pb2.Status | None) -> common_pb2.ErrorDetail | None:
     except (DecodeError, ValueError):
         return None
     return detail if is_ours else None
+
+
+def _retry_after_s(rich: status_pb2.Status | None) -> float:
+    """Return the seconds of the status's RetryInfo; a second without a sound one."""
+    info = error_details_pb2.RetryInfo()
+    try:
+        if rich is not None and any(packed.Unpack(info) for packed in rich.details):
+            return min(max(0.0, info.retry_delay.ToMilliseconds() / 1e3), _MOST_RETRY_S)
+    except (DecodeError, ValueError):
+        pass
+    return _DEFAULT_RETRY_S
 
 
 def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str) -> SpecSplitError:

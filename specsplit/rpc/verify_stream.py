@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
+from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import Proposal, Turn, Verdict
-from specsplit.rpc import calls, codec
+from specsplit.rpc import calls, codec, load
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.pb import target_pb2
 from specsplit.telemetry import spans
 
+OPEN_S = 2.0
+"""Longest time from the beginning of a stream to its first message."""
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 
 
@@ -30,20 +35,26 @@ async def serve_stream(
         InvalidRequest: a message is not valid.
         SpecSplitError: the verifier raised it.
     """
-    opening = await anext(requests, None)
-    if opening is None:
-        raise InvalidRequest("A stream begins with Open.")
+    opening = await _first_message(requests)
     turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
     check_open(turn)
-    stream = verifier.open_stream(turn, limits)
+    reports = _Reports()
+    with listening(reports.add):
+        stream = verifier.open_stream(turn, limits)
     # Both may hold a whole prompt, and this frame lives as long as the stream.
     del turn, opening
     failures: list[Exception] = []
     reader = asyncio.create_task(_read_all(requests, stream, failures), name="specsplit-verify-stream-reader")
+    first = asyncio.create_task(stream.next_commit(), name="specsplit-verify-stream-first")
     is_broken = True
     try:
-        while (verdict := await stream.next_commit()) is not None:
+        async with aclosing(reports.until(first)) as messages:
+            async for message in messages:
+                yield message
+        verdict = await first
+        while verdict is not None:
             yield calls.encode_commit(verdict, spans.current_span_id()).SerializeToString()
+            verdict = await stream.next_commit()
         is_broken = False
         if failures:
             raise failures[0]
@@ -54,11 +65,47 @@ async def serve_stream(
         raise
     finally:
         reader.cancel()
-        await to_its_end(_closed(stream, reader, keeps_slot=not is_broken))
+        first.cancel()
+        await to_its_end(_closed(stream, {reader, first}, keeps_slot=not is_broken))
 
 
-async def _closed(stream: VerifyStream, reader: asyncio.Task[None], *, keeps_slot: bool) -> None:
-    await asyncio.wait({reader})
+async def _first_message(requests: AsyncIterator[bytes]) -> bytes:
+    try:
+        async with asyncio.timeout(OPEN_S):
+            opening = await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"The stream opened no session within {OPEN_S:g} s.") from None
+    if opening is None:
+        raise InvalidRequest("A stream begins with Open.")
+    return opening
+
+
+class _Reports:
+    """Progress of a stream that waits for its first commit; only the latest one is worth sending."""
+
+    def __init__(self) -> None:
+        self._latest: Progress | None = None
+        self._has_news = asyncio.Event()
+
+    def add(self, progress: Progress) -> None:
+        self._latest = progress
+        self._has_news.set()
+
+    async def until(self, first: asyncio.Task[Verdict | None]) -> AsyncGenerator[bytes]:
+        """Yield messages of progress until the first commit is there."""
+        first.add_done_callback(lambda _: self._has_news.set())
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if first.done():
+                return
+            assert self._latest is not None, "only a report or the first commit is news"
+            progress = load.encode_progress(self._latest)
+            yield target_pb2.VerifyStreamResponse(progress=progress).SerializeToString()
+
+
+async def _closed(stream: VerifyStream, tasks: set[asyncio.Task[Any]], *, keeps_slot: bool) -> None:
+    await asyncio.wait(tasks)
     await stream.close(keeps_slot=keeps_slot)
 
 
@@ -97,6 +144,10 @@ class RemoteStream:
         self._stream = DuplexStream(channel.duplex(method), self._take, "specsplit-verify-stream")
         self._stream.when_over(self._has_incoming.set)
         self._stream.send(opening)
+        self._listener = current_listener()
+        self._has_commits = False
+        self._limit: asyncio.Timeout | None = None
+        """The limit of the caller that waits for a commit."""
         self._sent_bytes = len(opening)
         """Bytes sent since the last commit."""
 
@@ -114,7 +165,7 @@ class RemoteStream:
     async def next_commit(self) -> Verdict | None:
         """Return the next commit; raises the target's error, or LinkError, also after `timeout_s` without a commit."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as self._limit:
                 while not self._incoming:
                     if self._stream.is_over:
                         self._stream.check()
@@ -123,6 +174,8 @@ class RemoteStream:
                     await self._has_incoming.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{self._peer} gave no answer for {self._timeout_s:g} s.") from None
+        finally:
+            self._limit = None
         data = self._incoming.popleft()
         sent, self._sent_bytes = self._sent_bytes, 0
         try:
@@ -141,8 +194,25 @@ class RemoteStream:
         await self._stream.close(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
 
     def _take(self, data: bytes) -> None:
+        if not self._has_commits and self._hears_progress(data):
+            return
+        self._has_commits = True
         # The limits of the stream bound what an honest target sends; memory must not depend on its honesty.
         self._incoming.append(data)
         if len(self._incoming) > self._max_waiting:
             raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
         self._has_incoming.set()
+
+    def _hears_progress(self, data: bytes) -> bool:
+        """Pass a message on if it is progress, and let the time limit count anew: the target is not silent."""
+        try:
+            message = calls.parse(target_pb2.VerifyStreamResponse, data)
+        except InvalidRequest:
+            return False  # `next_commit` says so
+        if message.WhichOneof("body") != "progress":
+            return False
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        if self._listener is not None:
+            self._listener(load.decode_progress(message.progress))
+        return True

@@ -268,12 +268,13 @@ async def serving_chain(
         device = _coordinator_device(coordinator, settings, len(stages))
         stack.push_async_callback(device.close)
         engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s)
+        engine.open_queue(settings.queue)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
         running = await stack.enter_async_context(
             serving(
                 settings.listen,
-                [TargetService(engine, lambda: engine.num_sessions)],
+                [TargetService(engine, lambda: engine.num_sessions, engine)],
                 ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size)),
             )
         )

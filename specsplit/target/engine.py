@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
 from specsplit.core.ports import VerifyStream
+from specsplit.core.progress import Progress, current_listener
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
 from specsplit.core.types import (
     Proposal,
@@ -24,7 +26,7 @@ from specsplit.core.types import (
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
 from specsplit.engine.scheduler import at_once
-from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
+from specsplit.engine.session import MAX_STEP_TOKENS, PrefillReport, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.sampler import Sampler
@@ -43,7 +45,13 @@ class TargetEngine(Engine):
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
-        verdict, timings = await self._work.run(turn.session, self._verify(turn, proposal), this_round)
+        if not turn.may_open:
+            verdict, timings = await self._work.run(turn.session, self._verify(turn, proposal), this_round)
+            return verdict.timed(timings)
+        report = _prefill_report() if len(turn.tail) > MAX_STEP_TOKENS else None
+        verdict, timings = await self._run_opening(
+            turn, lambda: self._work.run(turn.session, self._verify(turn, proposal, report), this_round)
+        )
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
@@ -82,7 +90,9 @@ class TargetEngine(Engine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         params = check_score(self._model, prompt, scored, logit_bias, top_logprobs)
-        tokens, timings = await self._work.run(None, self._score(prompt, scored, params))
+        tokens, timings = await self._run_in_background(
+            lambda: self._work.run(None, self._score(prompt, scored, params))
+        )
         return Scores(tokens, timings)
 
     def _score(
@@ -115,7 +125,9 @@ class TargetEngine(Engine):
         if proposal.token_ids and proposal.root_position != length - 1:
             raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
-    def _verify(self, turn: Turn, proposal: Proposal) -> Generator[SequenceInput, Tensor, Verdict]:
+    def _verify(
+        self, turn: Turn, proposal: Proposal, report: PrefillReport | None = None
+    ) -> Generator[SequenceInput, Tensor, Verdict]:
         """Do one verify as work of the scheduler: yield each forward's input, get its logits, return the verdict."""
         session = self._sessions.enter(turn, proposal)
         try:
@@ -131,7 +143,7 @@ class TargetEngine(Engine):
                 session.truncate(keep)
             tail = turn.tail[keep - turn.base_length :]
             if len(tail) > MAX_STEP_TOKENS:
-                tail = yield from prefill(session, tail)
+                tail = yield from prefill(session, tail, report)
             tree = parent_indices(proposal) if proposal.token_ids else []
             logits = yield self._sequence_input(session, tail, proposal, tree)
             session.extend(tail)
@@ -205,6 +217,19 @@ class TargetEngine(Engine):
         """Return what the session asked for of the tokens that the verdict emits."""
         accepted = [number - proposal.first_node for number in verdict.accepted]
         return sampler.log_probs(logits, accepted, verdict.token_ids)
+
+
+def _prefill_report() -> PrefillReport | None:
+    """Return what tells the caller's listener of a prefill, if there is one."""
+    loop, listener = asyncio.get_running_loop(), current_listener()
+    if listener is None:
+        return None
+
+    def report(done: int, total: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody listens
+            loop.call_soon_threadsafe(listener, Progress(done=done, total=total))
+
+    return report
 
 
 def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:

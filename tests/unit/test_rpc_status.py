@@ -9,6 +9,7 @@ from google.rpc import status_pb2
 from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    Overloaded,
     PeerMismatch,
     SlotBehind,
     SpecSplitError,
@@ -35,6 +36,8 @@ def made(kind: type[SpecSplitError]) -> SpecSplitError:
         return kind(17)
     if issubclass(kind, StageBehind):
         return kind({0: 0, 3: 17})
+    if issubclass(kind, Overloaded):
+        return kind("Full.", 0.75)
     if issubclass(kind, InvalidRequest):
         return kind("Too hot, say: 100 °C.", param="temperature")
     return kind("A sentence.")

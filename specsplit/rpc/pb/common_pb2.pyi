@@ -94,6 +94,8 @@ class SessionParams(_message.Message):
     EOS_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     choice: _builtins.int
     prompt_length: _builtins.int
@@ -102,6 +104,10 @@ class SessionParams(_message.Message):
     """Log-probabilities of the target's tokens: absent for none, 0 for the tokens' own alone, k for the k likeliest
     tokens at each position, too.
     """
+    priority: _builtins.int
+    """Where openings wait for a slot: 0 to 9, the higher one first; 5 if absent."""
+    caller: _builtins.str
+    """Whose session it is, at most 64 characters; empty if nobody says."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -116,13 +122,20 @@ class SessionParams(_message.Message):
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int = ...,
         top_logprobs: _builtins.int | None = ...,
+        priority: _builtins.int | None = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "priority", b"priority", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "caller", b"caller", "choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___SessionParams: _TypeAlias = SessionParams  # noqa: Y015
@@ -141,11 +154,14 @@ class Turn(_message.Message):
     TAIL_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     epoch: _builtins.int
     round: _builtins.int
     base_length: _builtins.int
     base_hash: _builtins.int
+    max_wait_ms: _builtins.int
+    """How long an opening may wait for a slot: 0 to be refused at once, absent if that is up to the worker."""
     @_builtins.property
     def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -163,14 +179,48 @@ class Turn(_message.Message):
         tail: _abc.Iterable[_builtins.int] | None = ...,
         opening: Global___SessionParams | None = ...,
         verified: _abc.Iterable[_builtins.int] | None = ...,
+        max_wait_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "max_wait_ms", b"max_wait_ms", "opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_wait_ms: _TypeAlias = _typing.Literal["max_wait_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_wait_ms: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_wait_ms) -> _WhichOneofReturnType__max_wait_ms | None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """What a call hears before its answer: its place in the queue for slots, counted from 1, or how far its prefill is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    queued: _builtins.int
+    position: _builtins.int
+    done: _builtins.int
+    """Tokens."""
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        queued: _builtins.int = ...,
+        position: _builtins.int = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "position", b"position", "queued", b"queued", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Turn: _TypeAlias = Turn  # noqa: Y015
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Tree(_message.Message):
@@ -389,23 +439,57 @@ class PingResponse(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     TIME_US_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     time_us: _builtins.int
     """The worker's clock, microseconds since 1970."""
     @_builtins.property
     def identity(self) -> Global___Identity: ...
+    @_builtins.property
+    def load(self) -> Global___WorkerLoad: ...
     def __init__(
         self,
         *,
         identity: Global___Identity | None = ...,
         time_us: _builtins.int = ...,
+        load: Global___WorkerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "time_us", b"time_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "time_us", b"time_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PingResponse: _TypeAlias = PingResponse  # noqa: Y015
+
+@_typing.final
+class WorkerLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    num_sessions: _builtins.int
+    num_free_slots: _builtins.int
+    num_slots: _builtins.int
+    """0 if nobody said."""
+    num_waiting: _builtins.int
+    """Openings that wait for a slot."""
+    def __init__(
+        self,
+        *,
+        num_sessions: _builtins.int = ...,
+        num_free_slots: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_free_slots", b"num_free_slots", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
 class EndSessionRequest(_message.Message):
@@ -584,22 +668,28 @@ class RoundAnswer(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     response: _builtins.bytes
     status: _builtins.bytes
     """A google.rpc.Status, as in grpc-status-details-bin."""
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Not the answer yet, which follows."""
+
     def __init__(
         self,
         *,
         id: _builtins.int = ...,
         response: _builtins.bytes = ...,
         status: _builtins.bytes = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "response", b"response", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "id", b"id", "response", b"response", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "id", b"id", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["response", "status"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["response", "status", "progress"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

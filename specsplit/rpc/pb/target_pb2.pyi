@@ -215,21 +215,27 @@ class VerifyStreamResponse(_message.Message):
 
     COMMIT_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def commit(self) -> Global___Commit: ...
     @_builtins.property
     def finish(self) -> Global___Finish: ...
+    @_builtins.property
+    def progress(self) -> _common_pb2.Progress:
+        """Before the first commit only."""
+
     def __init__(
         self,
         *,
         commit: Global___Commit | None = ...,
         finish: Global___Finish | None = ...,
+        progress: _common_pb2.Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["commit", "finish"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["commit", "finish", "progress"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

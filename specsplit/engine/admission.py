@@ -1,0 +1,224 @@
+"""The queue before a worker's slots: openings of sessions wait here in order, and cost neither a slot nor a thread.
+
+    [ first: tries for a slot | second | ... | the last one that may wait ]    everybody else is refused with a time
+
+Knows neither turns nor models; on the event loop only, but for `slot_freed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from bisect import insort
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerClosed
+from specsplit.core.progress import Listener, Progress, current_listener
+from specsplit.core.record import record
+
+AGE_S = 10.0
+"""Seconds of waiting that outweigh one level of priority, so that nobody starves."""
+MAX_WAIT_S = 300.0
+"""Longest wait of one call; whoever waits longer has to come again."""
+_TRY_S = 0.25
+"""Period at which the first one tries again: a session may have become old enough to lose its slot."""
+_REPORT_S = 5.0
+"""Longest time without a report to somebody who waits, who could not tell silence from a dead worker."""
+_RATE_S, _RATE_SLOTS = 60.0, 32
+"""How far back, in seconds and in slots, the rate is measured at which slots become free."""
+_LEAST_RETRY_S, _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.05, 0.5, 30.0
+
+
+@record
+class Opening:
+    """A call that needs a slot: whose it is, and how urgent. The higher of two priorities goes first.
+
+    `priority` None is background work, which waits behind all others. `max_wait_s` None is up to the worker.
+    """
+
+    session: str
+    caller: str = ""
+    priority: int | None = 0
+    max_wait_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """One opening in the queue."""
+
+    opening: Opening
+    arrived_s: float
+    number: int
+    listener: Listener | None
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set if it became the first, moved up, was sent away, or, for the first, if a slot has become free."""
+    error: SpecSplitError | None = None
+
+    def __lt__(self, other: _Waiter) -> bool:
+        return self.rank < other.rank
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """Sort key: the time of arrival, earlier by AGE_S for each level of priority. It never changes."""
+        # As time passes, every later arrival of whatever priority ranks behind: nobody is overtaken for ever.
+        priority = self.opening.priority
+        return priority is None, self.arrived_s - AGE_S * (priority or 0), self.number
+
+
+class FreedRate:
+    """How fast slots become free, and when the next of those who were refused should come back."""
+
+    def __init__(self) -> None:
+        self._freed_s: deque[float] = deque(maxlen=_RATE_SLOTS)
+        self._promised_s = 0.0
+
+    def observe(self, now_s: float) -> None:
+        """Count a slot that became free."""
+        self._freed_s.append(now_s)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Return after how many seconds one more caller should come back; each call promises a later moment."""
+        while self._freed_s and self._freed_s[0] < now_s - _RATE_S:
+            self._freed_s.popleft()
+        # Every slot that becomes free makes one place in the queue; callers that come at that pace find one each.
+        per_slot_s = _DEFAULT_RETRY_S
+        if len(self._freed_s) > 1:
+            per_slot_s = (now_s - self._freed_s[0]) / len(self._freed_s)
+        self._promised_s = min(max(now_s, self._promised_s) + per_slot_s, now_s + _MOST_RETRY_S)
+        return max(_LEAST_RETRY_S, self._promised_s - now_s)
+
+
+class AdmissionQueue:
+    """Lets at most `max_waiting` openings wait for a slot, first come first served within a priority.
+
+    A named caller, and background work, may have half of the places.
+    """
+
+    def __init__(self, max_waiting: int = 0) -> None:
+        self.max_waiting = max_waiting
+        self._waiters: list[_Waiter] = []
+        self._rate = FreedRate()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def slot_freed(self) -> None:
+        """Let the first one try, since a slot has become free; any thread may call this."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits on it
+                self._loop.call_soon_threadsafe(self._take_note)
+
+    def overloaded(self, sentence: str) -> Overloaded:
+        """Return the refusal of one caller, with the time after which it should come back."""
+        self._loop = asyncio.get_running_loop()
+        retry_after_s = self._rate.retry_after_s(self._loop.time())
+        return Overloaded(f"{sentence.rstrip('.')} (in {retry_after_s:.2g} s).", retry_after_s)
+
+    async def wait(
+        self, opening: Opening, try_take: Callable[[], Awaitable[bool]], *, arrived_s: float | None = None
+    ) -> float:
+        """Wait until the opening is the first and `try_take` has got it a slot; return the seconds waited.
+
+        Progress is reported to the caller's listener. A later call for the same session takes this one's place. If the
+        caller is cancelled it leaves at once.
+
+        Raises:
+            Overloaded: no place is left.
+            DeadlineExceeded: `max_wait_s` has passed.
+            StaleRound: a later call has taken the place, or the session has been closed.
+        """
+        self._loop = loop = asyncio.get_running_loop()
+        began_s = arrived_s if arrived_s is not None else loop.time()
+        end_s = began_s + min(opening.max_wait_s if opening.max_wait_s is not None else MAX_WAIT_S, MAX_WAIT_S)
+        waiter = self._join(opening, began_s)
+        try:
+            while True:
+                self._report(waiter)
+                waiter.has_news.clear()
+                # A slot that becomes free from here on sets `has_news`, so no wake-up is lost during the attempt.
+                if self._waiters[0] is waiter and await try_take():
+                    return loop.time() - began_s
+                await self._wait_for_news(waiter, end_s)
+        finally:
+            self._leave(waiter)
+
+    async def _wait_for_news(self, waiter: _Waiter, end_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= end_s and waiter.error is None:
+            raise DeadlineExceeded(f"No slot became free within the {end_s - waiter.arrived_s:.3g} s allowed.")
+        # Whoever left or was sent away during the attempt is no longer in the queue.
+        pause_s = _TRY_S if self._waiters[:1] == [waiter] else _REPORT_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(min(end_s, loop.time() + pause_s)):
+                await waiter.has_news.wait()
+        if waiter.error is not None:
+            raise waiter.error
+
+    def withdraw(self, session: str) -> None:
+        """Send away whoever waits for a slot of the session, which is closed."""
+        self._dismiss(session, StaleRound("the session was closed before it had a slot"))
+
+    def refuse_all(self, error: Callable[[], SpecSplitError]) -> None:
+        """Send everybody away, each with an error of its own."""
+        for waiter in list(self._waiters):
+            self._dismiss(waiter.opening.session, error())
+
+    def close(self, name: str) -> None:
+        """Send everybody away, since the worker is closed."""
+        self.refuse_all(lambda: WorkerClosed(f"The {name} worker has been closed; start a new one."))
+
+    def _join(self, opening: Opening, arrived_s: float) -> _Waiter:
+        earlier = self._dismiss(opening.session, StaleRound("a later call of the session waits in this one's place"))
+        if earlier is None:
+            self._check_room(opening)
+            self._num_arrived += 1
+        number = self._num_arrived if earlier is None else earlier.number
+        waiter = _Waiter(opening, arrived_s if earlier is None else earlier.arrived_s, number, current_listener())
+        insort(self._waiters, waiter)
+        self._tell_behind(waiter)
+        return waiter
+
+    def _check_room(self, opening: Opening) -> None:
+        if len(self._waiters) >= self.max_waiting:
+            raise self.overloaded("All sessions of this worker are in use and its queue is full; try again")
+        if opening.caller or opening.priority is None:
+            kin = [other for other in self._waiters if _has_one_quota(other.opening, opening)]
+            if len(kin) >= max(1, self.max_waiting // 2):
+                raise self.overloaded("This caller has as many requests waiting as one may have; try again")
+
+    def _dismiss(self, session: str, error: SpecSplitError) -> _Waiter | None:
+        waiter = next((waiter for waiter in self._waiters if waiter.opening.session == session), None)
+        if waiter is not None:
+            waiter.error = error
+            self._leave(waiter)
+            waiter.has_news.set()
+        return waiter
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._tell_behind(waiter)
+            self._waiters.remove(waiter)
+
+    def _tell_behind(self, waiter: _Waiter) -> None:
+        """Wake those behind: their positions have changed, and one may have become the first."""
+        for other in self._waiters[self._waiters.index(waiter) + 1 :]:
+            other.has_news.set()
+
+    def _report(self, waiter: _Waiter) -> None:
+        if waiter.listener is not None and waiter.opening.priority is not None:
+            position = self._waiters.index(waiter) + 1
+            waiter.listener(Progress(queued=len(self._waiters), position=position))
+
+    def _take_note(self) -> None:
+        assert self._loop is not None, "slots that become free are told to a loop"
+        self._rate.observe(self._loop.time())
+        if self._waiters:
+            self._waiters[0].has_news.set()
+
+
+def _has_one_quota(one: Opening, other: Opening) -> bool:
+    return one.caller == other.caller and (one.priority is None) == (other.priority is None)

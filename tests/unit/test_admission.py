@@ -1,0 +1,252 @@
+"""The queue before a worker's slots against a plain model, in virtual time: who is served next, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError
+from specsplit.core.progress import Progress, listening
+from specsplit.engine.admission import AGE_S, AdmissionQueue, FreedRate, Opening
+from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.request import RetryPolicy
+from specsplit.orchestrator.retry import Retrier
+from tests.support.virtual_time import VirtualTimeLoop, run_virtual
+
+NUM_SLOTS, NUM_PLACES = 2, 4
+
+
+@dataclass
+class Expected:
+    """One that waits, in the model."""
+
+    key: str
+    caller: str
+    rank: float
+    end_s: float
+
+
+class Slots:
+    """So many slots, and what an engine does with the queue before them."""
+
+    def __init__(self, num_slots: int, num_places: int) -> None:
+        self.num_free = num_slots
+        self.queue = AdmissionQueue(num_places)
+        self.served: list[str] = []
+        self.heard: dict[str, Progress] = {}
+        self.ended: dict[str, SpecSplitError | None] = {}
+
+    async def open(self, opening: Opening) -> None:
+        if len(self.queue) or not await self.try_take():
+            with listening(lambda progress: self.heard.__setitem__(opening.session, progress)):
+                await self.queue.wait(opening, self.try_take)
+        self.served.append(opening.session)
+
+    async def try_take(self) -> bool:
+        await asyncio.sleep(0)  # as the executor would answer
+        if not self.num_free:
+            return False
+        self.num_free -= 1
+        return True
+
+    def free(self) -> None:
+        self.num_free += 1
+        self.queue.slot_freed()
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Arrivals, ends, cancels and time in any order; the model keeps sorted lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualTimeLoop()
+        self.slots = Slots(NUM_SLOTS, NUM_PLACES)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.waiting: list[Expected] = []
+        self.num_held = 0
+        self.order: list[str] = []
+
+    def settle(self) -> None:
+        async def turns() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        self.loop.grant_turns()
+        self.loop.run_until_complete(turns())
+
+    @rule(priority=st.integers(0, 9), caller=st.sampled_from(["", "a", "b"]), wait_s=st.sampled_from([None, 3.0, 20.0]))
+    def arrive(self, priority: int, caller: str, wait_s: float | None) -> None:
+        key, now_s = f"s{len(self.tasks)}", self.loop.time()
+        self.tasks[key] = self.loop.create_task(self.slots.open(Opening(key, caller, priority, wait_s)))
+        self.settle()
+        has_quota = not caller or sum(other.caller == caller for other in self.waiting) < NUM_PLACES // 2
+        if self.num_held < NUM_SLOTS:
+            self.num_held += 1
+            self.order.append(key)
+        elif len(self.waiting) < NUM_PLACES and has_quota:
+            end_s = now_s + (wait_s if wait_s is not None else 300.0)
+            self.waiting.append(Expected(key, caller, now_s - AGE_S * priority, end_s))
+            self.waiting.sort(key=lambda one: one.rank)
+        else:
+            error = self.tasks[key].exception()
+            assert isinstance(error, Overloaded)
+            assert error.retry_after_s > 0
+
+    @precondition(lambda self: self.num_held)
+    @rule()
+    def end_a_session(self) -> None:
+        self.slots.free()
+        self.settle()
+        self.num_held -= 1
+        if self.waiting:
+            self.num_held += 1
+            self.order.append(self.waiting.pop(0).key)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), closes=st.booleans())
+    def vanish(self, data: st.DataObject, closes: bool) -> None:
+        one = data.draw(st.sampled_from(self.waiting))
+        if closes:
+            self.slots.queue.withdraw(one.key)
+        else:
+            self.tasks[one.key].cancel()
+        self.settle()
+        assert self.tasks[one.key].done()
+        self.waiting.remove(one)
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 15.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.loop.grant_turns()
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+        self.settle()
+        for one in [one for one in self.waiting if one.end_s <= self.loop.time()]:
+            assert isinstance(self.tasks[one.key].exception(), DeadlineExceeded)
+            self.waiting.remove(one)
+
+    @invariant()
+    def the_queue_is_the_models(self) -> None:
+        assert self.slots.served == self.order
+        assert self.slots.num_free == NUM_SLOTS - self.num_held
+        assert len(self.slots.queue) == len(self.waiting)
+        heard = [self.slots.heard[one.key] for one in self.waiting]
+        assert [progress.position for progress in heard] == list(range(1, len(self.waiting) + 1))
+
+    def teardown(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        self.settle()
+        for task in self.tasks.values():
+            if not task.cancelled():
+                task.exception()
+        self.loop.close()
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_steady_stream_of_urgent_requests_starves_nobody() -> None:
+    async def main() -> list[str]:
+        slots = Slots(NUM_SLOTS, NUM_PLACES)
+        for key in ("first", "second"):
+            await slots.open(Opening(key))
+        tasks = [asyncio.create_task(slots.open(Opening("patient", priority=0)))]
+        for number in range(200):  # one comes and one goes each second
+            tasks.append(asyncio.create_task(slots.open(Opening(f"urgent {number}", priority=9))))
+            await asyncio.sleep(1)
+            slots.free()
+        slots.free()
+        await asyncio.gather(*tasks)
+        return slots.served
+
+    served = run_virtual(main)
+    assert served.index("patient") == pytest.approx(9 * AGE_S, abs=5)
+
+
+def test_background_work_waits_behind_all_others() -> None:
+    async def main() -> list[str]:
+        slots = Slots(1, 8)
+        await slots.open(Opening("first"))
+        openings = [Opening("score", priority=None), Opening("late", priority=0), Opening("later", priority=0)]
+        tasks = [asyncio.create_task(slots.open(opening)) for opening in openings]
+        for _ in tasks:
+            await asyncio.sleep(100)
+            slots.free()
+        await asyncio.gather(*tasks)
+        return slots.served
+
+    assert run_virtual(main) == ["first", "late", "later", "score"]
+
+
+def test_a_later_call_of_a_session_takes_the_place_of_its_first() -> None:
+    async def main() -> list[str]:
+        slots = Slots(NUM_SLOTS, NUM_PLACES)
+        for key in ("first", "second"):
+            await slots.open(Opening(key))
+        lost = asyncio.create_task(slots.open(Opening("again")))
+        await asyncio.sleep(1)
+        other = asyncio.create_task(slots.open(Opening("other")))
+        await asyncio.sleep(1)
+        again = asyncio.create_task(slots.open(Opening("again")))
+        await asyncio.sleep(1)
+        assert "a later call" in str(lost.exception())
+        slots.free()
+        slots.free()
+        await asyncio.gather(again, other)
+        return slots.served
+
+    assert run_virtual(main) == ["first", "second", "again", "other"]
+
+
+def test_refused_callers_come_back_as_fast_as_slots_become_free() -> None:
+    rate = FreedRate()
+    for number in range(9):
+        rate.observe(100 + number * 0.5)
+    times = [rate.retry_after_s(104.5) for _ in range(5)]
+    assert times == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.5])
+    assert rate.retry_after_s(104.5 + 60) == pytest.approx(0.5), "what was long ago says nothing"
+    assert max(rate.retry_after_s(200) for _ in range(1000)) == pytest.approx(30)
+
+
+def test_an_orchestrator_comes_back_when_it_was_told_to() -> None:
+    async def main() -> tuple[list[float], float]:
+        loop, asked_s = asyncio.get_running_loop(), list[float]()
+
+        async def ask() -> None:
+            asked_s.append(loop.time())
+            if len(asked_s) <= 3:
+                raise Overloaded("All sessions are in use.", 7.5)
+
+        retrier = Retrier(60.0, RetryPolicy(), RequestEvents())
+        await retrier.ask(ask)
+        return asked_s, retrier.queue_s
+
+    assert run_virtual(main) == ([0.0, 7.5, 15.0, 22.5], 22.5)
+
+
+def test_progress_keeps_an_attempt_alive_and_reaches_the_listener() -> None:
+    async def main() -> tuple[str, list[Progress]]:
+        heard: list[Progress] = []
+
+        async def ask() -> str:
+            queue = AdmissionQueue(1)
+            tries = iter([False] * 10_000)
+
+            async def try_take() -> bool:
+                return asyncio.get_running_loop().time() > 100 or next(tries)
+
+            await queue.wait(Opening("a"), try_take)
+            return "served"
+
+        retrier = Retrier(None, RetryPolicy(retry_s=5.0), RequestEvents())
+        with listening(heard.append):
+            return await retrier.ask(ask, work_s=1.0), heard
+
+    answer, heard = run_virtual(main)
+    assert answer == "served"
+    assert set(heard) == {Progress(queued=1, position=1)}
