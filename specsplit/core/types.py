@@ -270,12 +270,11 @@ class StreamLimits:
 
 @record
 class WorkerLoad:
-    """How busy a worker is."""
+    """How busy a worker is; `num_slots` is 0 if nobody said."""
 
     num_sessions: int = 0
     num_free_slots: int = 0
     num_slots: int = 0
-    """0 if nobody said."""
     num_waiting: int = 0
     """Openings that wait for a slot."""
 
