@@ -47,14 +47,12 @@ FREQUENCY_PENALTY = 0.0
 REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"
-SERVED_SESSIONS = 4
-"""KV slots of a worker that serves."""
+SERVED_SESSIONS, QUEUE_PER_SESSION = 4, 4
+"""KV slots of a worker that serves, and requests that may wait for one, for each slot."""
 LOCAL_SESSIONS = 8
 """KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
 CONCURRENCY = 4
 """Prompts of a file that are answered at once: as many as a worker that serves has slots."""
-QUEUE_PER_SESSION = 4
-"""Openings that may wait for a slot of a worker that serves, for each slot."""
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0
