@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     def runs_side_by_side(self) -> bool:
         """Whether draft and target of this process work at the same time: their modes mean nothing otherwise.
 
-        `auto` needs it to win nothing: two models in turn on all cores are as fast as at once on some of them each.
+        `auto` does without: on two cores, in turn was as fast as at once (docs/log.md).
         """
         return self.orchestrator.mode in ("overlap", "stream") and self.draft_source is not None
 
