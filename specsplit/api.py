@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, overload
 
-from specsplit.assembly.models import load_models
+from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request, request_settings
 from specsplit.core.defaults import LOCAL_SESSIONS, DeviceName, Dtype, Mode
@@ -72,7 +72,8 @@ class Pipeline:
     """A target and perhaps a draft, ready to generate; close it, or use it in a with block.
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
-    are addresses, HOST:PORT, of workers that serve elsewhere. A target without a draft speculates by lookup alone.
+    are addresses, HOST:PORT, of workers that serve elsewhere; one may be here and the other there. A target without a
+    draft speculates by lookup alone.
     Models loaded here have `sessions` KV slots, by default 8 or as many as the memory easily holds; that many requests
     run at once, and more wait for their turn in order of arrival. A request's `timeout` counts from its turn.
     Arguments override environment variables, these the settings file, and that the defaults.
@@ -106,7 +107,7 @@ class Pipeline:
         # Sampling parameters out of range are refused here, before a model is loaded for minutes.
         settings.orchestrator.sampling()
         self.settings = settings
-        models = None if settings.is_remote else load_models(settings, max_sessions=LOCAL_SESSIONS)
+        models = load_local(settings, max_sessions=LOCAL_SESSIONS)
         self._thread = LoopThread("specsplit-pipeline")
         # A request begins and closing begins under this lock, so no request begins after `close` has ended them all.
         self._gate = threading.Lock()

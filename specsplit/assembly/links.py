@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
-from specsplit.core.ports import Tokenizer
+from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.core.user_cache import user_cache
@@ -32,6 +32,34 @@ _ONE_TRY_S = 5.0
 async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncGenerator[Workers]:
     """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
 
+    Raises what `remote_target` raises.
+    """
+    async with AsyncExitStack() as stack:
+        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note))
+        drafter = None
+        if settings.draft_address is not None:
+            drafter = await stack.enter_async_context(remote_draft(settings.draft_address))
+        workers = Workers(verifier, drafter, tokenizer, Placement(is_remote=True))
+        stack.push_async_callback(workers.aclose)
+        yield workers
+
+
+@asynccontextmanager
+async def remote_draft(address: str) -> AsyncGenerator[Drafter]:
+    """Make a client of a draft for the length of the block; it connects when it is asked."""
+    from specsplit.rpc.clients import RemoteDrafter
+
+    drafter = RemoteDrafter(address, call_timeout_s=_PROPOSE_S)
+    try:
+        yield drafter
+    finally:
+        await drafter.aclose()
+
+
+@asynccontextmanager
+async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGenerator[tuple[Verifier, Tokenizer]]:
+    """Connect to the target for the length of the block, and fetch its tokenizer.
+
     `note` is called once if the target has to be tried again.
 
     Raises:
@@ -39,16 +67,11 @@ async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncG
         ModelDamaged: its tokenizer cannot be read.
     """
     from specsplit.model.tokenizer import held_tokenizer_hash
-    from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+    from specsplit.rpc.clients import RemoteVerifier
 
-    assert settings.target.address is not None, "remote workers have an address"
-    async with AsyncExitStack() as stack:
-        verifier = RemoteVerifier(settings.target.address, call_timeout_s=_VERIFY_S)
-        stack.push_async_callback(verifier.aclose)
-        drafter = None
-        if settings.draft_address is not None:
-            drafter = RemoteDrafter(settings.draft_address, call_timeout_s=_PROPOSE_S)
-            stack.push_async_callback(drafter.aclose)
+    assert settings.target.address is not None, "a remote target has an address"
+    verifier = RemoteVerifier(settings.target.address, call_timeout_s=_VERIFY_S)
+    try:
         cache = _cache_folder()
 
         async def fetch() -> TokenizerFiles:
@@ -59,9 +82,9 @@ async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncG
         chosen = settings.orchestrator
         connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note)
         files = await connecting.retry(fetch)
-        workers = Workers(verifier, drafter, _load_tokenizer(files, cache), Placement(is_remote=True))
-        stack.push_async_callback(workers.aclose)
-        yield workers
+        yield verifier, _load_tokenizer(files, cache)
+    finally:
+        await verifier.aclose()
 
 
 class _Connecting:

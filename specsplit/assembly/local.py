@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from specsplit.assembly.models import Models
@@ -11,7 +11,10 @@ from specsplit.assembly.workers import Placement, Workers
 from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
+    from specsplit.draft.engine import DraftEngine
     from specsplit.engine.executor import Executor
+    from specsplit.model.loader import LoadedModel
+    from specsplit.target.engine import TargetEngine
 
 
 @asynccontextmanager
@@ -46,6 +49,40 @@ async def local_workers(
             await draft.aclose()
         for executor in {target_executor, draft_executor}:
             await executor.close()
+
+
+@asynccontextmanager
+async def local_target(model: LoadedModel, *, measures: bool) -> AsyncGenerator[TargetEngine]:
+    """Run a target's engine on a thread of its own for the length of the block, for a draft that is elsewhere."""
+    from specsplit.target.engine import TargetEngine
+
+    async with _executor_of(model) as executor, aclosing(TargetEngine(model, executor)) as engine:
+        if measures:
+            await engine.measure()
+        yield engine
+
+
+@asynccontextmanager
+async def local_draft(model: LoadedModel, *, measures: bool) -> AsyncGenerator[DraftEngine]:
+    """Run a draft's engine on a thread of its own for the length of the block, for a target that is elsewhere."""
+    from specsplit.draft.engine import DraftEngine
+
+    async with _executor_of(model) as executor, aclosing(DraftEngine(model, executor)) as engine:
+        if measures:
+            await engine.measure()
+        yield engine
+
+
+@asynccontextmanager
+async def _executor_of(model: LoadedModel) -> AsyncGenerator[Executor]:
+    # The event loop is left to the link, whose answers and keepalives no forward should hold up.
+    from specsplit.engine.executor import ThreadExecutor
+
+    executor = ThreadExecutor(model.role, model.threads)
+    try:
+        yield executor
+    finally:
+        await executor.close()
 
 
 def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:

@@ -55,6 +55,23 @@ class Models:
         return self.target.tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """The one loaded model of a process whose target is elsewhere."""
+
+    draft: LoadedModel
+
+    @property
+    def degraded(self) -> list[str]:
+        """Return a sentence for everything that works less well than it could."""
+        return [] if self.draft.runner.is_recorded else [not_recorded(self.draft)]
+
+    @property
+    def max_sessions(self) -> int:
+        """How many requests may run at once."""
+        return self.draft.max_sessions
+
+
 def not_recorded(model: LoadedModel) -> str:
     """Return the sentence for a model whose forward stays in Python."""
     return f"The forward of {model.name} could not be recorded, so it runs slower."
@@ -95,25 +112,66 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         raise ModelDamaged(f"{target.name} has no tokenizer files; add its tokenizer.json.")
     if draft_source is None:
         return Models(target, None)
-    draft = load_model(
+    draft = _load_draft(
         draft_source,
+        settings,
+        # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
+        threads=1 if settings.runs_side_by_side else target.threads,
+        context=target.context,
+        max_sessions=target.max_sessions,
+        progress=lambda phase, fraction: report(phase, share + fraction * share),
+    )
+    check_vocabularies(target.identity, draft.identity)
+    return Models(target, draft)
+
+
+def load_local(
+    settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1
+) -> Models | LoadedDraft | None:
+    """Load the models that the settings place in this process: those of `load_models`, the draft alone, or none.
+
+    Raises what `load_models` raises.
+    """
+    if not settings.is_remote:
+        return load_models(settings, progress, max_sessions=max_sessions)
+    source = settings.draft_source
+    if source is None:
+        return None
+    require_worker_extra()
+    context = settings.target.context
+    return LoadedDraft(_load_draft(source, settings, context=context, max_sessions=max_sessions, progress=progress))
+
+
+def _load_draft(
+    source: str,
+    settings: Settings,
+    *,
+    threads: int | None = None,
+    context: int | None,
+    max_sessions: int,
+    progress: Progress | None,
+) -> LoadedModel:
+    """Load a draft with the `threads` and up to the `context` and `max_sessions` given, if the settings name none."""
+    from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, load_model
+
+    report = progress if progress is not None else _ignore
+    draft = load_model(
+        source,
         role="draft",
         dtype=settings.draft.dtype,
         device=settings.draft.device,
-        # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
-        threads=settings.draft.threads or (1 if settings.runs_side_by_side else target.threads),
+        threads=settings.draft.threads or threads,
         context=settings.draft.context,
-        default_context=target.context,
-        max_sessions=settings.draft.sessions or target.max_sessions,
+        default_context=context or DEFAULT_CONTEXT,
+        max_sessions=settings.draft.sessions or max_sessions,
         min_sessions=settings.draft.sessions or 1,
-        node_limit=node_limit,
-        progress=lambda phase, fraction: report(f"draft: {phase}", share + fraction * share),
+        node_limit=max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0),
+        progress=lambda phase, fraction: report(f"draft: {phase}", fraction),
     )
     # Equal sizes prove nothing: only the tokens themselves, hashed, tell whether the two mean the same by an id.
     if draft.tokenizer is None:
         raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
-    check_vocabularies(target.identity, draft.identity)
-    return Models(target, draft)
+    return draft
 
 
 def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:

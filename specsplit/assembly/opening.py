@@ -1,25 +1,55 @@
-"""The workers that the settings ask for: engines over models loaded here, or clients of workers elsewhere."""
+"""The workers that the settings ask for: engines over models loaded here, clients of workers elsewhere, or both."""
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from specsplit.assembly.links import remote_workers
-from specsplit.assembly.local import local_workers
-from specsplit.assembly.models import Models
-from specsplit.assembly.workers import Workers
+from specsplit.assembly.links import remote_draft, remote_target, remote_workers
+from specsplit.assembly.local import local_draft, local_target, local_workers
+from specsplit.assembly.models import LoadedDraft, Models
+from specsplit.assembly.workers import Placement, Workers
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 
 
 def open_workers(
-    settings: Settings, models: Models | None, note: Note | None = None
+    settings: Settings, models: Models | LoadedDraft | None, note: Note | None = None
 ) -> AbstractAsyncContextManager[Workers]:
-    """Run engines over `models` for the length of the block; without models, connect to the workers elsewhere.
+    """Run engines over `models`, and connect to the workers elsewhere, for the length of the block.
 
     `note` is called with what the user should know meanwhile.
     """
     if models is None:
         return remote_workers(settings, note)
-    mode = settings.orchestrator.mode
-    return local_workers(models, side_by_side=settings.runs_side_by_side, measures=mode == "auto")
+    measures = settings.orchestrator.mode == "auto"
+    if isinstance(models, LoadedDraft):
+        return _with_remote_target(settings, models, note, measures=measures)
+    if settings.draft_address is not None:
+        return _with_remote_draft(settings.draft_address, models, measures=measures)
+    return local_workers(models, side_by_side=settings.runs_side_by_side, measures=measures)
+
+
+@asynccontextmanager
+async def _with_remote_target(
+    settings: Settings, models: LoadedDraft, note: Note | None, *, measures: bool
+) -> AsyncGenerator[Workers]:
+    async with AsyncExitStack() as stack:
+        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note))
+        drafter = await stack.enter_async_context(local_draft(models.draft, measures=measures))
+        placement = Placement(is_remote=True, max_requests=models.max_sessions)
+        workers = Workers(verifier, drafter, tokenizer, placement)
+        stack.push_async_callback(workers.aclose)
+        yield workers
+
+
+@asynccontextmanager
+async def _with_remote_draft(address: str, models: Models, *, measures: bool) -> AsyncGenerator[Workers]:
+    async with AsyncExitStack() as stack:
+        verifier = await stack.enter_async_context(local_target(models.target, measures=measures))
+        drafter = await stack.enter_async_context(remote_draft(address))
+        # A stream gains where a round trip lies between two steps of the target, and none does.
+        placement = Placement(is_remote=True, auto_modes=("overlap", "pingpong"), max_requests=models.max_sessions)
+        workers = Workers(verifier, drafter, models.tokenizer, placement)
+        stack.push_async_callback(workers.aclose)
+        yield workers

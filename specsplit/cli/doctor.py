@@ -11,11 +11,13 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from specsplit.assembly.models import load_models
+from specsplit.assembly.models import LoadedDraft, load_local
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check, exactness_check
+from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.settings import Settings, load_settings
+from specsplit.core.settings import EffectiveSettings, Settings, load_settings
+from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def run(given: Mapping[str, Any]) -> int:
         effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
         effective.settings.orchestrator.sampling()
         checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
-        checks += _check_workers(effective.settings)
+        checks += _check_workers(effective)
     except SpecSplitError as error:
         checks.append(Check("settings", False, str(error)))
     is_ok = all(check.is_ok for check in checks)
@@ -66,20 +68,27 @@ def _package(name: str, *, is_needed: bool = True) -> Check:
         return Check(name, False, f"not installed: pip install 'specsplit{extra}'")
 
 
-def _check_workers(settings: Settings) -> list[Check]:
-    """Check the workers elsewhere, or the packages, devices and models that run here."""
-    is_remote = settings.is_remote or settings.draft_address is not None
-    packages = [_package(name, is_needed=not is_remote) for name in _WORKER_PACKAGES]
-    if not is_remote:
-        return [*packages, *_machine(settings)]
-    # Imported late: it brings grpc, which a user of local models need not have working.
-    from specsplit.cli.doctor_services import check_services
+def _check_workers(effective: EffectiveSettings) -> list[Check]:
+    """Check the workers elsewhere, and the packages, devices and models that run here."""
+    settings = effective.settings
+    is_linked = settings.is_remote or settings.draft_address is not None
+    # A draft's address alone asks for a check of that draft, not of the default target.
+    is_lone_draft = is_linked and not settings.is_remote and "target.model" not in effective.origins
+    loads = settings.has_local_model and not is_lone_draft
+    checks = [_package(name, is_needed=loads) for name in _WORKER_PACKAGES]
+    here: dict[Role, Identity] = {}
+    if loads:
+        checks += _machine(settings, here)
+    if is_linked:
+        # Imported late: it brings grpc, which a user of local models need not have working.
+        from specsplit.cli.doctor_services import check_services
 
-    return [*packages, *check_services(settings)]
+        checks += check_services(settings, here)
+    return checks
 
 
-def _machine(settings: Settings) -> list[Check]:
-    """Check the devices and, if the worker packages are installed, the models."""
+def _machine(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
+    """Check the devices and, if the worker packages are installed, the models, whose identities go to `here`."""
     try:
         require_worker_extra()
     except SpecSplitError as error:
@@ -90,24 +99,27 @@ def _machine(settings: Settings) -> list[Check]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     wants_cuda = "cuda" in (settings.target.device, settings.draft.device)
     cuda = Check("cuda", bool(names) or not wants_cuda, ", ".join(names) or "no device")
-    return [Check("cpu", True, cpu), cuda, *_models(settings)]
+    return [Check("cpu", True, cpu), cuda, *_models(settings, here)]
 
 
-def _models(settings: Settings) -> list[Check]:
+def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     try:
         with render.loading_bar() as progress:
-            models = load_models(settings, progress)
+            loaded = load_local(settings, progress)
     except SpecSplitError as error:
         return [Check("models", False, str(error))]
-    checks = [_model(models.target), _exactness(models.target)]
-    if models.draft is None:
-        return [*checks, Check("draft", True, "none: decoding is plain")]
-    return [
-        *checks,
-        _model(models.draft),
-        _exactness(models.draft),
-        Check("vocabulary", True, "the same for draft and target"),
-    ]
+    assert loaded is not None, "called where a model is placed here"
+    models = [loaded.draft] if isinstance(loaded, LoadedDraft) else [loaded.target, loaded.draft]
+    checks: list[Check] = []
+    for model in models:
+        if model is not None:
+            here[model.role] = model.identity
+            checks += [_model(model), _exactness(model)]
+    if len(here) == 2:
+        checks.append(Check("vocabulary", True, "the same for draft and target"))
+    elif not settings.has_draft:
+        checks.append(Check("draft", True, "none: decoding is plain"))
+    return checks
 
 
 def _model(model: LoadedModel) -> Check:

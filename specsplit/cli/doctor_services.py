@@ -11,6 +11,7 @@ from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
+from specsplit.core.types import Identity
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
 from specsplit.rpc.connectivity import why_unreachable
 
@@ -18,8 +19,11 @@ _MOST_SKEW_MS = 1000.0
 """Largest difference of clocks at which the spans of several machines can be read together."""
 
 
-def check_services(settings: Settings) -> list[Check]:
-    """Ping the workers that the settings name; a check fails on no answer, another role or another vocabulary."""
+def check_services(settings: Settings, here: Mapping[Role, Identity]) -> list[Check]:
+    """Ping the workers that the settings name; a check fails on no answer, another role or another vocabulary.
+
+    `here` are the models that were loaded into this process to work with them.
+    """
     addresses: dict[Role, str] = {}
     if settings.target.address is not None:
         addresses["target"] = settings.target.address
@@ -32,7 +36,12 @@ def check_services(settings: Settings) -> list[Check]:
             checks += _worker(role, addresses[role], answer)
         else:
             checks.append(Check(role, False, str(answer)))
-    return [*checks, *_compatibility(answers)]
+    found: dict[Role, Identity] = {
+        role: answer.identity for role, answer in answers.items() if isinstance(answer, PingDetails)
+    }
+    if not settings.has_draft:
+        return [*checks, Check("draft", True, "none: decoding is plain")]
+    return [*checks, *_compatibility({**here, **found})]
 
 
 async def _ping_all(addresses: Mapping[Role, str]) -> dict[Role, PingDetails | SpecSplitError]:
@@ -85,14 +94,11 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
     ]
 
 
-def _compatibility(answers: Mapping[Role, PingDetails | SpecSplitError]) -> list[Check]:
-    """Check that the two fit each other, if both have answered."""
-    target, draft = answers.get("target"), answers.get("draft")
-    if draft is None:
-        return [Check("draft", True, "none: decoding is plain")]
-    if not isinstance(target, PingDetails) or not isinstance(draft, PingDetails):
+def _compatibility(found: Mapping[Role, Identity]) -> list[Check]:
+    """Check that the two fit each other, if both were found."""
+    large, small = found.get("target"), found.get("draft")
+    if large is None or small is None:
         return []
-    large, small = target.identity, draft.identity
     is_same = large.vocab_hash == small.vocab_hash
     # Hashes of all tokens are compared: with equal sizes, ids may still mean different text.
     vocabulary = (

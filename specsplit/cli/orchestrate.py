@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from specsplit.assembly.models import Models, load_models
+from specsplit.assembly.models import LoadedDraft, Models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request
 from specsplit.assembly.workers import Workers
@@ -90,7 +90,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     if settings.lacks_draft:
         how = "guessing from the text alone" if settings.speculates else "decoding plainly"
         render.note(f"No draft for this target: {how}; name one with {option}.")
-    if settings.is_remote and owns_process:
+    if not settings.has_local_model and owns_process:
         _spare_torch()
     trace_file = given.get("trace_file")
     with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
@@ -103,7 +103,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         )
         max_sessions = 1 if batch is None else batch.concurrency
         with _fast_start(), render.loading_bar() as progress:
-            models = None if settings.is_remote else load_models(settings, progress, max_sessions=max_sessions)
+            models = load_local(settings, progress, max_sessions=max_sessions)
         for reason in models.degraded if models is not None else ():
             render.note(reason)
         return event_loop.run(_generate(job, models) if batch is None else batch.run(models))
@@ -241,14 +241,14 @@ class _JsonOutput:
         sys.stdout.flush()
 
 
-async def _generate(job: _Job, models: Models | None) -> int:
+async def _generate(job: _Job, models: Models | LoadedDraft | None) -> int:
     async with AsyncExitStack() as stack:
         chosen, began_s = job.settings.orchestrator, time.monotonic()
         with _fast_start():
             workers = await stack.enter_async_context(open_workers(job.settings, models, render.note))
         load_s = time.perf_counter() - job.started_s
         # The user waits for the connection as well, so its time is taken off the request's.
-        if chosen.timeout is not None and models is None:
+        if chosen.timeout is not None and job.settings.is_remote:
             left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))
             chosen = chosen.model_copy(update={"timeout": left_s})
         request = make_request(workers.tokenizer, job.prompt, chosen)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from specsplit.assembly.models import Models
+from specsplit.assembly.models import LoadedDraft, Models
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import make_request, request_settings
 from specsplit.assembly.workers import Workers
@@ -135,7 +135,7 @@ class Batch:
         """Whether every prompt has its answer."""
         return not self._pending
 
-    async def run(self, models: Models | None) -> int:
+    async def run(self, models: Models | LoadedDraft | None) -> int:
         """Answer the prompts and return the exit code: 1 if any failed, 130 after Ctrl-C."""
         async with AsyncExitStack() as stack:
             stack.callback(self._answers.close)

@@ -71,11 +71,16 @@ class Settings(BaseSettings):
     @property
     def draft_source(self) -> str | None:
         """The draft to load into this process; None decodes plainly, or with a remote one."""
-        if self.is_remote or self.orchestrator.mode in DRAFTLESS:
+        if self.draft.address is not None or self.orchestrator.mode in DRAFTLESS:
             return None
-        if self.draft.model is None and self.target.model == EMBEDDED:
+        if self.draft.model is None and self.target.model == EMBEDDED and not self.is_remote:
             return EMBEDDED
         return self.draft.model
+
+    @property
+    def has_local_model(self) -> bool:
+        """Whether a model is loaded into this process."""
+        return not self.is_remote or self.draft_source is not None
 
     @property
     def runs_side_by_side(self) -> bool:
@@ -83,7 +88,8 @@ class Settings(BaseSettings):
 
         `auto` does without: on two cores, in turn was as fast as at once (docs/log.md).
         """
-        return self.orchestrator.mode in ("overlap", "stream") and self.draft_source is not None
+        has_both = self.draft_source is not None and not self.is_remote
+        return self.orchestrator.mode in ("overlap", "stream") and has_both
 
     @property
     def has_draft(self) -> bool:
@@ -187,21 +193,37 @@ def load_settings(
 
 
 def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
-    """Decide between remote workers and models loaded here: a target that the caller names beats configured addresses.
+    """Decide for each role between a remote worker and a model loaded here: a model that the caller names beats a
+    configured address, and a configured draft stays behind if the caller names another target only.
 
     Raises:
-        InvalidSettings: there is an address, and the caller set something that only a model loaded here can use.
+        InvalidSettings: the caller names both for a role, or sets something that only a model loaded here can use.
     """
+    roles = ("target", "draft")
+    named = [role for role in roles if f"{role}.model" in chosen]
+    addressed = [role for role in roles if f"{role}.address" in chosen]
+    for role in named:
+        if role in addressed:
+            raise _both_places(chosen[f"{role}.model"][1], chosen[f"{role}.address"][1])
+    dropped = {f"{role}.address" for role in named}
+    if "target" in named and not addressed:
+        dropped.add("draft.address")
+    merged = {key: entry for key, entry in merged.items() if key not in dropped}
     addresses = [key for key in ("target.address", "draft.address") if key in merged]
-    fields = ("model", "dtype", "device", "threads", "context", "sessions")
-    local = [key for role in ("target", "draft") for field in fields if (key := f"{role}.{field}") in chosen]
-    if not addresses or not local:
-        return merged
-    if "target.model" in chosen and not any(key in chosen for key in addresses):
-        return {key: entry for key, entry in merged.items() if key not in addresses}
-    # The two exclude each other, and to drop either would ignore something that the user said.
-    here, elsewhere = chosen[local[0]][1].name, merged[addresses[0]][1].name
-    raise InvalidSettings(f"{here} is for a model loaded here and {elsewhere} for a worker elsewhere; leave one out.")
+    has_target = "target.address" not in merged and ("target.model" in merged or not addresses)
+    has_draft = "draft.address" not in merged and "draft.model" in merged
+    fields = ("dtype", "device", "threads", "context", "sessions")
+    local = [key for role in roles for field in fields if (key := f"{role}.{field}") in chosen]
+    if local and not (has_target or has_draft):
+        raise _both_places(chosen[local[0]][1], merged[addresses[0]][1])
+    return merged
+
+
+def _both_places(here: Origin, elsewhere: Origin) -> InvalidSettings:
+    # To drop either would ignore something that the user said.
+    return InvalidSettings(
+        f"{here.name} is for a model loaded here and {elsewhere.name} for a worker elsewhere; leave one out."
+    )
 
 
 def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
@@ -235,9 +257,12 @@ def _nearness(origin: Origin) -> int:
 
 
 def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose) -> None:
-    if purpose == "generate" and settings.draft_address is not None and not settings.is_remote:
+    has_target = settings.is_remote or "target.model" in merged
+    if purpose == "generate" and settings.draft_address is not None and not has_target:
         name = merged["draft.address"][1].name
-        raise InvalidSettings(f"{name} needs a remote target as well: name it with --target, or leave {name} out.")
+        raise InvalidSettings(
+            f"{name} needs a target as well: name one with --target or --target-model, or leave {name} out."
+        )
     mode = settings.orchestrator.mode
     if mode in ("pingpong", "overlap", "stream") and not settings.has_draft:
         option = "--draft" if settings.is_remote else "--draft-model"

@@ -70,7 +70,7 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
         (["--prompt", "a", "--compare", "--target", "a:1", "--no-lookup"], "name a draft with --draft."),
         (["--prompt", "a", "--mode", "lookup", "--no-lookup"], "Mode lookup cannot do without lookup"),
         (["--prompt", "a", "--mode", "overlap", "--target", "a:1"], "Mode overlap needs a draft"),
-        (["--prompt", "a", "--draft", "a:1"], "--draft needs a remote target as well"),
+        (["--prompt", "a", "--draft", "a:1"], "--draft needs a target as well"),
         (["--prompt", "a", "--target", "a:1", "--device", "cpu"], "--device is for a model loaded here and --target"),
         (["--prompt", "a", "--target", "nowhere"], "--target must be HOST:PORT"),
         (["--prompt", "a", "--config", "no/such.toml"], "cannot be read"),

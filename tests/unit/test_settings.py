@@ -207,10 +207,13 @@ def test_a_remote_target_speculates_with_a_remote_draft_only(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"draft": DRAFT}, r"^--draft needs a remote target as well: name it with --target, or leave --draft out\.$"),
+        (
+            {"draft": DRAFT},
+            r"^--draft needs a target as well: name one with --target or --target-model, or leave --draft",
+        ),
         ({"target": TARGET, "target_model": "m"}, r"^--target-model is for a model loaded here and --target for a"),
-        ({"target": TARGET, "draft_model": "m"}, r"^--draft-model is for a model loaded here and --target for"),
-        ({"draft": DRAFT, "target_model": "m"}, r"^--target-model is for a model loaded here and --draft for"),
+        ({"draft": DRAFT, "draft_model": "m"}, r"^--draft-model is for a model loaded here and --draft for a"),
+        ({"target": TARGET, "sessions": 2}, r"^--sessions is for a model loaded here and --target for"),
         ({"target": TARGET, "device": "cuda"}, r"^--device is for a model loaded here and --target for"),
         ({"target": TARGET, "context": 64}, r"^--context is for a model loaded here and --target for"),
         ({"target": TARGET, "mode": "pingpong"}, r"^Mode pingpong needs a draft: name one with --draft, or"),
@@ -229,6 +232,33 @@ def test_a_remote_target_speculates_with_a_remote_draft_only(
 def test_settings_of_workers_that_contradict_or_are_malformed_are_refused(given: dict[str, object], message: str):
     with pytest.raises(InvalidSettings, match=message):
         load_settings(given, as_options=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "placed"),
+    [
+        ({"target": TARGET, "draft_model": "m"}, {}, (TARGET, None, "m")),
+        ({"target_model": "m", "draft": DRAFT}, {}, (None, DRAFT, None)),
+        ({"target": TARGET, "draft_model": "m", "device": "cuda", "context": 64}, {}, (TARGET, None, "m")),
+        ({"target": TARGET}, {"DRAFT_MODEL": "m"}, (TARGET, None, "m")),
+        ({"draft_model": "m"}, {"TARGET_ADDRESS": TARGET, "DRAFT_ADDRESS": DRAFT}, (TARGET, None, "m")),
+        ({"target_model": "m", "draft": DRAFT}, {"TARGET_ADDRESS": TARGET}, (None, DRAFT, None)),
+        ({}, {"TARGET_ADDRESS": TARGET, "DRAFT_ADDRESS": DRAFT, "DRAFT_MODEL": "m"}, (TARGET, DRAFT, None)),
+        ({"target": TARGET, "draft_model": "m", "mode": "lookup"}, {}, (TARGET, None, None)),
+    ],
+)
+def test_one_may_be_here_and_the_other_elsewhere(
+    given: dict[str, object],
+    configured: dict[str, str],
+    placed: tuple[str | None, str | None, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in configured.items():
+        monkeypatch.setenv(f"SPECSPLIT_{name}", value)
+    settings = load_settings(given).settings
+    assert (settings.target.address, settings.draft_address, settings.draft_source) == placed
+    assert settings.has_local_model == (placed[0] is None or placed[2] is not None)
+    assert not settings.runs_side_by_side
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "target.svc.local:65535", "[::1]:7001"])
