@@ -168,7 +168,9 @@ def test_a_target_of_its_own_has_no_draft_and_says_so(capfd: pytest.CaptureFixtu
     own = str(EMBEDDED / "target")
     assert main(["orchestrate", "--prompt", PROMPT, "--max-new-tokens", "4", "--target-model", own, "--json"]) == 0
     out, err = capfd.readouterr()
-    assert err == "No draft for this target: guessing from the text alone; name one with --draft-model.\n"
+    no_draft, hint = err.splitlines()
+    assert no_draft == "No draft for this target: guessing from the text alone; name one with --draft-model."
+    assert hint == "Hint: this model has a chat template; --chat applies it."
     answer = json.loads(out)
     assert (answer["mode"], answer["draft_forwards"]) == ("auto", 0)
     assert set(answer["rounds_by_mode"]) <= {"plain", "lookup"}
@@ -192,8 +194,8 @@ def test_compare_sets_plain_decoding_beside(capfd: pytest.CaptureFixture[str]):
     assert verdict.endswith("x plain decoding, texts identical")
     assert main([*arguments, "--compare", "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
-    exactness = "" if answer["exactness"] == "bits" else r" \| exactness near ties"
-    assert re.search(rf" \| mode auto \((\w+ \d+(, )?)+\){exactness} \| seed 5$", summary)
+    exactness = re.escape(f"{DTYPE} exactness {answer['exactness']}")
+    assert re.search(rf" \| mode auto \((\w+ \d+(, )?)+\) \| {exactness} \| seed 5$", summary)
     assert answer["text"].rstrip("\n") == text.rstrip("\n")
     assert answer["compare"]["identical"] is True
     assert answer["compare"]["plain"]["token_ids"] == answer["token_ids"]
