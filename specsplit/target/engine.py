@@ -67,6 +67,7 @@ class TargetEngine(Engine):
                 max_nodes=self._model.node_limit,
                 max_silence_s=self._sessions.ttl_s,
                 step_times=self._identity.step_times,
+                is_wanted=lambda: len(self._admission) > 0,
             ),
         )
         self._sessions.pin(session, epoch)

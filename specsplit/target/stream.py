@@ -20,6 +20,10 @@ from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_scheduler import StreamScheduler
 
 MAX_DEPTH = 64
+SILENCE_S = 5.0
+"""A client that acknowledges nothing for so long loses its slot as soon as somebody waits for one."""
+_LOOK_S = 0.25
+"""Period at which a stream with a silent client looks whether somebody waits."""
 _LEAST_WAIT_S = 1e-4
 """Timers are hardly more exact."""
 Verify = Callable[[Turn, Proposal], Awaitable[Verdict]]
@@ -35,6 +39,8 @@ class TargetLimits:
     """A client that acknowledges nothing for so long is lost."""
     step_times: Sequence[tuple[int, float]] = ()
     """Seconds of a forward by rows, as measured at the start."""
+    is_wanted: Callable[[], bool] = lambda: False
+    """Whether somebody waits for a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class TargetStream:
         opening, context = turn.opening, target.context
         if opening is None or not turn.tail:
             raise InvalidRequest("A stream begins with the session's parameters and its last committed token.")
-        self._verify, self._leave = verify, leave
+        self._verify, self._leave, self._is_wanted = verify, leave, target.is_wanted
         self._bounds = _Bounds(
             max_nodes=min(limits.max_nodes, target.max_nodes),
             max_depth=min(limits.max_depth, MAX_DEPTH),
@@ -203,12 +209,15 @@ class TargetStream:
         while True:
             waited_s = self._loop.time() - committed_s
             if self._is_blocked:
-                left_s = self._bounds.max_silence_s - waited_s
+                limit_s = self._bounds.max_silence_s
+                if self._is_wanted():
+                    limit_s = min(limit_s, SILENCE_S)
+                left_s = limit_s - waited_s
                 if left_s < _LEAST_WAIT_S:
                     await to_its_end(self._leave(False))
-                    raise DeadlineExceeded(
-                        f"The client of this stream was silent for {self._bounds.max_silence_s:g} s."
-                    )
+                    raise DeadlineExceeded(f"The client of this stream was silent for {limit_s:g} s.")
+                # Somebody may begin to wait for the slot at any time.
+                left_s = min(left_s, max(SILENCE_S - waited_s, _LOOK_S))
             else:
                 left_s = self._scheduler.wait_s(self._held()[1], waited_s) if self._client.is_more_coming else 0.0
                 if left_s < _LEAST_WAIT_S:

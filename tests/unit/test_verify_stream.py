@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -27,11 +28,17 @@ from tests.support.virtual_time import run_virtual
 ONE = StreamLimits(8, 8, 1)
 
 
-def fake_stream(target: FakeTarget, turn: Turn, left: list[bool], max_silence_s: float = math.inf) -> TargetStream:
+def fake_stream(
+    target: FakeTarget,
+    turn: Turn,
+    left: list[bool],
+    max_silence_s: float = math.inf,
+    is_wanted: Callable[[], bool] = lambda: False,
+) -> TargetStream:
     async def leave(keeps_slot: bool) -> None:
         left.append(keeps_slot)
 
-    return TargetStream(target.verify, leave, turn, ONE, TargetLimits(512, 64, max_silence_s))
+    return TargetStream(target.verify, leave, turn, ONE, TargetLimits(512, 64, max_silence_s, is_wanted=is_wanted))
 
 
 def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None:
@@ -44,6 +51,22 @@ def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None
         with pytest.raises(DeadlineExceeded, match="silent for 5 s"):
             await stream.next_commit()
         assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert left[0] is False
+        await stream.close()
+
+    run_virtual(main)
+
+
+def test_a_silent_client_keeps_its_slot_until_somebody_waits_for_one() -> None:
+    async def main() -> None:
+        left, loop = list[bool](), asyncio.get_running_loop()
+        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: loop.time() > 20)
+        await commit(stream)
+        await asyncio.sleep(19)
+        assert not left
+        with pytest.raises(DeadlineExceeded, match="silent for 5 s"):
+            await stream.next_commit()
+        assert loop.time() == pytest.approx(20, abs=1)
         assert left[0] is False
         await stream.close()
 
