@@ -78,6 +78,10 @@ class FreedRate:
         """Count a slot that became free."""
         self._freed_s.append(now_s)
 
+    def forget_promises(self) -> None:
+        """Let the next refused caller come back as if nobody had been refused before."""
+        self._promised_s = 0.0
+
     def retry_after_s(self, now_s: float) -> float:
         """Return after how many seconds one more caller should come back; each call promises a later moment."""
         while self._freed_s and self._freed_s[0] < now_s - _RATE_S:
@@ -175,6 +179,8 @@ class AdmissionQueue:
         earlier = self._dismiss(opening.session, StaleRound("a later call of the session waits in this one's place"))
         if earlier is None:
             self._check_room(opening)
+            if len(self._waiters) <= self.max_waiting // 2:
+                self._rate.forget_promises()  # those who were promised a place do not come
             self._num_arrived += 1
         number = self._num_arrived if earlier is None else earlier.number
         waiter = _Waiter(opening, arrived_s if earlier is None else earlier.arrived_s, number, current_listener())

@@ -209,6 +209,8 @@ def test_refused_callers_come_back_as_fast_as_slots_become_free() -> None:
         rate.observe(100 + number * 0.5)
     times = [rate.retry_after_s(104.5) for _ in range(5)]
     assert times == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.5])
+    rate.forget_promises()
+    assert rate.retry_after_s(104.5) == pytest.approx(0.5)
     assert rate.retry_after_s(104.5 + 60) == pytest.approx(0.5), "what was long ago says nothing"
     assert max(rate.retry_after_s(200) for _ in range(1000)) == pytest.approx(30)
 
