@@ -22,6 +22,7 @@ from benchmarks.research.rounds.profile import profile
 from benchmarks.research.rounds.traced import trace
 from benchmarks.research.tree_shapes import sweep_tree
 from benchmarks.settings import Shape, chosen_pair
+from benchmarks.workloads import HELD_OUT
 from specsplit.core import defaults
 from specsplit.core.defaults import DeviceName, Dtype
 from specsplit.core.errors import SpecSplitError
@@ -55,7 +56,7 @@ def describe() -> None:
 
 
 def _setup(
-    workload: Annotated[str, typer.Option(help="code, spec-bench:PATH, humaneval:PATH or gsm8k:PATH.")] = "code",
+    workload: Annotated[str, typer.Option(help="code, held-out or KIND:PATH (spec-bench, humaneval, gsm8k).")] = "code",
     sha256: Annotated[str | None, typer.Option(help="Of the workload's file, if it is not the published one.")] = None,
     rounds: Rounds = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of every task.")] = 0,
@@ -101,33 +102,30 @@ def _with_setup(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 def smoke(
-    prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 6,
-    new_tokens: NewTokens = 96,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of HumanEval and of held-out code, in turn.")] = 4,
+    new_tokens: NewTokens = 64,
     rounds: Rounds = 5,
-    threads: Threads = 2,
-    nodes: Nodes = None,
-    depth: Depth = None,
-    branching: Branching = defaults.DEFAULT_BRANCHING,
+    threads: Annotated[str, typer.Option(help="Threads of each system, separated by commas.")] = "1,2",
     output: Output = None,
 ) -> None:
-    """Compare plain, pingpong and transformers, alternately; check the bars P1, P2, P3, P4, P8 and P9."""
+    """Compare our modes with and without lookup and transformers at T = 0 and 1; check P1, P2, P3, P4, P8 and P9."""
     report.check_output(output)
     require_bench_extra()
     from benchmarks import smoke as smoke_run
-    from benchmarks.report.sections import of_smoke
+    from benchmarks.report.sections import of_cells
     from benchmarks.run import RunSettings
 
     console = report.new_console()
     settings = RunSettings(
-        tuple(smoke_run.SYSTEMS),
+        smoke_run.SYSTEMS,
+        workload=HELD_OUT,
         num_prompts=prompts,
         num_new_tokens=new_tokens,
         num_rounds=rounds,
-        threads=threads,
-        shape=Shape(nodes, depth, branching),
     )
-    found = _whole(smoke_run.run(settings, report.Progress(console), partial(console.print, markup=False)))
-    report.show_section(console, of_smoke(found, Path("this"), "smoke"))
+    tell = partial(console.print, markup=False)
+    found = _whole(smoke_run.run(settings, _ints(threads), report.Progress(console), tell))
+    report.show_section(console, of_cells(found, Path("this"), "smoke"))
     report.emit(found, output)
     raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
 

@@ -20,6 +20,8 @@ from specsplit.core.errors import InvalidRequest
 MODES = get_args(Mode)
 """The orchestrator's own: a new one can be measured as soon as it can be asked for."""
 PLACES = ("loopback", "remote")
+NO_LOOKUP, WITH_DRAFT = "-no-lookup", "-with-draft"
+"""Behind a mode: its trees hold none of lookup's nodes; it runs beside a draft that it has no use for."""
 PLAIN, GENERATE, BARE = "plain", "generate", "bare"
 _WAYS = ("generate", "assisted", "assisted-constant", "lookup-4", "lookup-10")
 """Ways to use transformers; a system has the name of its way."""
@@ -53,7 +55,8 @@ class Entry:
 
 def names() -> list[str]:
     """Return the names that can be asked for, addresses left open."""
-    ours = [*MODES, *(f"{mode}@{place}" for place in PLACES for mode in MODES)]
+    modes = [*MODES, *(mode + NO_LOOKUP for mode in MODES if mode not in DRAFTLESS), PLAIN + WITH_DRAFT]
+    ours = [*modes, *(f"{mode}@{place}" for place in PLACES for mode in modes)]
     return [*ours, BARE, *_WAYS, f"{_SERVER}URL"]
 
 
@@ -63,7 +66,8 @@ def find(name: str, setup: Setup) -> Entry:
     Raises:
         InvalidRequest: there is none, or it needs a draft or an address that was not given.
     """
-    mode, _, place = name.partition("@")
+    variant, _, place = name.partition("@")
+    mode = variant.removesuffix(NO_LOOKUP).removesuffix(WITH_DRAFT)
     if name.startswith(_SERVER):
         entry = _server(name)
     elif name == BARE:
@@ -71,7 +75,7 @@ def find(name: str, setup: Setup) -> Entry:
     elif name in _WAYS:
         make = partial(_serve_alone, "benchmarks.peers.transformers_ways:load", name)
         entry = Entry(name, "in process", make, needs_draft=name.startswith("assisted"))
-    elif mode in MODES and (name == mode or place in PLACES):
+    elif name in names():
         entry = _mode(name, mode, place)
     else:
         raise InvalidRequest(f"There is no system {name!r}; there are {', '.join(names())}.", param="systems")
@@ -94,18 +98,21 @@ def _check(entry: Entry, place: str, setup: Setup) -> None:
 
 
 def _mode(name: str, mode: str, place: str) -> Entry:
+    has_lookup, is_beside_draft = NO_LOOKUP not in name, WITH_DRAFT in name
+    needs_draft = mode not in DRAFTLESS or is_beside_draft
+
     def make(setup: Setup) -> Factory:
-        chosen = ServedMode(name, mode, setup.shape, setup.lookup)
+        chosen = ServedMode(name, mode, setup.shape, setup.lookup and has_lookup, is_beside_draft=is_beside_draft)
         if place == "loopback":
             return partial(_open, "benchmarks.peers.ours_remote:Loopback", chosen, setup.threads, setup.pair)
         if place == "remote":
-            addresses = {"target": setup.target_address, "draft": None if mode in DRAFTLESS else setup.draft_address}
+            addresses = {"target": setup.target_address, "draft": setup.draft_address if needs_draft else None}
             known = {role: address for role, address in addresses.items() if address is not None}
             return partial(_open, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
     where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
-    return Entry(name, where, make, mode=mode, needs_draft=mode not in DRAFTLESS)
+    return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
 
 
 def _server(name: str) -> Entry:

@@ -31,6 +31,8 @@ class RunSettings(Setup):
     systems: tuple[str, ...]
     temperature: float = 0.0
     is_chat: bool = False
+    measures_costs: bool = True
+    """Whether each round also times the parts of a round, for the limits."""
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types."""
@@ -91,12 +93,16 @@ class Bench(measuring.Bench):
     def facts(self) -> Record:
         return {
             "models": self.referee.ask("models"),
-            "systems": {entry.name: {**entry.to_dict(), **self.dialect(entry)} for entry in self.entries},
+            "systems": {entry.name: self._facts(entry) for entry in self.entries},
             "skipped": self.skipped,
             "left_out": self.left_out,
             "prefill_chunk_tokens": self.referee.ask("prefill_chunk_tokens"),
             "prompts": measuring.prompt_facts(self.tasks, self.prompts),
         }
+
+    def _facts(self, entry: Entry) -> Record:
+        has_costs = entry.is_ours and self.settings.measures_costs
+        return {**entry.to_dict(), "has_costs": has_costs, **self.dialect(entry)}
 
     def dialect(self, entry: Entry) -> Record:
         """Return how a server is asked; nothing for any other system."""
@@ -112,7 +118,7 @@ class Bench(measuring.Bench):
 
     def costs(self, place: int) -> list[Record]:
         context_tokens = measuring.context_tokens(self.tasks)
-        asked = [entry.name for entry in self.entries if entry.is_ours]
+        asked = [entry.name for entry in self.entries if entry.is_ours and self.settings.measures_costs]
         return [{"system": name, **asdict(self.children[name].ask("costs", context_tokens))} for name in asked]
 
     def summary(self, file: ResultsFile) -> tuple[Record, list[Record]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import workloads
 from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED
+from specsplit.core.defaults import DRAFTLESS, EMBEDDED
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import override
 
@@ -59,6 +59,12 @@ class ServedMode:
     mode: str
     shape: Shape = field(default=Shape())
     lookup: bool = True
+    is_beside_draft: bool = False
+    """Whether a draft is loaded though the mode asks none."""
+
+    @property
+    def loads_draft(self) -> bool:
+        return self.mode not in DRAFTLESS or self.is_beside_draft
 
     def settings(self) -> OrchestratorSettings:
         """Return the settings of its rounds.

@@ -20,7 +20,12 @@ from specsplit.core.errors import InvalidRequest
 
 CODE_PROMPTS = Path(__file__).parent / "data" / "code_prompts.jsonl"
 """Beginnings of Python files, written for this purpose, so no model was trained on them."""
+HUMANEVAL_PROMPTS = CODE_PROMPTS.with_name("humaneval_prompts.jsonl")
+"""Twenty prompts of HumanEval, the first by the SHA-256 of their task ids; licence in data/HUMANEVAL_LICENSE.txt."""
+HUMANEVAL_PROMPTS_SHA256 = "4865853e6aa53efb00e3350ff7c9cfc01c94922d346f52ca891ae435d5afb2de"
 CODE = "code"
+HELD_OUT = "held-out"
+"""Prompts that nothing was tuned to: those of HumanEval and as many of `code`, in turn, each in the order of hashes."""
 SPEC_BENCH, HUMANEVAL, GSM8K = "spec-bench", "humaneval", "gsm8k"
 KNOWN = {
     SPEC_BENCH: "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
@@ -49,7 +54,7 @@ class Prompt:
 
 
 def load(spec: str, count: int | None, sha256: str | None = None) -> list[Prompt]:
-    """Return `count` prompts (None: all) of "code" or of a data set such as `spec-bench:PATH`.
+    """Return `count` prompts (None: all) of "code", of "held-out" or of a data set such as `spec-bench:PATH`.
 
     Of a question its first turn is the prompt. The first ones are taken, from each task of a data set in turn: always
     the same, so that none is picked for its result.
@@ -59,9 +64,11 @@ def load(spec: str, count: int | None, sha256: str | None = None) -> list[Prompt
     """
     if spec == CODE:
         return read_prompts(CODE_PROMPTS, count)
+    if spec == HELD_OUT:
+        return _first(held_out(), count)
     if ":" not in spec:
         raise InvalidRequest(
-            f"There is no workload {spec!r}; there are code, spec-bench:PATH, humaneval:PATH and gsm8k:PATH.",
+            f"There is no workload {spec!r}; there are code, held-out, spec-bench:PATH, humaneval:PATH and gsm8k:PATH.",
             param="workload",
         )
     return _first(_in_turn(read_questions(spec, sha256)), count)
@@ -75,6 +82,21 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
     """
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return _first([Prompt(record["id"], record["prompt"]) for record in records], count)
+
+
+def held_out() -> list[Prompt]:
+    """Return the prompts that nothing was tuned to, of HumanEval and of our own code in turn.
+
+    Raises:
+        InvalidRequest: the file of HumanEval's prompts was altered.
+    """
+    humaneval = read_questions(f"{HUMANEVAL}:{HUMANEVAL_PROMPTS}", HUMANEVAL_PROMPTS_SHA256)
+    code = sorted(read_prompts(CODE_PROMPTS, None), key=lambda prompt: _hash_of(prompt.id))
+    return _in_turn([*humaneval, *code[: len(humaneval)]])
+
+
+def _hash_of(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _first(prompts: list[Prompt], count: int | None) -> list[Prompt]:

@@ -111,7 +111,8 @@ class InProcess(OnLoop):
 def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings:
     """Return the settings that load what the modes need; if all are one, it has its engines as it likes them."""
     loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads}
-    mode = modes[0].mode if len({each.mode for each in modes}) == 1 else "auto"
+    is_one = len({each.mode for each in modes}) == 1 and not modes[0].is_beside_draft
+    mode = modes[0].mode if is_one else "auto"
     nodes = max((mode.shape.nodes or 1 for mode in modes), default=1)
     return Settings(
         target=TargetSettings.model_validate({"model": pair.target, **loading}),

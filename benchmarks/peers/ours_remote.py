@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from benchmarks.limits import Costs
-from benchmarks.peers import costs
+from benchmarks.peers import bare_exchange, costs
 from benchmarks.peers.ours import OnLoop, Ours
 from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
 from benchmarks.settings import Pair, ServedMode, Shape
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
-from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.request import Request
@@ -97,7 +96,7 @@ class Loopback(Services):
 
     def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
         super().__init__(mode, {})
-        roles = ("target",) if mode.mode in DRAFTLESS else ("target", "draft")
+        roles = ("target", "draft") if mode.loads_draft else ("target",)
         self._start(roles, max(1, threads // len(roles)), pair)
 
     def wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
@@ -106,6 +105,12 @@ class Loopback(Services):
         Everything counts that passes between the first and the last token: frames, headers, pings.
         """
         return self._loop.run(self._wire_bytes(prompt_ids))
+
+    def exchange_s(self, wire_bytes: Mapping[str, float]) -> float:
+        """Return the seconds of bare gRPC exchanges of as many bytes, one with each of two processes."""
+        sizes = {name: round(value) for name, value in wire_bytes.items()}
+        links = [(sizes[f"{role} sent"], sizes[f"{role} received"]) for role in ("draft", "target")]
+        return self._loop.run(bare_exchange.exchange_s(links))
 
     async def _wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
         request = Request(prompt_ids=prompt_ids, max_new_tokens=_WIRE_TOKENS, ignore_eos=True)

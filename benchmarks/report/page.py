@@ -26,11 +26,12 @@ from specsplit.core.errors import InvalidRequest, InvalidSettings
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 Record = Mapping[str, Any]
 _KINDS = (
-    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `profile`, `calibration`, `coupling_study`, "
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `bars`, `profile`, `calibration`, `coupling_study`, "
     "`draft_kinds`, `stage_sessions` or `exactness`, nor a trace file"
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
-    "smoke": sections.of_smoke,
+    "smoke": sections.of_cells,
+    "bars": sections.of_cells,
     "profile": of_profile,
     "sweep-tree": studies.of_tree,
     "coupling_study": studies.of_coupling,

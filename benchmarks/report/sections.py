@@ -168,28 +168,34 @@ def sweep_plots(name: str, points: Sequence[Record], suffix: str) -> list[Plot]:
     return made
 
 
-def of_smoke(record: Record, path: Path, name: str) -> Section:
-    """Return the section of a line of `smoke`."""
-    section = Section(f"{path.name}: smoke")
+def of_cells(record: Record, path: Path, name: str) -> Section:
+    """Return the section of a line of `smoke` or `bars`: rates by system and cell, then the bars."""
+    section = Section(f"{path.name}: {record['benchmark']}")
     if not record["is_complete"]:
-        section.warn(f"Not whole: it was interrupted after {record['num_rounds']} rounds.")
+        section.warn("Not whole: it was interrupted.")
     warn(section, record, record)
-    title = "Tokens per second, prompt included"
-    rates, decoding, accepted = record["tokens_per_s"], record["decode_tokens_per_s"], record["acceptance"]
-    section.add([Plot(f"{name}-rates", title, plots.bars(title, {"tokens/s": rates}, "tokens/s", digits=0))])
-    fastest = sorted(rates.items(), key=lambda item: -item[1]["median"])
-    rows = [(system, spread(value, 0), spread(decoding.get(system), 0)) for system, value in fastest]
-    section.table("Tokens per second", ("system", "with the prompt", "decoding only"), rows)
-    section.add([bar_table(record["bars"])])
+    settings = record["settings"]
     section.text(
-        f"{accepted['mean_acceptance_length']:.2f} tokens a round (bonus included), "
-        f"{accepted['path_acceptance_rate']:.1%} of the drafted path accepted, "
-        f"{accepted['node_acceptance_rate']:.1%} of the nodes, by depth {' '.join(map(number, accepted['by_depth']))}."
+        f"{models_of(settings)}, {settings['dtype']}, {settings['workload']}: {settings['num_prompts']} prompts x "
+        f"{settings['num_new_tokens']} tokens, {record['num_rounds']} alternating rounds; medians with ranges."
     )
+    # A line from before there were cells is one cell.
+    alone = {"temperature": 0, "threads": settings["threads"], "tokens_per_s": record.get("tokens_per_s")}
+    rates = {_cell_name(cell): cell["tokens_per_s"] for cell in record.get("cells", [alone])}
+    title = "Tokens per second, prompt included"
+    section.add([Plot(f"{name}-rates", title, plots.bars(title, rates, "tokens/s", digits=0))])
+    listed = list(next(iter(rates.values())))
+    rows = [(system, *(spread(rates[cell][system], 0) for cell in rates)) for system in listed]
+    section.table(title, ("system", *rates), rows)
+    section.add([bar_table(record["bars"])])
     section.text(systems.agreement(record))
     section.add([systems.differences(record)])
     section.origin(record)
     return section
+
+
+def _cell_name(cell: Record) -> str:
+    return f"T {cell['temperature']:g}, {cell['threads']} thread{'s' if cell['threads'] > 1 else ''}"
 
 
 def bar_table(bars: Sequence[Record]) -> Table:

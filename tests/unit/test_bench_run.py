@@ -90,6 +90,27 @@ def test_lookup_is_left_out_where_that_is_asked_for():
             assert [mode.lookup for mode in modes] == [setup.lookup]
 
 
+def test_a_variant_of_a_mode_has_a_name_of_its_own():
+    served: dict[str, ServedMode] = {}
+    for name in ("auto", "auto-no-lookup", "plain-with-draft", "pingpong-no-lookup@loopback"):
+        arguments = registry.find(name, Setup()).make(Setup()).args
+        served[name] = next(
+            each
+            for argument in arguments
+            for each in (argument if isinstance(argument, tuple) else (argument,))
+            if isinstance(each, ServedMode)
+        )
+    assert {name: (mode.mode, mode.lookup, mode.loads_draft) for name, mode in served.items()} == {
+        "auto": ("auto", True, True),
+        "auto-no-lookup": ("auto", False, True),
+        "plain-with-draft": ("plain", True, True),
+        "pingpong-no-lookup@loopback": ("pingpong", False, True),
+    }
+    for name in ("lookup-no-lookup", "plain-no-lookup", "auto-with-draft", "generate-no-lookup"):
+        with pytest.raises(InvalidRequest, match="no system"):
+            registry.find(name, Setup())
+
+
 def test_without_lookup_a_round_verifies_the_drafts_nodes_alone():
     chain = Shape(nodes=16, depth=3, branching=1)
     modes = (ServedMode("merged", "pingpong", chain), ServedMode("alone", "pingpong", chain, lookup=False))

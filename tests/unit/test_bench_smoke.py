@@ -7,14 +7,14 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import environment, smoke, summary, workloads
+from benchmarks import environment, smoke, workloads
 from benchmarks.__main__ import app
 from benchmarks.agreement import TIE_MARGIN, differences, first_difference
+from benchmarks.cells import Cell, Cells
 from benchmarks.limits import Costs
 from benchmarks.measuring import interrupts_between_runs, running_order
 from benchmarks.metrics import acceptance, overhead_ms
@@ -94,13 +94,13 @@ def _systems() -> dict[str, Sample]:
 
     return {
         "plain": ours(2.0, mode="plain", target_forwards=5, num_rounds=4),
-        "pingpong": ours(1.0),
         "auto": ours(0.8, mode="auto"),
-        "pingpong@loopback": ours(1.5),
+        "auto-no-lookup": ours(1.25, mode="auto"),
+        "pingpong-no-lookup": ours(1.0),
+        "pingpong-no-lookup@loopback": ours(1.5),
         "bare": Sample(0.35, None, 0.35),
         "generate": Sample(2.5, tokens),
-        "assisted": Sample(3.0, tokens),
-        "assisted-constant": Sample(2.0, tokens),
+        "assisted": Sample(2.0, tokens),
         "lookup-4": Sample(1.5, tokens),
         "lookup-10": Sample(1.6, tokens),
     }
@@ -143,7 +143,7 @@ def test_an_estimate_is_a_median_with_the_range_of_its_samples():
     assert estimate([2.0]).low == estimate([2.0]).high == 2.0
 
 
-def test_an_interval_of_an_older_file_is_shown_as_the_range_of_its_samples():
+def test_an_interval_of_an_older_file_is_shown_as_a_range():
     assert range_of({"median": 2.0, "low": 1.8, "high": 2.2, "samples": [1.0, 2.0, 4.0]}) == (1.0, 4.0)
     assert range_of({"median": 2.0, "low": 1.8, "high": 2.2, "samples": []}) == (1.8, 2.2)
 
@@ -253,10 +253,10 @@ def test_the_time_beside_the_forwards_is_per_round():
 
 @pytest.mark.parametrize(("num_prompt_tokens", "target_forwards"), [(10, 3), (1025, 5), (1024, 4)])
 def test_the_prompts_forwards_are_not_counted_as_rounds(num_prompt_tokens: int, target_forwards: int):
-    found = _run({"pingpong": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=target_forwards))})
+    found = _run({"pingpong-no-lookup": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=target_forwards))})
     for task in found.header["prompts"]["tasks"]:
         task["num_prompt_tokens"] = num_prompt_tokens
-    assert smoke.forwards_per_round(found, "pingpong") == [1.0] * 9
+    assert smoke.forwards_per_round(found, "pingpong-no-lookup") == [1.0] * 9
 
 
 # --- agreement
@@ -298,51 +298,46 @@ def test_a_reference_that_contradicts_itself_is_a_difference():
 # --- bars and the report
 
 
-def _smoke() -> dict[str, Any]:
-    found = _run(_systems())
-    return smoke.derive(found, summary.summarise(found), {"target sent": 232.0})
+FACTS = {"wire_bytes": {"target sent": 232.0}, "exchange_s": 0.02}
+SUMMARY = {"neighbours_share": 0.0, "differences": []}
+
+
+def _cells(systems: dict[str, Sample] | None = None, num_rounds: int = 3) -> Cells:
+    run = _run(systems or _systems(), num_rounds)
+    header = {"provenance": environment.provenance(), "models": {}, "settings": {}, "prompts": {}}
+    cells = [Cell(1, temperature, run, SUMMARY, FACTS) for temperature in smoke.TEMPERATURES]
+    return Cells(header, cells, is_complete=True)
 
 
 def test_bars_compare_the_systems_they_name():
-    found = {(bar["id"], bar["measure"]): bar for bar in _smoke()["bars"]}
-    values = {key: bar["value"]["median"] for key, bar in found.items()}
-    assert values == pytest.approx(
+    greedy, sampled = _cells().cells
+    found = {(bar.id, bar.measure.removesuffix(", T 0, 1 thread")): bar for bar in smoke.check_bars(greedy)}
+    assert {key: bar.value.median for key, bar in found.items()} == pytest.approx(
         {
-            ("P1", "plain / transformers generate"): 1.25,
+            ("P1", "plain / generate"): 1.25,
             ("P1", "plain / bare forward"): 0.35 / 0.4,
             ("P2", "auto / plain"): 2.5,
-            ("P3", "auto / transformers assisted, constant 4"): 2.5,
-            ("P3", "auto / transformers prompt lookup, 4"): 1.5 / 0.8,
-            ("P4", "ms a round beside the forwards"): 50.0,
-            ("P4", "the same, workers on loopback"): 50.0,
+            ("P2", "pingpong-no-lookup / plain"): 2.0,
+            ("P3", "auto / assisted"): 2.5,
+            ("P3", "auto / lookup-4"): 1.5 / 0.8,
+            ("P4", "share of a round beside the forwards"): 0.25,
+            ("P4", "the same over bare exchanges, loopback"): 50 / 20,
             ("P8", "bytes a round, target sent"): 232.0,
             ("P9", "target forwards a round"): 1.0,
         }
     )
-    met = {key: bar["is_met"] for key, bar in found.items()}
-    assert not met.pop(("P1", "plain / bare forward"))
-    assert not met.pop(("P4", "ms a round beside the forwards"))
-    assert not met.pop(("P4", "the same, workers on loopback"))
-    assert all(met.values())
+    missed = {measure for (_, measure), bar in found.items() if not bar.is_met}
+    assert missed == {"plain / bare forward", "share of a round beside the forwards"}
+    bounds = {bar.measure.partition(",")[0]: bar.bound for bar in smoke.check_bars(sampled) if bar.id == "P2"}
+    assert bounds == {"auto / plain": 1.0, "pingpong-no-lookup / plain": 1.15}
 
 
 def test_one_generation_with_a_forward_too_many_breaks_p9():
-    found = _run(_systems())
-    wrong = _run({"pingpong": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=4))})
-    found.samples["pingpong"][1][2] = wrong.samples["pingpong"][1][2]
-    (bar,) = [bar for bar in smoke.check_bars(found, {}) if bar.id == "P9"]
+    cell = _cells().cells[0]
+    wrong = _run({"pingpong-no-lookup": Sample(1.0, (1, 2, 3, 4, 5), 0.4, _result(target_forwards=4))})
+    cell.run.samples["pingpong-no-lookup"][1][2] = wrong.samples["pingpong-no-lookup"][1][2]
+    (bar,) = [bar for bar in smoke.check_bars(cell) if bar.id == "P9"]
     assert not bar.is_met
-
-
-def test_a_bare_forwards_rate_counts_its_own_steps():
-    assert _smoke()["tokens_per_s"]["bare forward"]["median"] == pytest.approx(4 / 0.35)
-    assert _smoke()["decode_tokens_per_s"].keys() == {
-        "plain",
-        "pingpong",
-        "auto",
-        "pingpong, loopback",
-        "bare forward",
-    }
 
 
 def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
@@ -350,17 +345,17 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
 ):
     path = tmp_path / "results.jsonl"
     for _ in range(2):
-        report.emit({**_smoke(), "provenance": environment.provenance()}, path)
+        report.emit(_cells().to_dict(), path)
     printed = capsys.readouterr().out.splitlines()
     assert printed == path.read_text(encoding="utf-8").splitlines()
     record = json.loads(printed[-1])
     assert {"commit", "versions", "machine", "time"} <= record["provenance"].keys()
     assert {"python", "torch", "transformers"} <= record["provenance"]["versions"].keys()
-    assert record["samples"]["pingpong"]["wall_s"] == [[1.0] * 3] * 3
-    assert record["samples"]["pingpong"]["num_rounds"] == [2, 2, 2]
-    assert record["acceptance"]["by_depth"] == [0.5, 1.0, 0.0]
-    assert record["acceptance"]["num_rounds"] == 6, "each prompt once, however many rounds were timed"
-    assert [bar["id"] for bar in record["bars"]] == ["P1", "P1", "P2", "P3", "P3", "P4", "P4", "P8", "P9"]
+    assert [(cell["threads"], cell["temperature"]) for cell in record["cells"]] == [(1, 0.0), (1, 1.0)]
+    cell = record["cells"][0]
+    assert cell["samples"]["pingpong-no-lookup"]["wall_s"] == [[1.0] * 3] * 3
+    assert cell["samples"]["pingpong-no-lookup"]["num_rounds"] == [[2] * 3] * 3
+    assert cell["tokens_per_s"]["auto"]["median"] == pytest.approx(5 / 0.8)
 
 
 @pytest.mark.slow
@@ -372,8 +367,7 @@ def test_a_real_smoke_checks_every_bar_however_few_tokens_are_made(tmp_path: Pat
     record = json.loads(found.stdout.splitlines()[-1])
     assert path.read_text(encoding="utf-8") == found.stdout
     assert {bar["id"] for bar in record["bars"]} == {"P1", "P2", "P3", "P4", "P8", "P9"}
-    assert record["tokens_per_s"].keys() == record["samples"].keys() == set(smoke.SYSTEMS.values())
-    assert {"num_rounds", "threads", "nodes"} <= record["settings"].keys()
+    assert all(cell["tokens_per_s"].keys() == set(smoke.SYSTEMS) for cell in record["cells"])
     assert (record["is_complete"], record["num_rounds"], record["num_differences"]) == (True, 1, 0)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import workloads
 from benchmarks.workloads import KNOWN, SPEC_BENCH_TASKS, Prompt
 from benchmarks.workloads import read_questions as load
 from specsplit.core.errors import InvalidRequest
@@ -154,3 +155,25 @@ def test_the_published_files_are_read_whole_and_without_a_warning():
     assert len(load(f"humaneval:{folder / 'humaneval.jsonl'}", KNOWN["humaneval"], warn=told.append)) == 164
     assert len(load(f"gsm8k:{folder / 'gsm8k_test.jsonl'}", warn=told.append)) == 1319
     assert told == []
+
+
+def test_held_out_prompts_are_chosen_by_hash_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    prompts = workloads.load(workloads.HELD_OUT, None)
+    assert [prompt.category for prompt in prompts] == ["humaneval", "code"] * 20
+    for category in ("humaneval", "code"):
+        hashes = [hashlib.sha256(each.id.encode()).hexdigest() for each in prompts if each.category == category]
+        assert hashes == sorted(hashes)
+    assert "MIT License" in workloads.HUMANEVAL_PROMPTS.with_name("HUMANEVAL_LICENSE.txt").read_text()
+    altered = tmp_path / "prompts.jsonl"
+    altered.write_bytes(workloads.HUMANEVAL_PROMPTS.read_bytes().replace(b"def", b"Def", 1))
+    monkeypatch.setattr(workloads, "HUMANEVAL_PROMPTS", altered)
+    with pytest.raises(InvalidRequest, match="it was altered"):
+        workloads.load(workloads.HELD_OUT, 2)
+
+
+@real_files
+def test_the_vendored_prompts_are_humanevals_first_by_hash():
+    published = {prompt.id: prompt.text for prompt in load(f"humaneval:{DATA}/humaneval.jsonl")}
+    first = sorted(published, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:20]
+    vendored = [prompt for prompt in workloads.load(workloads.HELD_OUT, None) if prompt.category == "humaneval"]
+    assert [(prompt.id, prompt.text) for prompt in vendored] == [(name, published[name]) for name in first]
