@@ -175,10 +175,11 @@ def of_cells(record: Record, path: Path, name: str) -> Section:
         section.warn("Not whole: it was interrupted.")
     warn(section, record, record)
     settings = record["settings"]
-    section.text(
-        f"{models_of(settings)}, {settings['dtype']}, {settings['workload']}: {settings['num_prompts']} prompts x "
-        f"{settings['num_new_tokens']} tokens, {record['num_rounds']} alternating rounds; medians with ranges."
-    )
+    if "cells" in record:
+        section.text(
+            f"{models_of(settings)}, {settings['dtype']}, {settings['workload']}: {settings['num_prompts']} prompts x "
+            f"{settings['num_new_tokens']} tokens, {record['num_rounds']} alternating rounds; medians with ranges."
+        )
     # A line from before there were cells is one cell.
     alone = {"temperature": 0, "threads": settings["threads"], "tokens_per_s": record.get("tokens_per_s")}
     rates = {_cell_name(cell): cell["tokens_per_s"] for cell in record.get("cells", [alone])}
