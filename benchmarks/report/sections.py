@@ -188,18 +188,35 @@ def of_cells(record: Record, path: Path, name: str) -> Section:
     listed = list(next(iter(rates.values())))
     rows = [(system, *(spread(rates[cell][system], 0) for cell in rates)) for system in listed]
     section.table(title, ("system", *rates), rows)
-    section.add([bar_table(record["bars"])])
+    section.add(_bar_tables(record["bars"], list(rates)))
     section.text(systems.agreement(record))
     section.add([systems.differences(record)])
     section.origin(record)
     return section
 
 
+def _bar_tables(bars: Sequence[Record], cells: Sequence[str]) -> list[Table]:
+    """Return a table of bars per cell, whose name ends each bar's measure."""
+    if not any(bar["measure"].endswith(f", {cell}") for bar in bars for cell in cells):
+        return [bar_table(bars)]
+    return [
+        bar_table(
+            [
+                {**bar, "measure": bar["measure"].removesuffix(f", {cell}")}
+                for bar in bars
+                if bar["measure"].endswith(f", {cell}")
+            ],
+            f"Bars, {cell}",
+        )
+        for cell in cells
+    ]
+
+
 def _cell_name(cell: Record) -> str:
     return f"T {cell['temperature']:g}, {cell['threads']} thread{'s' if cell['threads'] > 1 else ''}"
 
 
-def bar_table(bars: Sequence[Record]) -> Table:
+def bar_table(bars: Sequence[Record], title: str = "Bars") -> Table:
     """Return bars with their values, bounds and notes."""
     rows = [
         (
@@ -211,4 +228,4 @@ def bar_table(bars: Sequence[Record]) -> Table:
         )
         for bar in bars
     ]
-    return Table("Bars", ("bar", "found", "wanted", "met", "note"), rows)
+    return Table(title, ("bar", "found", "wanted", "met", "note"), rows)
