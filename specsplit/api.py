@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, overload
 
+from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_prompt, make_request, request_settings
 from specsplit.core.defaults import LOCAL_SESSIONS, DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
 from specsplit.orchestrator.request import Chunk, Result
 
