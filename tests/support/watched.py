@@ -26,7 +26,7 @@ from specsplit.core.types import (
     prefix_hash,
 )
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.session import WorkerSession
+from specsplit.engine.session import PrefillReport, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler
@@ -227,8 +227,8 @@ class WatchedTarget(TargetEngine):
         self._streamed[turn.session] = (*self.watch.ledger.ids_of(turn), *verdict.token_ids)
         return verdict
 
-    def _verify(self, turn: Turn, proposal: Proposal) -> Work:
-        return self.watch.over(turn, super()._verify(turn, proposal))
+    def _verify(self, turn: Turn, proposal: Proposal, report: PrefillReport | None = None) -> Work:
+        return self.watch.over(turn, super()._verify(turn, proposal, report))
 
 
 class WatchedDraft(DraftEngine):
