@@ -25,7 +25,6 @@ from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core import event_loop
-from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
 from specsplit.core.settings import Settings, load_settings
@@ -252,8 +251,7 @@ async def _generate(job: _Job, models: Models | LoadedDraft | None) -> int:
             left_s = max(1e-3, chosen.timeout - (time.monotonic() - began_s))
             chosen = chosen.model_copy(update={"timeout": left_s})
         request = make_request(workers.tokenizer, job.prompt, chosen)
-        is_embedded = not job.settings.is_remote and job.settings.target.model in (None, EMBEDDED)
-        if getattr(workers.tokenizer, "has_chat_template", False) and not chosen.chat and not is_embedded:
+        if getattr(workers.tokenizer, "is_for_chat", False) and not chosen.chat:
             render.note("Hint: this model has a chat template; --chat applies it.")
         show = _JsonOutput(load_s) if job.is_json else _TextOutput()
         return await _show(workers, request, job, show)

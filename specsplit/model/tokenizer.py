@@ -89,6 +89,11 @@ class TransformersTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def is_for_chat(self) -> bool:
+        """Whether the chat template tells who speaks: the model was hardly trained on texts without it then."""
+        return "role" in str(self._tokenizer.chat_template or "")
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, special tokens included."""
         return self._tokenizer.encode(text)

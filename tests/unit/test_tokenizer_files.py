@@ -65,6 +65,7 @@ async def test_the_files_make_the_same_tokenizer_elsewhere(folder: Path, tmp_pat
     assert made.decode(made.encode(TEXT)) == own.decode(own.encode(TEXT))
     assert made.encode_chat("hi") == own.encode_chat("hi")
     assert own.decode(made.encode_chat("hi")) == "<user>hi"
+    assert made.is_for_chat
     kept = tmp_path / "cache" / files.hash / "additional_chat_templates" / "rag.jinja"
     assert kept.read_text().startswith("rag")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [files.hash]
@@ -76,6 +77,7 @@ def test_a_chat_without_a_template_is_refused(folder: Path) -> None:
     tokenizer = load_model(str(folder), role="target", threads=1, record=False).tokenizer
     assert tokenizer is not None
     assert not tokenizer.has_chat_template
+    assert not tokenizer.is_for_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.encode_chat("hi")
 
