@@ -15,7 +15,7 @@ from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
-from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
 from specsplit.orchestrator.retry import RETRIED, Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.orchestrator.target_history import TargetHistory
@@ -83,7 +83,7 @@ class TargetClient:
         """
         contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
         while True:
-            turn = contract.next_turn(max_wait_s=self._retrier.max_wait_s)
+            turn = contract.next_turn(max_wait_s=None if contract.is_open else self._retrier.max_wait_s)
             try:
                 if self._retrier.is_unbounded:
                     # Nothing limits an attempt, so the usual one needs no wrapper; only what fails goes to the retrier.
@@ -124,12 +124,15 @@ class TargetClient:
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
-        _check_log_probs(verdict, contract.params)
+        if contract.params.top_logprobs is not None:
+            _check_log_probs(verdict)
         if verdict.revision != self.targets.revision:
             self.targets.revise(verdict.revision)
 
     def _count_time(self, seconds: float, num_tokens: int, queue_ms: float) -> None:
-        self.verify_s = seconds = seconds - self._retrier.count_queue(queue_ms, seconds)
+        if queue_ms:
+            seconds -= self._retrier.count_queue(queue_ms, seconds)
+        self.verify_s = seconds
         work_s = _SLACK * seconds / num_tokens
         if work_s > self._token_work_s or self._token_work_s == math.inf:
             self._token_work_s = work_s
@@ -250,13 +253,13 @@ class TargetClient:
         await self._verifier.close(self.contract.session)
 
 
-def _check_log_probs(verdict: Verdict, params: SessionParams) -> None:
+def _check_log_probs(verdict: Verdict) -> None:
     """Find out a target that answers no log-probabilities though it was asked for them.
 
     Raises:
         PeerMismatch: it does not.
     """
-    if params.top_logprobs is not None and len(verdict.log_probs) != len(verdict.token_ids):
+    if len(verdict.log_probs) != len(verdict.token_ids):
         raise PeerMismatch(
             "The target answered no log-probabilities: it is of a release that does not know them. Install the same "
             "release on both sides, or ask for none."
