@@ -130,11 +130,8 @@ class TargetClient:
             self.targets.revise(verdict.revision)
 
     def _count_time(self, seconds: float, num_tokens: int, queue_ms: float) -> None:
-        if queue_ms:
-            seconds -= self._retrier.count_queue(queue_ms, seconds)
-        self.verify_s = seconds
-        work_s = _SLACK * seconds / num_tokens
-        if work_s > self._token_work_s or self._token_work_s == math.inf:
+        self.verify_s = seconds = seconds - (self._retrier.count_queue(queue_ms, seconds) if queue_ms else 0.0)
+        if (work_s := _SLACK * seconds / num_tokens) > self._token_work_s or self._token_work_s == math.inf:
             self._token_work_s = work_s
 
     async def _resume(self, error: SpecSplitError, believed: int) -> None:
