@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_GRAIN = 1 << 15
-"""Elements that each of several threads gets at least; half as many are always computed by one."""
 _KINDS: Mapping[Any, str] = {
     F.silu: "silu",
     torch.sigmoid: "sigmoid",
@@ -39,26 +37,26 @@ def _of_vectors(x: Tensor, kind: str) -> Tensor:
     return torch.sigmoid(x)
 
 
-def _activate(x: Tensor, kind: str, run: int) -> Tensor:
-    """Return an activation of x, any shape, in parts of `run` elements, which threads share evenly."""
+def _activate(x: Tensor, kind: str) -> Tensor:
+    """Return an activation of x, any shape, in runs so short that torch gives each to one thread.
+
+    A recording is made with one thread and runs with any number, so no run may follow from that number.
+    """
     flat = x.reshape(-1)
     count = flat.numel()
     if count % 64 > 0:  # torch takes two vectors at a time: 64 elements of the longest ones in half precision
         flat = F.pad(flat, [0, 64 - count % 64])
-    if flat.numel() <= 16384:  # one thread computes all
+    if flat.numel() <= 16384:
         flat = of_vectors(flat, kind)
     else:
-        even = flat.numel() // run * run
-        parts = [of_vectors(part, kind) for part in flat.narrow(0, 0, even).split(run)]
-        parts += [of_vectors(part, kind) for part in flat.narrow(0, even, flat.numel() - even).split(16384)]
-        flat = torch.cat(parts)
+        flat = torch.cat([of_vectors(run, kind) for run in flat.split(16384)])
     return flat.narrow(0, 0, count).view(x.size())
 
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
     of_vectors: Callable[[Tensor, str], Tensor] = torch.jit.script(_of_vectors)
-    activate: Callable[[Tensor, str, int], Tensor] = torch.jit.script(_activate)
+    activate: Callable[[Tensor, str], Tensor] = torch.jit.script(_activate)
 
 
 def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -73,14 +71,10 @@ def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | No
 class WholeVectors(TorchFunctionMode):
     """Computes the model's activations in runs of whole vectors, within a `with` block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._run = _GRAIN * torch.get_num_threads()
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kind = _kind(func, args, kwargs or {})
         if kind is None:
             return func(*args, **(kwargs or {}))
-        return activate(args[0], kind, self._run)
+        return activate(args[0], kind)

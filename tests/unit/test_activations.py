@@ -46,6 +46,24 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_recording_of_one_thread_has_the_same_bits_with_three(name: str) -> None:
+    before, rows = torch.get_num_threads(), 3 * torch.randn(65, 2600, generator=torch.Generator().manual_seed(5))
+
+    def activated(x: Tensor) -> Tensor:
+        with WholeVectors():
+            return ACTIVATIONS[name](x)
+
+    try:
+        torch.set_num_threads(1)
+        recorded = torch.jit.trace(activated, (rows[:5],), check_trace=False)
+        alone = activated(rows)
+        torch.set_num_threads(3)
+        assert all(torch.equal(recorded(rows[:count]), alone[:count]) for count in (1, 7, 33, 65))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_values_are_torchs(name: str) -> None:
     values = torch.linspace(-30, 30, 5 * 17).view(5, 17)
     with WholeVectors():

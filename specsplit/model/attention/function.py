@@ -203,7 +203,7 @@ def _attend_rows(
         each = sinks.view(num_heads, group, 1)
         if not is_apart:
             each = each.expand(-1, -1, width).reshape(1, num_heads, group * width)
-        out = (out * activate(mass.float() - each, "sigmoid", 32768).unsqueeze(3)).to(out.dtype)
+        out = (out * activate(mass.float() - each, "sigmoid").unsqueeze(3)).to(out.dtype)
     if width == 1 and num_paths == 1:
         return out.reshape(1, q.size(0), out.size(3))
     if is_apart:
