@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from specsplit.assembly.models import Models
 from specsplit.assembly.workers import Placement, Workers
@@ -12,9 +12,12 @@ from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
     from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.engine import Engine
     from specsplit.engine.executor import Executor
     from specsplit.model.loader import LoadedModel
     from specsplit.target.engine import TargetEngine
+
+E = TypeVar("E", bound="Engine")
 
 
 @asynccontextmanager
@@ -51,36 +54,33 @@ async def local_workers(
             await executor.close()
 
 
-@asynccontextmanager
-async def local_target(model: LoadedModel, *, measures: bool) -> AsyncGenerator[TargetEngine]:
+def local_target(model: LoadedModel, *, measures: bool) -> AbstractAsyncContextManager[TargetEngine]:
     """Run a target's engine on a thread of its own for the length of the block, for a draft that is elsewhere."""
     from specsplit.target.engine import TargetEngine
 
-    async with _executor_of(model) as executor, aclosing(TargetEngine(model, executor)) as engine:
-        if measures:
-            await engine.measure()
-        yield engine
+    return _on_own_thread(TargetEngine, model, measures=measures)
 
 
-@asynccontextmanager
-async def local_draft(model: LoadedModel, *, measures: bool) -> AsyncGenerator[DraftEngine]:
+def local_draft(model: LoadedModel, *, measures: bool) -> AbstractAsyncContextManager[DraftEngine]:
     """Run a draft's engine on a thread of its own for the length of the block, for a target that is elsewhere."""
     from specsplit.draft.engine import DraftEngine
 
-    async with _executor_of(model) as executor, aclosing(DraftEngine(model, executor)) as engine:
-        if measures:
-            await engine.measure()
-        yield engine
+    return _on_own_thread(DraftEngine, model, measures=measures)
 
 
 @asynccontextmanager
-async def _executor_of(model: LoadedModel) -> AsyncGenerator[Executor]:
+async def _on_own_thread(
+    make: Callable[[LoadedModel, Executor], E], model: LoadedModel, *, measures: bool
+) -> AsyncGenerator[E]:
     # The event loop is left to the link, whose answers and keepalives no forward should hold up.
     from specsplit.engine.executor import ThreadExecutor
 
     executor = ThreadExecutor(model.role, model.threads)
     try:
-        yield executor
+        async with aclosing(make(model, executor)) as engine:
+            if measures:
+                await engine.measure()
+            yield engine
     finally:
         await executor.close()
 

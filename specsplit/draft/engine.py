@@ -5,12 +5,12 @@ Its picks only decide which nodes are offered; the text is the target's whatever
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
-from specsplit.core.types import ROOT, Budget, Proposal, Turn, quantised_log_probs
+from specsplit.core.types import ROOT, Budget, Proposal, Timings, Turn, quantised_log_probs
 from specsplit.draft.tree import DraftTree
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
@@ -30,12 +30,11 @@ class DraftEngine(Engine):
         """Grow the session's tree and return the nodes numbered above `known_nodes`."""
         self._check(turn, budget)
         this_round = Round(turn.epoch, turn.round, (turn, known_nodes, budget))
-        if not turn.may_open:
-            proposal, timings = await self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
-            return proposal.timed(timings)
-        proposal, timings = await self._run_opening(
-            turn, lambda: self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
-        )
+
+        def run() -> Awaitable[tuple[Proposal, Timings]]:
+            return self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+
+        proposal, timings = await (self._run_opening(turn, run) if turn.may_open else run())
         return proposal.timed(timings)
 
     def _check(self, turn: Turn, budget: Budget) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from specsplit.core.types import (
     Scores,
     SessionParams,
     StreamLimits,
+    Timings,
     TokenizerFiles,
     TokenLogProb,
     Turn,
@@ -45,13 +46,12 @@ class TargetEngine(Engine):
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
         self._check(turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
-        if not turn.may_open:
-            verdict, timings = await self._work.run(turn.session, self._verify(turn, proposal), this_round)
-            return verdict.timed(timings)
-        report = _prefill_report() if len(turn.tail) > MAX_STEP_TOKENS else None
-        verdict, timings = await self._run_opening(
-            turn, lambda: self._work.run(turn.session, self._verify(turn, proposal, report), this_round)
-        )
+        report = _prefill_report() if turn.may_open and len(turn.tail) > MAX_STEP_TOKENS else None
+
+        def run() -> Awaitable[tuple[Verdict, Timings]]:
+            return self._work.run(turn.session, self._verify(turn, proposal, report), this_round)
+
+        verdict, timings = await (self._run_opening(turn, run) if turn.may_open else run())
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
