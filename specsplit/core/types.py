@@ -166,7 +166,7 @@ class Budget:
 
 @record
 class Timings:
-    """The parts of a worker's time. `device_ms` is measured around the forwards, not copied from `wall_ms`."""
+    """The parts of a worker's time, all measured where they are spent: `device_ms` around the forwards."""
 
     wall_ms: float = 0.0
     queue_ms: float = 0.0
@@ -179,6 +179,8 @@ class Timings:
     sent_bytes: int = 0
     """Bytes of this call's messages as the client counts them; 0 if nothing travelled."""
     received_bytes: int = 0
+    sampling_ms: float = 0.0
+    """From logits to the next forward or the answer: processors, noise, picks or candidates, and the tree."""
 
 
 @record

@@ -62,6 +62,7 @@ class TaskTimes:
     waited_s: float = 0.0
     """Seconds in which a forward of it was ready and no batch had room."""
     device_ms: float = 0.0
+    sampling_s: float = 0.0
     num_forwards: int = 0
     num_tokens: int = 0
     batch_size: int = 1
@@ -75,6 +76,7 @@ class TaskTimes:
             num_forwards=self.num_forwards,
             num_tokens=self.num_tokens,
             batch_size=self.batch_size,
+            sampling_ms=self.sampling_s * 1e3,
         )
 
 

@@ -174,15 +174,20 @@ class Scheduler:
 
     def _advance(self, task: Task, logits: Tensor | None) -> None:
         """Run a task's own code up to its next forward or its end; without logits it begins."""
+        times, start_s = task.times, time.perf_counter()
         try:
             if logits is None:
                 self._running[task] = None
-                task.times.begun_s = time.perf_counter()
+                times.begun_s = start_s
                 task.sequence = next(task.work)
+                times.ready_s = time.perf_counter()
             else:
                 task.sequence = task.work.send(logits)
-            task.times.ready_s = time.perf_counter()
+                times.ready_s = time.perf_counter()
+                times.sampling_s += times.ready_s - start_s
         except StopIteration as stop:
+            if logits is not None:
+                times.sampling_s += time.perf_counter() - start_s
             self._finish(task, stop.value, None)
         except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
             self._finish(task, None, error)

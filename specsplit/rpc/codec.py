@@ -273,6 +273,7 @@ def encode_telemetry(timings: Timings, span_id: bytes = b"") -> common_pb2.Telem
         num_forwards=timings.num_forwards,
         num_tokens=timings.num_tokens,
         batch_size=timings.batch_size,
+        sampling_ms=timings.sampling_ms,
     )
 
 
@@ -283,7 +284,8 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
         InvalidRequest: a time is negative or no finite number.
     """
     wall_ms, queue_ms, device_ms = message.wall_ms, message.queue_ms, message.device_ms
-    are_sound = 0 <= wall_ms < math.inf and 0 <= queue_ms < math.inf and 0 <= device_ms < math.inf
+    sampling_ms = message.sampling_ms
+    are_sound = all([0 <= value < math.inf for value in (wall_ms, queue_ms, device_ms, sampling_ms)])
     require(are_sound, "telemetry", "A time is negative or no finite number.")
     return Timings(
         wall_ms=wall_ms,
@@ -294,6 +296,7 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
         batch_size=message.batch_size,
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
+        sampling_ms=sampling_ms,
     )
 
 

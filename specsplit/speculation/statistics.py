@@ -225,7 +225,7 @@ class SpeculationStats:
         if self.plans:
             self.times.observe_propose(timings, wall_s)
             if wall_s is None:
-                self.probes.spend(timings.device_ms / 1e3)
+                self.probes.spend((timings.device_ms + timings.sampling_ms) / 1e3)
 
     def observe_ahead(self, *, is_hit: bool) -> None:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""

@@ -1,5 +1,7 @@
 """Times of forwards and of the ways to the workers, as measured at the start and corrected by every round.
 
+A forward counts with the sampling of its rows, which a step cannot go without.
+
 Seconds throughout. Knows no mode; the table of constants gives the origin of the windows and steps.
 """
 
@@ -206,7 +208,8 @@ class WorkerTimes:
 
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
-        rows, device_s = timings.num_tokens, timings.device_ms / 1e3
+        # A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
+        rows, device_s = timings.num_tokens, (timings.device_ms + timings.sampling_ms) / 1e3
         if rows <= 0 or device_s <= 0:
             return
         if self.verify is None:
@@ -232,7 +235,7 @@ class WorkerTimes:
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
         self.num_proposals += 1
-        levels, device_s = timings.num_forwards, timings.device_ms / 1e3
+        levels, device_s = timings.num_forwards, (timings.device_ms + timings.sampling_ms) / 1e3
         if levels <= 0 or device_s <= 0:
             return
         rows = max(timings.num_tokens / levels, 1.0)

@@ -41,8 +41,8 @@ class StreamScheduler:
         """Means over the answers to misses: E[A], and nodes."""
 
     def observe(self, timings: Timings, num_tokens: int, elapsed_s: float) -> None:
-        """Count a step that committed `num_tokens`: its forward, and the seconds since the last commit."""
-        device_s = timings.device_ms / 1e3
+        """Count a step that committed `num_tokens`: its forward and picks, and the seconds since the last commit."""
+        device_s = (timings.device_ms + timings.sampling_ms) / 1e3
         if timings.num_forwards == 1 and timings.num_tokens > 0 and device_s > 0:
             if self._verify is None:
                 self._verify = StepTimes(dict.fromkeys(ROW_GRID, device_s))

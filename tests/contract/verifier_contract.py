@@ -198,6 +198,7 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
         timings = (await worker.score(PROMPT, (8, 1, 4))).timings
         assert (timings.num_forwards, timings.num_tokens, timings.batch_size) == (1, len(PROMPT) + 2, 1)
         assert 0 < timings.device_ms <= timings.wall_ms
+        assert 0 < timings.sampling_ms < timings.wall_ms - timings.device_ms
         assert 0 < timings.queue_ms < timings.wall_ms
 
     async def test_a_score_depends_on_what_was_scored_before(self, worker: Verifier) -> None:

@@ -75,6 +75,7 @@ timings = st.builds(
     num_forwards=uint32,
     num_tokens=uint32,
     batch_size=uint32,
+    sampling_ms=finite32,
 )
 identities = st.builds(
     Identity,
@@ -344,6 +345,8 @@ def _varint(value: int) -> bytes:
 def test_a_time_that_is_none_is_refused(value: float):
     with pytest.raises(InvalidRequest):
         codec.decode_telemetry(common_pb2.Telemetry(device_ms=value))
+    with pytest.raises(InvalidRequest, match="time"):
+        codec.decode_telemetry(common_pb2.Telemetry(sampling_ms=value))
 
 
 @pytest.mark.parametrize("scores", [[], [-1.0], [-1.0, NAN], [-1.0, -INFINITY], [-1.0] * 3])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.step_times import WorkerTimes
 from specsplit.speculation.token_tree import TokenTree
 
 TARGET = Identity(
@@ -102,6 +105,18 @@ def test_sessions_of_other_limits_decide_for_themselves():
     decision = stats.decide(("pingpong",), small, has_draft=True)
     assert decision is not None
     assert stats.last_decision(("pingpong",), Limits(), has_draft=True) is large
+
+
+def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
+    times = WorkerTimes()
+    for _ in range(20):
+        times.observe_verify(Timings(num_forwards=1, num_tokens=4, device_ms=3.0, sampling_ms=2.0), 0.006)
+        times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=4.0, sampling_ms=2.0), 0.007)
+    assert times.verify is not None
+    assert times.draft is not None
+    assert times.verify.seconds(4) == pytest.approx(0.005)
+    assert times.draft.level.seconds(2) == pytest.approx(0.003)
+    assert (times.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():

@@ -168,7 +168,9 @@ def _write(folder: Path, values: Mapping[str, Any], weights: Weights) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[values["model_type"]]]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     if not (folder / "tokenizer.json").exists():
         write_tokenizer(folder, values["vocab_size"])
 

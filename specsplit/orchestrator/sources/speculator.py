@@ -125,6 +125,7 @@ class Speculator:
             device_ms=drafted.device_ms + timings.device_ms,
             num_forwards=drafted.num_forwards + timings.num_forwards,
             num_tokens=drafted.num_tokens + timings.num_tokens,
+            sampling_ms=drafted.sampling_ms + timings.sampling_ms,
         )
         if self.waits.began_s is not None:
             self.waits.count_work(timings.device_ms, draft.asked_s, self._loop.time())

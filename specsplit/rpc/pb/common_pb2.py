@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specsplit/v1/common.proto\x12\x0cspecsplit.v1\"\xca\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x10\n\x08\x62ias_ids\x18\x08 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\t \x03(\x01\"\xf9\x01\n\rSessionParams\x12.\n\x08sampling\x18\x01 \x01(\x0b\x32\x1c.specsplit.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x05 \x03(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\t \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63\x61ller\x18\n \x01(\tB\x0f\n\r_top_logprobsB\x0b\n\t_priority\"\xd5\x01\n\x04Turn\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x11\n\tbase_hash\x18\x05 \x01(\x07\x12\x0c\n\x04tail\x18\x06 \x03(\r\x12,\n\x07opening\x18\x07 \x01(\x0b\x32\x1b.specsplit.v1.SessionParams\x12\x10\n\x08verified\x18\x08 \x03(\r\x12\x18\n\x0bmax_wait_ms\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_wait_ms\"I\n\x08Progress\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\"h\n\x04Tree\x12\x12\n\nfirst_node\x18\x01 \x01(\r\x12\x15\n\rroot_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x11\n\tlog_probs\x18\x05 \x01(\x0c\"3\n\x0bTopLogProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\x90\x01\n\tTelemetry\x12\x0f\n\x07span_id\x18\x01 \x01(\x0c\x12\x0f\n\x07wall_ms\x18\x02 \x01(\x02\x12\x10\n\x08queue_ms\x18\x03 \x01(\x02\x12\x11\n\tdevice_ms\x18\x04 \x01(\x02\x12\x14\n\x0cnum_forwards\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x12\n\nbatch_size\x18\x07 \x01(\r\"\xe2\x02\n\x08Identity\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.specsplit.v1.Role\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x14\n\x0cweights_hash\x18\x07 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x08 \x01(\r\x12\x11\n\tmax_nodes\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12*\n\nstep_times\x18\r \x03(\x0b\x32\x16.specsplit.v1.StepTime\x12\x11\n\texactness\x18\x0e \x01(\t\x12\x10\n\x08numerics\x18\x0f \x01(\t\x12\x10\n\x08revision\x18\x10 \x01(\r\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x02\"\r\n\x0bPingRequest\"q\n\x0cPingResponse\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.specsplit.v1.Identity\x12\x0f\n\x07time_us\x18\x02 \x01(\x04\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x18.specsplit.v1.WorkerLoad\"b\n\nWorkerLoad\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x02 \x01(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\"$\n\x11\x45ndSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x14\n\x12\x45ndSessionResponse\"\xa6\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\x12\x0c\n\x04have\x18\x03 \x01(\r\x12\x31\n\x04rows\x18\x04 \x03(\x0b\x32#.specsplit.v1.ErrorDetail.RowsEntry\x12\x0c\n\x04link\x18\x05 \x01(\t\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xbf\x01\n\tRoundCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\x07request\x18\x02 \x01(\x0cH\x00\x12*\n\x08withdraw\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.WithdrawH\x00\x12\x31\n\x05trace\x18\x04 \x03(\x0b\x32\".specsplit.v1.RoundCall.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04\x62ody\"\n\n\x08Withdraw\"s\n\x0bRoundAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x16.specsplit.v1.ProgressH\x00\x42\x06\n\x04\x62ody*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specsplit/v1/common.proto\x12\x0cspecsplit.v1\"\xca\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x10\n\x08\x62ias_ids\x18\x08 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\t \x03(\x01\"\xf9\x01\n\rSessionParams\x12.\n\x08sampling\x18\x01 \x01(\x0b\x32\x1c.specsplit.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x05 \x03(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\t \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63\x61ller\x18\n \x01(\tB\x0f\n\r_top_logprobsB\x0b\n\t_priority\"\xd5\x01\n\x04Turn\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x11\n\tbase_hash\x18\x05 \x01(\x07\x12\x0c\n\x04tail\x18\x06 \x03(\r\x12,\n\x07opening\x18\x07 \x01(\x0b\x32\x1b.specsplit.v1.SessionParams\x12\x10\n\x08verified\x18\x08 \x03(\r\x12\x18\n\x0bmax_wait_ms\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_wait_ms\"I\n\x08Progress\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\"h\n\x04Tree\x12\x12\n\nfirst_node\x18\x01 \x01(\r\x12\x15\n\rroot_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x11\n\tlog_probs\x18\x05 \x01(\x0c\"3\n\x0bTopLogProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\xa5\x01\n\tTelemetry\x12\x0f\n\x07span_id\x18\x01 \x01(\x0c\x12\x0f\n\x07wall_ms\x18\x02 \x01(\x02\x12\x10\n\x08queue_ms\x18\x03 \x01(\x02\x12\x11\n\tdevice_ms\x18\x04 \x01(\x02\x12\x14\n\x0cnum_forwards\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x12\n\nbatch_size\x18\x07 \x01(\r\x12\x13\n\x0bsampling_ms\x18\x08 \x01(\x02\"\xe2\x02\n\x08Identity\x12 \n\x04role\x18\x01 \x01(\x0e\x32\x12.specsplit.v1.Role\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x14\n\x0cweights_hash\x18\x07 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x08 \x01(\r\x12\x11\n\tmax_nodes\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12*\n\nstep_times\x18\r \x03(\x0b\x32\x16.specsplit.v1.StepTime\x12\x11\n\texactness\x18\x0e \x01(\t\x12\x10\n\x08numerics\x18\x0f \x01(\t\x12\x10\n\x08revision\x18\x10 \x01(\r\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x02\"\r\n\x0bPingRequest\"q\n\x0cPingResponse\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.specsplit.v1.Identity\x12\x0f\n\x07time_us\x18\x02 \x01(\x04\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x18.specsplit.v1.WorkerLoad\"b\n\nWorkerLoad\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x02 \x01(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\"$\n\x11\x45ndSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x14\n\x12\x45ndSessionResponse\"\xa6\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\x12\x0c\n\x04have\x18\x03 \x01(\r\x12\x31\n\x04rows\x18\x04 \x03(\x0b\x32#.specsplit.v1.ErrorDetail.RowsEntry\x12\x0c\n\x04link\x18\x05 \x01(\t\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xbf\x01\n\tRoundCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\x07request\x18\x02 \x01(\x0cH\x00\x12*\n\x08withdraw\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.WithdrawH\x00\x12\x31\n\x05trace\x18\x04 \x03(\x0b\x32\".specsplit.v1.RoundCall.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04\x62ody\"\n\n\x08Withdraw\"s\n\x0bRoundAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x16.specsplit.v1.ProgressH\x00\x42\x06\n\x04\x62ody*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ERRORDETAIL_ROWSENTRY']._serialized_options = b'8\001'
   _globals['_ROUNDCALL_TRACEENTRY']._loaded_options = None
   _globals['_ROUNDCALL_TRACEENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2279
-  _globals['_ROLE']._serialized_end=2340
+  _globals['_ROLE']._serialized_start=2300
+  _globals['_ROLE']._serialized_end=2361
   _globals['_SAMPLINGPARAMS']._serialized_start=44
   _globals['_SAMPLINGPARAMS']._serialized_end=246
   _globals['_SESSIONPARAMS']._serialized_start=249
@@ -50,31 +50,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOPLOGPROBS']._serialized_start=897
   _globals['_TOPLOGPROBS']._serialized_end=948
   _globals['_TELEMETRY']._serialized_start=951
-  _globals['_TELEMETRY']._serialized_end=1095
-  _globals['_IDENTITY']._serialized_start=1098
-  _globals['_IDENTITY']._serialized_end=1452
-  _globals['_STEPTIME']._serialized_start=1454
-  _globals['_STEPTIME']._serialized_end=1495
-  _globals['_PINGREQUEST']._serialized_start=1497
-  _globals['_PINGREQUEST']._serialized_end=1510
-  _globals['_PINGRESPONSE']._serialized_start=1512
-  _globals['_PINGRESPONSE']._serialized_end=1625
-  _globals['_WORKERLOAD']._serialized_start=1627
-  _globals['_WORKERLOAD']._serialized_end=1725
-  _globals['_ENDSESSIONREQUEST']._serialized_start=1727
-  _globals['_ENDSESSIONREQUEST']._serialized_end=1763
-  _globals['_ENDSESSIONRESPONSE']._serialized_start=1765
-  _globals['_ENDSESSIONRESPONSE']._serialized_end=1785
-  _globals['_ERRORDETAIL']._serialized_start=1788
-  _globals['_ERRORDETAIL']._serialized_end=1954
-  _globals['_ERRORDETAIL_ROWSENTRY']._serialized_start=1911
-  _globals['_ERRORDETAIL_ROWSENTRY']._serialized_end=1954
-  _globals['_ROUNDCALL']._serialized_start=1957
-  _globals['_ROUNDCALL']._serialized_end=2148
-  _globals['_ROUNDCALL_TRACEENTRY']._serialized_start=2096
-  _globals['_ROUNDCALL_TRACEENTRY']._serialized_end=2140
-  _globals['_WITHDRAW']._serialized_start=2150
-  _globals['_WITHDRAW']._serialized_end=2160
-  _globals['_ROUNDANSWER']._serialized_start=2162
-  _globals['_ROUNDANSWER']._serialized_end=2277
+  _globals['_TELEMETRY']._serialized_end=1116
+  _globals['_IDENTITY']._serialized_start=1119
+  _globals['_IDENTITY']._serialized_end=1473
+  _globals['_STEPTIME']._serialized_start=1475
+  _globals['_STEPTIME']._serialized_end=1516
+  _globals['_PINGREQUEST']._serialized_start=1518
+  _globals['_PINGREQUEST']._serialized_end=1531
+  _globals['_PINGRESPONSE']._serialized_start=1533
+  _globals['_PINGRESPONSE']._serialized_end=1646
+  _globals['_WORKERLOAD']._serialized_start=1648
+  _globals['_WORKERLOAD']._serialized_end=1746
+  _globals['_ENDSESSIONREQUEST']._serialized_start=1748
+  _globals['_ENDSESSIONREQUEST']._serialized_end=1784
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=1786
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=1806
+  _globals['_ERRORDETAIL']._serialized_start=1809
+  _globals['_ERRORDETAIL']._serialized_end=1975
+  _globals['_ERRORDETAIL_ROWSENTRY']._serialized_start=1932
+  _globals['_ERRORDETAIL_ROWSENTRY']._serialized_end=1975
+  _globals['_ROUNDCALL']._serialized_start=1978
+  _globals['_ROUNDCALL']._serialized_end=2169
+  _globals['_ROUNDCALL_TRACEENTRY']._serialized_start=2117
+  _globals['_ROUNDCALL_TRACEENTRY']._serialized_end=2161
+  _globals['_WITHDRAW']._serialized_start=2171
+  _globals['_WITHDRAW']._serialized_end=2181
+  _globals['_ROUNDANSWER']._serialized_start=2183
+  _globals['_ROUNDANSWER']._serialized_end=2298
 # @@protoc_insertion_point(module_scope)

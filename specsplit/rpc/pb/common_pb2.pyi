@@ -297,6 +297,7 @@ class Telemetry(_message.Message):
     NUM_FORWARDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    SAMPLING_MS_FIELD_NUMBER: _builtins.int
     span_id: _builtins.bytes
     wall_ms: _builtins.float
     queue_ms: _builtins.float
@@ -305,6 +306,8 @@ class Telemetry(_message.Message):
     num_forwards: _builtins.int
     num_tokens: _builtins.int
     batch_size: _builtins.int
+    sampling_ms: _builtins.float
+    """From logits to the next forward or the answer; 0 from a worker that does not measure it."""
     def __init__(
         self,
         *,
@@ -315,10 +318,11 @@ class Telemetry(_message.Message):
         num_forwards: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         batch_size: _builtins.int = ...,
+        sampling_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "device_ms", b"device_ms", "num_forwards", b"num_forwards", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "span_id", b"span_id", "wall_ms", b"wall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "device_ms", b"device_ms", "num_forwards", b"num_forwards", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "sampling_ms", b"sampling_ms", "span_id", b"span_id", "wall_ms", b"wall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
