@@ -285,7 +285,8 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
     """
     wall_ms, queue_ms, device_ms = message.wall_ms, message.queue_ms, message.device_ms
     sampling_ms = message.sampling_ms
-    are_sound = all([0 <= value < math.inf for value in (wall_ms, queue_ms, device_ms, sampling_ms)])
+    are_sound = 0 <= wall_ms < math.inf and 0 <= queue_ms < math.inf and 0 <= device_ms < math.inf
+    are_sound = are_sound and 0 <= sampling_ms < math.inf
     require(are_sound, "telemetry", "A time is negative or no finite number.")
     return Timings(
         wall_ms=wall_ms,
