@@ -180,14 +180,12 @@ class Scheduler:
                 self._running[task] = None
                 times.begun_s = start_s
                 task.sequence = next(task.work)
-                times.ready_s = time.perf_counter()
             else:
                 task.sequence = task.work.send(logits)
-                times.ready_s = time.perf_counter()
-                times.sampling_s += times.ready_s - start_s
-        except StopIteration as stop:
-            if logits is not None:
                 times.sampling_s += time.perf_counter() - start_s
+            times.ready_s = time.perf_counter()
+        except StopIteration as stop:
+            times.sampling_s += time.perf_counter() - start_s
             self._finish(task, stop.value, None)
         except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
             self._finish(task, None, error)
