@@ -69,13 +69,8 @@ turns = st.builds(
 budgets = st.builds(Budget, st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
 timings = st.builds(
     Timings,
-    wall_ms=finite32,
-    queue_ms=finite32,
-    device_ms=finite32,
-    num_forwards=uint32,
-    num_tokens=uint32,
-    batch_size=uint32,
-    sampling_ms=finite32,
+    **dict.fromkeys(("wall_ms", "queue_ms", "device_ms", "sampling_ms"), finite32),
+    **dict.fromkeys(("num_forwards", "num_tokens", "batch_size"), uint32),
 )
 identities = st.builds(
     Identity,
