@@ -68,7 +68,9 @@ class InProcess(OnLoop):
     def encode(self, text: str, is_chat: bool = False) -> tuple[int, ...]:
         """Return the ids that every system gets for `text`, or for a chat with that one message."""
         tokenizer = self._models.tokenizer
-        return tuple(tokenizer.encode_chat(text) if is_chat else tokenizer.encode(text))
+        return tuple(
+            tokenizer.encode_messages([{"role": "user", "content": text}]) if is_chat else tokenizer.encode(text)
+        )
 
     def prefill_chunk_tokens(self) -> int:
         """Return how many tokens of a prompt go into one forward."""

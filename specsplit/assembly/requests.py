@@ -50,7 +50,11 @@ def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: Or
     """
     check_prompt(prompt)
     if isinstance(prompt, str):
-        prompt_ids = tokenizer.encode_chat(prompt) if settings.chat else tokenizer.encode(prompt)
+        prompt_ids = (
+            tokenizer.encode_messages([{"role": "user", "content": prompt}])
+            if settings.chat
+            else tokenizer.encode(prompt)
+        )
     else:
         prompt_ids = list(prompt)
     return Request(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 
@@ -123,6 +123,13 @@ class Verifier(Protocol):
         ...
 
 
+class ChatMessage(TypedDict):
+    """One message of a conversation; the template knows the roles."""
+
+    role: str
+    content: str
+
+
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
@@ -136,12 +143,16 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, special tokens included."""
         ...
 
-    def encode_chat(self, user_message: str) -> list[int]:
-        """Return the ids of the chat template around one user message.
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the ids of a conversation by the model's chat template; no message has control tokens in it.
 
         Raises:
-            InvalidRequest: the model has no chat template.
+            InvalidRequest: the model has no chat template, or it refuses these messages.
         """
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token within a text, that of a special token included."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -17,8 +17,10 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it compl
 from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
+from specsplit.core.errors import ModelDamaged, ResourceError
+from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
+from specsplit.model.chat_template import ChatTemplate
 from specsplit.model.identity import MAX_TOKENIZER_BYTES, files_hash, place_of, read_tokenizer_files
 
 _NO_LIMIT = 1 << 62
@@ -76,6 +78,9 @@ class TransformersTokenizer:
         """The tokenizer in Rust, without the Python around it that every token would pay for."""
         is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
         self._token_bytes = _TokenBytes(self._backend) if is_byte_level else None
+        self._chat_template = ChatTemplate(tokenizer)
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._special_texts = {token_id: str(token) for token_id, token in added.items() if token.special}
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -87,28 +92,24 @@ class TransformersTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._chat_template.source)
 
     @property
     def is_for_chat(self) -> bool:
         """Whether the chat template tells who speaks: the model was hardly trained on texts without it then."""
-        return "role" in str(self._tokenizer.chat_template or "")
+        return "role" in self._chat_template.source
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, special tokens included."""
         return self._tokenizer.encode(text)
 
-    def encode_chat(self, user_message: str) -> list[int]:
-        """Return the ids of the chat template around one user message.
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the ids of a conversation by the chat template; nothing in a message becomes a control token.
 
         Raises:
-            InvalidRequest: the model has no chat template.
+            InvalidRequest: the model has no chat template, or it refuses these messages.
         """
-        if not self.has_chat_template:
-            raise InvalidRequest("This model has no chat template; leave --chat out.", param="chat")
-        messages = [{"role": "user", "content": user_message}]
-        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        return self._chat_template.encode(messages)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
@@ -117,6 +118,16 @@ class TransformersTokenizer:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token within a text, that of a special token included."""
+        if token_id in self._special_texts:
+            return self._special_texts[token_id]
+        if self._token_bytes is not None:
+            return self._token_bytes[token_id].decode(errors="replace")
+        # Some decoders drop the blank before the first token, so another one stands before it.
+        before = self.encode("a")[-1:]
+        return self.decode([*before, token_id])[len(self.decode(before)) :]
 
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:

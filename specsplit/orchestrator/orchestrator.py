@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
-from specsplit.core.types import Identity
+from specsplit.core.types import Identity, Scores
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
@@ -166,6 +166,22 @@ class Orchestrator:
                 result = chunk.result
         assert result is not None, "the last chunk carries the result"
         return result
+
+    async def score(
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """Return what the target's `score` answers; it is asked again as `stream` asks.
+
+        Raises what `Verifier.score` and `stream` raise.
+        """
+        retrier = self._retrier(timeout_s, RequestEvents())
+        return await retrier.ask(self._target.verifier.score, prompt, scored, logit_bias, top_logprobs)
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""

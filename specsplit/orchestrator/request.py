@@ -18,7 +18,15 @@ from specsplit.core.defaults import (
 )
 from specsplit.core.errors import ContextExceeded, InvalidRequest
 from specsplit.core.exactness import Exactness
-from specsplit.core.types import FinishReason, SamplingParams, TokenLogProb, check_top_logprobs
+from specsplit.core.types import (
+    DEFAULT_PRIORITY,
+    FinishReason,
+    Proposal,
+    SamplingParams,
+    TokenLogProb,
+    Verdict,
+    check_top_logprobs,
+)
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
 
@@ -57,6 +65,10 @@ class Request:
     """Seconds from the start of the request until it is given up."""
     logprobs: int | None = None
     """Likeliest tokens whose log-probabilities come beside each token's own; 0 for its own alone, None for none."""
+    priority: int = DEFAULT_PRIORITY
+    """0 to 9; of two requests that wait for a slot, the one with the higher priority goes first."""
+    caller: str = ""
+    """Whose request it is; a named caller may have no more than its part of a worker's queue."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None:
@@ -113,6 +125,8 @@ class RetryPolicy:
     retry_s: float = RETRY_S
     draft_s: float = DRAFT_PATIENCE_S
     can_be_silent: bool = True
+    waits_when_full: bool = True
+    """Whether to come back to a target whose queue is full; otherwise its refusal is raised at once."""
     rng: random.Random = field(default_factory=random.Random, compare=False, repr=False)
     """Jitters the pauses between attempts, so that clients do not come back all at once."""
 
@@ -176,6 +190,11 @@ class RoundFacts:
     verify_s: float
     choice: Decision | None
     """The decision of `auto`: its plan, and the best plan of every mode with the tokens per second predicted for it."""
+    tree: Proposal
+    """The nodes that the target was sent."""
+    verdict: Verdict
+    path_length: int
+    """Nodes on the longest drafted path that begins with the accepted ones; 0 if none was verified."""
 
 
 @dataclass(frozen=True, slots=True)

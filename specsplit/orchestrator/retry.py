@@ -134,7 +134,13 @@ class Retrier:
         error: SpecSplitError,
         work_s: float = math.inf,
     ) -> Answer:
-        """Do the same after a first attempt that ended with `error`."""
+        """Do the same after a first attempt that ended with `error`.
+
+        Raises:
+            Overloaded: at once, if the policy does not wait when the target is full.
+        """
+        if isinstance(error, Overloaded) and not self.policy.waits_when_full:
+            raise error
         again, began_s = partial(send, *arguments), self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         pause_s = _FIRST_PAUSE_S

@@ -63,7 +63,7 @@ class Rounds:
         if spans.is_on:
             running = spans.around(running, "round", _round_attributes, self.span.context, round=number)
         result = await running
-        self.tally.add(result)
+        path_length = self.tally.add(result)
         num_accepted = result.num_accepted
         cut = self.answer.take(result.verdict.token_ids, num_accepted)
         num_tokens = len(cut.token_ids)
@@ -83,6 +83,9 @@ class Rounds:
                 num_accepted=num_accepted,
                 verify_s=result.verify_s,
                 choice=result.plan.decision,
+                tree=result.speculation.proposal,
+                verdict=result.verdict,
+                path_length=path_length,
             ),
         )
 
@@ -146,8 +149,8 @@ class Tally:
         self._num_ahead = self._num_kept = 0
         self._trees = _TreeCounts([0] * (max_depth + 1 if max_depth else 0), [0] * max_depth)
 
-    def add(self, result: RoundResult) -> None:
-        """Count one round."""
+    def add(self, result: RoundResult) -> int:
+        """Count one round, and return the length of its path."""
         verified, speculation = result.verdict.timings, result.speculation
         self.target_forwards += verified.num_forwards
         self.num_rounds += 1
@@ -161,8 +164,7 @@ class Tally:
         if speculation.is_kept is not None:
             self._num_ahead += 1
             self._num_kept += speculation.is_kept
-        if result.verdict.verified:
-            self._trees.add(result)
+        return self._trees.add(result) if result.verdict.verified else 0
 
     def add_drafted(self, drafted: Timings) -> None:
         """Count work of the draft whose nodes came after the last round's tree was made."""
@@ -198,7 +200,7 @@ class _TreeCounts:
     num_nodes: int = 0
     num_path_nodes: int = 0
 
-    def add(self, result: RoundResult) -> None:
+    def add(self, result: RoundResult) -> int:
         path_length = path_depth(result)
         while len(self.tested) < path_length:
             self.histogram.append(0)
@@ -208,6 +210,7 @@ class _TreeCounts:
         self.histogram[result.num_accepted] += 1
         for depth in range(min(result.num_accepted + 1, path_length)):
             self.tested[depth] += 1
+        return path_length
 
 
 def path_depth(result: RoundResult) -> int:

@@ -199,6 +199,8 @@ def _session_params(context: SessionContext, request: Request) -> SessionParams:
         eos_ids=() if request.ignore_eos else eos_ids,
         max_tokens=min(request.max_new_tokens, context.identity.context - len(request.prompt_ids)),
         top_logprobs=request.logprobs,
+        priority=request.priority,
+        caller=request.caller,
     )
 
 

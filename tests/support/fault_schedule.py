@@ -17,6 +17,7 @@ import pytest
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
+from specsplit.core.ports import ChatMessage
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine import session as engine_session
 from specsplit.model.loader import LoadedModel, Role
@@ -73,8 +74,11 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("A") for character in text]
 
-    def encode_chat(self, user_message: str) -> list[int]:
-        return self.encode(user_message)
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token_id) for token_id in token_ids)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specsplit.core.ports import ChatMessage
 from specsplit.core.types import Scores, SessionParams, Timings, TokenLogProb, prefix_hash
 
 EOS = 256
@@ -39,8 +40,11 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, user_message: str) -> list[int]:
-        return self.encode(f"user: {user_message}\n")
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")

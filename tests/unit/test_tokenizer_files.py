@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
+from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
 from specsplit.model import identity
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
@@ -25,6 +26,7 @@ from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model
 
 TEXT = "Hello, wörld 🙂\n<|endoftext|> x"
+HI: list[ChatMessage] = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -63,8 +65,8 @@ async def test_the_files_make_the_same_tokenizer_elsewhere(folder: Path, tmp_pat
     assert (made.vocab_hash, made.eos_ids, made.num_tokens) == (own.vocab_hash, own.eos_ids, own.num_tokens)
     assert made.encode(TEXT) == own.encode(TEXT)
     assert made.decode(made.encode(TEXT)) == own.decode(own.encode(TEXT))
-    assert made.encode_chat("hi") == own.encode_chat("hi")
-    assert own.decode(made.encode_chat("hi")) == "<user>hi"
+    assert made.encode_messages(HI) == own.encode_messages(HI)
+    assert own.decode(made.encode_messages(HI)) == "<user>hi"
     assert made.is_for_chat
     kept = tmp_path / "cache" / files.hash / "additional_chat_templates" / "rag.jinja"
     assert kept.read_text().startswith("rag")
@@ -79,7 +81,7 @@ def test_a_chat_without_a_template_is_refused(folder: Path) -> None:
     assert not tokenizer.has_chat_template
     assert not tokenizer.is_for_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
-        tokenizer.encode_chat("hi")
+        tokenizer.encode_messages(HI)
 
 
 async def test_known_files_are_not_sent_again(folder: Path, tmp_path: Path) -> None:
@@ -239,11 +241,12 @@ sys.modules["torch"] = None  # as if it were not installed
 from pathlib import Path
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.tokenizer import tokenizer_from_files
+HI = [{"role": "user", "content": "hi"}]
 sent, folder, hash_, text = sys.argv[1:]
 files = TokenizerFiles(hash_, (1,), {path.name: path.read_bytes() for path in Path(sent).iterdir()})
 made = tokenizer_from_files(files, Path(folder))
 assert sys.modules["torch"] is None
-print(made.vocab_hash, made.eos_ids, made.encode(text), made.encode_chat("hi"), made.decode(made.encode(text)) != "")
+print(made.vocab_hash, made.eos_ids, made.encode(text), made.encode_messages(HI), made.decode(made.encode(text)) != "")
 """
     run = subprocess.run(  # noqa: ASYNC221 - nothing else runs on this loop
         [sys.executable, "-c", program, str(sent), str(tmp_path / "t"), files.hash, TEXT],
@@ -256,7 +259,7 @@ print(made.vocab_hash, made.eos_ids, made.encode(text), made.encode_chat("hi"), 
     assert own is not None
     assert run.returncode == 0, run.stderr
     assert (
-        run.stdout.split("\n")[0] == f"{own.vocab_hash} {own.eos_ids} {own.encode(TEXT)} {own.encode_chat('hi')} True"
+        run.stdout.split("\n")[0] == f"{own.vocab_hash} {own.eos_ids} {own.encode(TEXT)} {own.encode_messages(HI)} True"
     )
 
 

@@ -1,0 +1,124 @@
+"""Chat messages become token ids by the model's own template, rendered in jinja2's immutable sandbox.
+
+What people write in a message never becomes a control token, whatever it looks like: the text of a control token is
+hidden from the template behind a mark, and encoded as the ordinary text that it is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.ports import ChatMessage
+
+_MARK = "\ue000{}\ue001"
+"""Private-use characters around a number that nobody can guess."""
+
+
+class ChatTemplate:
+    """A model's chat template; `is_there` says whether the model has one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        texts = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
+        self._control_ids = {tokenizer.convert_tokens_to_ids(text) for text in texts} - {tokenizer.unk_token_id}
+        # Longest first, since one control token's text may begin another's.
+        self._controls = sorted(filter(None, texts), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+
+    @property
+    def source(self) -> str:
+        """The text of the template; empty if the model has none."""
+        return str(self._tokenizer.chat_template or "")
+
+    def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant's next message begins.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or its template refuses these messages.
+        """
+        if not self.source:
+            raise InvalidRequest(
+                "This model has no chat template: send the text as a plain prompt (without --chat, or to "
+                "/v1/completions), or put a chat_template.jinja beside its tokenizer.",
+                param="messages",
+            )
+        hidden = _HiddenTexts()
+        shown = [{**message, "content": self._hide_controls(message["content"], hidden)} for message in messages]
+        text, ids = self._render(shown), list[int]()
+        for part, is_hidden in hidden.parts(text):
+            ids += self._encode_plainly(part) if is_hidden else self._encode(part)
+        return ids
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            rendered: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template can raise anything
+            reason = " ".join(str(error).split())[:200].rstrip(".")
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages ({reason}).", param="messages"
+            ) from error
+        return str(rendered)
+
+    def _hide_controls(self, content: str, hidden: _HiddenTexts) -> str:
+        """Return `content` with marks for all that is, or beside the template's text could become, a control token."""
+        shown = self._control.sub(lambda match: hidden.mark(match[0]), content)
+        head = self._length_at_edge(shown, at_start=True)
+        shown = hidden.mark(shown[:head]) + shown[head:] if head else shown
+        tail = len(shown) - self._length_at_edge(shown, at_start=False)
+        shown = shown[:tail] + hidden.mark(shown[tail:]) if tail < len(shown) else shown
+        # A normalizer may make a control token of other letters, and a vocabulary of words know it as a word.
+        has_control = any(
+            not is_hidden and not self._control_ids.isdisjoint(self._encode(part))
+            for part, is_hidden in hidden.parts(shown)
+        )
+        return hidden.mark(content) if has_control else shown
+
+    def _length_at_edge(self, text: str, *, at_start: bool) -> int:
+        """Return how much of the start of `text` ends a control token's text, or of its end begins one."""
+        longest = min(len(text), max(map(len, self._controls), default=1) - 1)
+        for length in range(longest, 0, -1):
+            edge = text[:length] if at_start else text[-length:]
+            if any(control.endswith(edge) if at_start else control.startswith(edge) for control in self._controls):
+                return length
+        return 0
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_plainly(self, text: str) -> list[int]:
+        """Return ids of `text`, none of them a control token's."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # The model's own vocabulary has the control token's text as one word, so it is spelled.
+        spelled = [self._tokenizer.encode(letter, add_special_tokens=False) for letter in text]
+        return [token_id for letter in spelled for token_id in letter if token_id not in self._control_ids]
+
+
+class _HiddenTexts:
+    """The texts that one conversation hides from its template, each behind a mark."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def mark(self, text: str) -> str:
+        """Return the mark to stand for `text`, in which earlier marks are resolved."""
+        mark = _MARK.format(secrets.randbelow(10**18))
+        self._texts[mark] = "".join(part for part, _ in self.parts(text))
+        return mark
+
+    def parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of `text` in order, and whether each was hidden."""
+        if not self._texts:
+            yield text, False
+            return
+        for part in re.split(f"({'|'.join(map(re.escape, self._texts))})", text):
+            if part:
+                yield self._texts.get(part, part), part in self._texts
