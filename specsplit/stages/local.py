@@ -1,49 +1,37 @@
 """The stages of a target as processes of this machine: started, watched, restarted, and ended with their target.
 
 A stage that ends is started again; one that hangs (it answers no pings, or never ends its step) is killed first.
-Whatever ends the target ends its stages too: a stage asks the system to be killed with its parent. Knows no chain.
+Whatever ends the target ends its stages too. Knows no chain.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
-import os
-import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from specsplit.core.defaults import STEP_TIMEOUT_S
-from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.types import Note
+from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
-PAUSES_S = (0.2, 10.0)
-"""Pause before a stage that ended is started again: the first one, and the longest."""
-_LASTING_S = 60.0
-"""A stage that ran for so long is restarted with the first pause again."""
 _LOOK_S = 1.0
 """Period of pings, and the time that a stage has for its answer."""
 _MAX_SILENT = 5
 """Unanswered pings in a row after which a stage counts as hung."""
 _SILENT = "it does not answer."
-_STOP_S = 5.0
-LINE_BYTES = 1 << 20
-_log = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def local_stages(
+def local_stages(
     layers: Sequence[str],
     arguments: Sequence[str],
     note: Note | None = None,
     *,
     step_timeout_s: float = STEP_TIMEOUT_S,
-) -> AsyncGenerator[list[str]]:
+) -> AbstractAsyncContextManager[list[str]]:
     """Run a stage process for each of `layers` (A:B) for the length of the block, and give their addresses.
 
     `arguments` are those of `specsplit stage` that all of them get; `note` shows every stage that serves. A stage that
@@ -53,186 +41,42 @@ async def local_stages(
         WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
         ResourceError: no process can be started.
     """
-    stages = [_LocalStage(index, of, arguments, note, step_timeout_s) for index, of in enumerate(layers)]
-    async with AsyncExitStack() as stack:
-        for stage in stages:
-            stack.push_async_callback(stage.aclose)
-        # All start at once, since each of them loads a model; the first error wins after all have ended or serve.
-        for error in await asyncio.gather(*(stage.start() for stage in stages), return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
-        for stage in stages:
-            stage.supervise()
-        yield [stage.address for stage in stages]
+    wait_hung = partial(_wait_hung, step_timeout_s=step_timeout_s)
+    return running(
+        [
+            LocalProcess(f"Stage {index} (layers {of})", ("stage", "--layers", of, *arguments), note, wait_hung)
+            for index, of in enumerate(layers)
+        ]
+    )
 
 
-class _LocalStage:
-    """One stage process after the other, all at the address of the first."""
-
-    def __init__(
-        self, index: int, layers: str, arguments: Sequence[str], note: Note | None, step_timeout_s: float
-    ) -> None:
-        self.address = "127.0.0.1:0"
-        self._name = f"Stage {index} (layers {layers})"
-        self._arguments = ("--layers", layers, *arguments)
-        self._note, self._step_timeout_s = note, step_timeout_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._forwarding: asyncio.Task[None] | None = None
-        self._supervising: asyncio.Task[None] | None = None
-        self._said = ""
-        """Last line that the process wrote to stderr."""
-
-    async def start(self) -> None:
-        """Start the process, and wait until it serves; raises as `local_stages` does."""
-        command = (sys.executable, "-m", "specsplit", "stage", "--listen", self.address, *self._arguments)
-        try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *command,
-                "--parent",
-                str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the target's to hear, which needs its stages to drain
-                limit=LINE_BYTES,
-            )
-        except OSError as error:
-            raise ResourceError(f"{self._name} cannot be started ({error.strerror}).") from error
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._said = ""
-        self._forwarding = asyncio.create_task(self._forward(process.stderr))
-        try:
-            line = await process.stdout.readline()
-        except ValueError:  # longer than any line should be
-            line = b"?"
-        if not line:
-            code = await process.wait()
-            await self._forwarding
-            reason = self._said.removeprefix("Error: ") or f"{_ending(code)}."
-            raise WorkerFailed(f"{self._name} ended before it served: {reason}")
-        address = _address_in(line)
-        if address is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            # Its pipe is read to the end: a process that waits on a full pipe would never close it.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_S):
-                    while await process.stdout.read(LINE_BYTES):
-                        pass
-            await process.wait()
-            raise WorkerFailed(f"{self._name} did not say where it serves, and was ended; it said {line[:80]!r}.")
-        self.address = address
-        if self._note is not None:
-            self._note(f"{self._name} serves at {self.address}, process {process.pid}.")
-
-    def supervise(self) -> None:
-        """Restart the process whenever it ends or hangs, from now on."""
-        self._supervising = asyncio.create_task(self._supervise())
-
-    async def aclose(self) -> None:
-        """End the process, in good order if it reacts in time; its last output is not passed on."""
-        self._note = None
-        if self._supervising is not None:
-            self._supervising.cancel()
-            await asyncio.wait({self._supervising})
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                async with asyncio.timeout(_STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if self._forwarding is not None:
-            await asyncio.wait({self._forwarding})
-
-    async def _supervise(self) -> None:
-        loop, pause_s = asyncio.get_running_loop(), PAUSES_S[0]
-        while True:
-            # A stage that keeps dying is restarted ever more rarely; one that lasted a while starts over.
-            began_s = loop.time()
-            code = await self._ended()
-            if loop.time() - began_s > _LASTING_S:
-                pause_s = PAUSES_S[0]
-            _log.warning("%s ended (%s); starting it again in %g s", self._name, _ending(code), pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSES_S[1])
-            try:
-                await self.start()
-            except SpecSplitError as error:
-                _log.warning("%s", error)
-
-    async def _ended(self) -> int:
-        """Wait until the process has ended, killing it if it hangs, and return its exit code."""
-        process = self._process
-        assert process is not None
-        watching = asyncio.create_task(self._kill_when_hung(process))
-        try:
-            return await process.wait()
-        finally:
-            watching.cancel()
-            await asyncio.wait({watching})
-
-    async def _kill_when_hung(self, process: asyncio.subprocess.Process) -> None:
-        loop, peer, num_silent = asyncio.get_running_loop(), StagePeer(self.address), 0
-        try:
-            while True:
-                next_s = loop.time() + _LOOK_S
-                why = await self._look(peer)
-                num_silent = num_silent + 1 if why == _SILENT else 0
-                if why is not None and (why != _SILENT or num_silent == _MAX_SILENT):
-                    break
-                await asyncio.sleep(next_s - loop.time())
-        finally:
-            await peer.aclose()
-        _log.warning("%s is ended, since it hangs: %s", self._name, why)
-        with contextlib.suppress(ProcessLookupError):
-            # Not `terminate`: a process that is stopped or stuck would never handle that signal.
-            process.kill()
-
-    async def _look(self, peer: StagePeer) -> str | None:
-        """Return what is wrong with the process, None if nothing is."""
-        try:
-            ping = await peer.ping(_LOOK_S)
-        except (WorkerUnreachable, DeadlineExceeded):
-            await peer.renew()
-            return _SILENT
-        except SpecSplitError:
-            # An error is an answer: the process lives, and health is the business of its coordinator.
-            return None
-        try:
-            check_alive(peer, ping, self._step_timeout_s)
-        except WorkerUnreachable as error:
-            return str(error)
-        return None
-
-    async def _forward(self, stream: asyncio.StreamReader) -> None:
-        """Pass on what the process writes, under its name."""
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # longer than any line should be, and dropped
-                continue
-            if not line:
-                return
-            self._said = line.decode(errors="replace").rstrip()
-            if self._note is not None:
-                self._note(f"{self._name}: {self._said}")
-
-
-def _address_in(line: bytes) -> str | None:
-    """Return the address that a ready line names, None if it is no ready line."""
+async def _wait_hung(address: str, *, step_timeout_s: float) -> str:
+    """Return why the stage at `address` hangs, once it does."""
+    loop, peer, num_silent = asyncio.get_running_loop(), StagePeer(address), 0
     try:
-        ready = cast(object, json.loads(line))
-    except ValueError:
+        while True:
+            next_s = loop.time() + _LOOK_S
+            why = await _look(peer, step_timeout_s)
+            num_silent = num_silent + 1 if why == _SILENT else 0
+            if why is not None and (why != _SILENT or num_silent == _MAX_SILENT):
+                return why
+            await asyncio.sleep(next_s - loop.time())
+    finally:
+        await peer.aclose()
+
+
+async def _look(peer: StagePeer, step_timeout_s: float) -> str | None:
+    """Return what is wrong with the process, None if nothing is."""
+    try:
+        ping = await peer.ping(_LOOK_S)
+    except (WorkerUnreachable, DeadlineExceeded):
+        await peer.renew()
+        return _SILENT
+    except SpecSplitError:
+        # An error is an answer: the process lives, and health is the business of its coordinator.
         return None
-    address = cast("dict[str, object]", ready).get("address") if isinstance(ready, dict) else None
-    return address if isinstance(address, str) else None
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    try:
+        check_alive(peer, ping, step_timeout_s)
+    except WorkerUnreachable as error:
+        return str(error)
+    return None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import DeadlineExceeded, LinkError, WorkerUnreachable
+from specsplit.rpc import local_process
 from specsplit.stages import local as local_stages
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.peer import StagePeer, StagePing
@@ -89,8 +90,8 @@ async def test_a_local_stage_on_an_endless_step_is_killed_though_it_answers(
         assert (module, name) == ("-m", "specsplit")
         return await start(program, "-c", NEVER_CONFIGURED, *arguments, **options)
 
-    monkeypatch.setattr(local_stages.asyncio, "create_subprocess_exec", start_stuck)
-    caplog.set_level(logging.WARNING, local_stages.__name__)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_stuck)
+    caplog.set_level(logging.WARNING, local_process.__name__)
     async with local_stages.local_stages(["2:5"], ARGUMENTS, told.append, step_timeout_s=1.0) as addresses:
         peer = StagePeer(addresses[0])
         with pytest.raises(LinkError):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import WorkerFailed
+from specsplit.rpc import local_process
 from specsplit.stages import local as local_stages
 from tests.support.rpc_servers import wait_until
 
@@ -24,8 +25,8 @@ class Starts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *programs: tuple[str, str]) -> None:
         self.processes: list[asyncio.subprocess.Process] = []
         self._programs, self._start = list(programs), asyncio.create_subprocess_exec
-        monkeypatch.setattr(local_stages.asyncio, "create_subprocess_exec", self._start_next)
-        monkeypatch.setattr(local_stages, "PAUSES_S", (0.01, 0.01))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", self._start_next)
+        monkeypatch.setattr(local_process, "PAUSES_S", (0.01, 0.01))
 
     async def _start_next(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         program, line = self._programs.pop(0)
@@ -38,7 +39,7 @@ class Starts:
 async def test_a_process_whose_first_line_is_no_ready_line_is_refused_and_ended(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_stages, "LINE_BYTES", 1 << 10)
+    monkeypatch.setattr(local_process, "LINE_BYTES", 1 << 10)
     starts = Starts(monkeypatch, (WAITS, line))
     async with asyncio.timeout(20):
         with pytest.raises(WorkerFailed, match=r"Stage 0 \(layers 0:1\) did not say where it serves"):
