@@ -29,8 +29,12 @@ _ONE_TRY_S = 5.0
 
 
 @asynccontextmanager
-async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncGenerator[Workers]:
+async def remote_workers(
+    settings: Settings, note: Note | None = None, *, waits_when_full: bool = True
+) -> AsyncGenerator[Workers]:
     """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
+
+    Unless it `waits_when_full`, a request that a full target sends away ends with that error.
 
     Raises what `remote_target` raises.
     """
@@ -39,7 +43,7 @@ async def remote_workers(settings: Settings, note: Note | None = None) -> AsyncG
         drafter = None
         if settings.draft_address is not None:
             drafter = await stack.enter_async_context(remote_draft(settings.draft_address))
-        workers = Workers(verifier, drafter, tokenizer, Placement(is_remote=True))
+        workers = Workers(verifier, drafter, tokenizer, Placement(is_remote=True, waits_when_full=waits_when_full))
         stack.push_async_callback(workers.aclose)
         yield workers
 

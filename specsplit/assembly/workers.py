@@ -29,6 +29,8 @@ class Placement:
     """The choice of `auto` if there is a draft; a stream among them it may choose without one, too."""
     max_requests: int | None = None
     """Requests at once; None for any number, since workers elsewhere know best how many they have room for."""
+    waits_when_full: bool = True
+    """Whether a request that a full target sends away comes back by itself."""
 
 
 class Workers:
@@ -68,7 +70,10 @@ class Workers:
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
         draft_s = settings.draft_patience if self._placement.is_remote else math.inf
         retry_policy = RetryPolicy(
-            retry_s=settings.retry, draft_s=draft_s, can_be_silent=not self._placement.is_on_loop
+            retry_s=settings.retry,
+            draft_s=draft_s,
+            can_be_silent=not self._placement.is_on_loop,
+            waits_when_full=self._placement.waits_when_full,
         )
         key = (speculation, retry_policy)
         if key not in self._orchestrators:

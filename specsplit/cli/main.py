@@ -35,6 +35,14 @@ specsplit target --model ./large --listen 0.0.0.0:7001
 specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --prompt Hi
 """
 
+GATEWAY_EXAMPLES = """Examples:
+
+specsplit serve
+
+specsplit serve --target-model ./large --draft-model ./small --dtype bf16
+
+specsplit serve --target target-host:7001 --draft draft-host:7002 --http 0.0.0.0:8000 --api-key-file keys
+"""
 STAGE_EXAMPLES = """Examples:
 
 specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101
@@ -137,6 +145,7 @@ def draft(
     drain: options.Drain = defaults.DRAIN_S,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
+    parent: options.Parent = None,
 ) -> None:
     """Serve a draft, which proposes token trees, until SIGTERM or Ctrl-C."""
     from specsplit.cli.serve import run
@@ -166,11 +175,47 @@ def target(
     drain: options.Drain = defaults.DRAIN_S,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
+    parent: options.Parent = None,
 ) -> None:
     """Serve a target, which verifies token trees, until SIGTERM or Ctrl-C; its layers are here or on stages."""
     from specsplit.cli.serve import run
 
     raise typer.Exit(_interruptible(partial(run, "target"), ctx))
+
+
+@app.command(epilog=GATEWAY_EXAMPLES)
+def serve(
+    ctx: typer.Context,
+    http: options.Http = defaults.HTTP,
+    api_key_file: options.ApiKeyFile = None,
+    allow_anonymous: options.AllowAnonymous = False,
+    max_body_mib: options.MaxBodyMib = 1,
+    per_request_spec_decode_metrics: options.SpecDecodeMetrics = "none",
+    target_model: options.TargetModel = defaults.EMBEDDED,
+    draft_model: options.DraftModel = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = defaults.DEVICE,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    target: options.Targets = None,
+    draft: options.Drafts = None,
+    sessions: options.StartedSessions = None,
+    retry: options.GatewayRetry = None,
+    draft_patience: options.DraftPatience = defaults.DRAFT_PATIENCE_S,
+    drain: options.Drain = defaults.DRAIN_S,
+    mode: options.ModeOption = defaults.MODE,
+    nodes: options.Nodes = None,
+    depth: options.Depth = None,
+    branching: options.Branching = defaults.DEFAULT_BRANCHING,
+    lookup: options.Lookup = defaults.LOOKUP,
+    trace_file: options.TraceFile = None,
+    print_config: options.PrintConfig = False,
+) -> None:
+    """Serve OpenAI's HTTP API over workers elsewhere, or over workers that it starts here and keeps running."""
+    from specsplit.cli.gateway import run
+
+    raise typer.Exit(_interruptible(run, ctx))
 
 
 @app.command(epilog=STAGE_EXAMPLES)
@@ -217,6 +262,25 @@ def stage_check(
 
 
 app.registered_commands += plan.app.registered_commands
+
+
+keys = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.callback()
+def keys_root() -> None:
+    """Make keys for `specsplit serve --api-key-file`."""
+
+
+@keys.command("new")
+def keys_new(name: Annotated[str, typer.Argument(help="The name of whoever gets the key.")]) -> None:
+    """Make a key: it is printed once, on stderr, and its line for the file of keys on stdout."""
+    from specsplit.gateway.keys import new_key
+
+    key, line = new_key(name)
+    typer.echo(f"The key, which is shown only now: {key}", err=True)
+    typer.echo(line)
 
 
 @app.command()

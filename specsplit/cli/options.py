@@ -5,14 +5,14 @@ The settings define what an option means. This file imports nothing heavy, since
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
-_MODELS, _STAGES, _SERVICES, _OUTPUT = "Models", "Stages", "Services", "Output"
+_MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
 
 
 def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -162,7 +162,35 @@ StepTimeout = Annotated[
     float, _option("--step-timeout", _STAGES, "Give up a stage that is on one step for so many seconds.", metavar="S")
 ]
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
-"""Id of the process that started this stage; the stage ends when that process does."""
+"""Id of the process that started this worker; the worker ends when that process does."""
+
+Http = Annotated[str, _option("--http", _GATEWAY, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")]
+Targets = Annotated[
+    list[str] | None,
+    _option("--target", _SERVICES, "Serve the target there; once for each model.", "started here", "[NAME=]HOST:PORT"),
+]
+Drafts = Annotated[
+    list[str] | None,
+    _option("--draft", _SERVICES, "Use the draft there, for the target of its name.", "none", "[NAME=]HOST:PORT"),
+]
+GatewayRetry = Annotated[
+    float | None,
+    _option("--retry", _SERVICES, "Try a lost target again for so many seconds.", "5, or 30 if started here", "S"),
+]
+StartedSessions = Annotated[
+    int | None, _option("--sessions", _SERVICES, "Sessions that workers started here hold at a time.", "4", "N")
+]
+ApiKeyFile = Annotated[
+    str | None, _option("--api-key-file", _GATEWAY, "Let in the keys of this file alone.", "nobody needs a key", "FILE")
+]
+AllowAnonymous = Annotated[
+    bool, _option("--allow-anonymous", _GATEWAY, "Serve other machines without keys, too.", "off")
+]
+MaxBodyMib = Annotated[int, _option("--max-body-mib", _GATEWAY, "Refuse larger requests.", metavar="MIB")]
+SpecDecodeMetrics = Annotated[
+    Literal["none", "summary", "detailed"],
+    _option("--per-request-spec-decode-metrics", _GATEWAY, "Tell in answers how speculation did."),
+]
 
 Logprobs = Annotated[
     int | None,

@@ -6,6 +6,7 @@ One JSON line on stdout says that the worker is ready; everything else goes to s
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -19,9 +20,10 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from specsplit.assembly.models import load_worker, not_recorded
 from specsplit.assembly.serving import serving
@@ -34,15 +36,26 @@ from specsplit.core.sections import TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.telemetry.setup import trace_to_file
 
-if TYPE_CHECKING:
-    from specsplit.rpc.server import Server
-
 T = TypeVar("T")
-NOT_SETTINGS = ("config", "trace_file", "print_config")
+NOT_SETTINGS = ("config", "trace_file", "print_config", "parent")
+_PR_SET_PDEATHSIG = 1
+
+
+class Draining(Protocol):
+    """A server with an address, which ends in good order."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def drain(self, grace_s: float, /) -> None: ...
+
+
+S = TypeVar("S", bound=Draining)
 
 
 def run(role: Role, given: Mapping[str, Any]) -> int:
     """Run the command of `role` with the options `given` on the command line; return its exit code."""
+    end_with_parent(given)
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose=role)
     if given.get("print_config"):
@@ -59,6 +72,18 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     return 0
 
 
+def end_with_parent(given: Mapping[str, Any]) -> None:
+    """Have this process killed when the one that started it ends, if it named itself; needs Linux."""
+    parent = given.get("parent")
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # The parent may have ended before the kernel was asked; then nothing would ever end this process.
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
 def _serve_model(role: Role, settings: WorkerSettings) -> None:
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress)
@@ -67,7 +92,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}
-    event_loop.run(serve_until_signal(lambda: serving(model, settings), ready, settings.drain))
+    event_loop.run(serve_until_signal(lambda: serving(model, settings), lambda _: ready, settings.drain))
 
 
 def _serve_chain(settings: TargetSettings) -> None:
@@ -77,7 +102,8 @@ def _serve_chain(settings: TargetSettings) -> None:
         coordinator = load_coordinator(settings)
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
-    event_loop.run(serve_until_signal(lambda: serving_chain(coordinator, settings, render.note), ready, settings.drain))
+    opening = partial(serving_chain, coordinator, settings, render.note)
+    event_loop.run(serve_until_signal(opening, lambda _: ready, settings.drain))
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -110,9 +136,9 @@ def terminable() -> Generator[None]:
 
 
 async def serve_until_signal(
-    opening: Callable[[], AbstractAsyncContextManager[Server]], ready: Mapping[str, Any], drain_s: float
+    opening: Callable[[], AbstractAsyncContextManager[S]], describe: Callable[[S], Mapping[str, Any]], drain_s: float
 ) -> None:
-    """Open the server with `opening`, print the line of `ready` with its address, and drain at the first signal.
+    """Open the server with `opening`, print a line with its address and description, and drain at the first signal.
 
     A signal that comes before the server is open ends the opening, and nothing is printed.
     """
@@ -121,6 +147,7 @@ async def serve_until_signal(
         server = await stop.unless_signalled(stack.enter_async_context(opening()))
         if server is None:
             return
+        ready = describe(server)
         line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
         # Printed only now, so whoever started us may connect as soon as the line is there.
         sys.stdout.write(json.dumps(line) + "\n")

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import signal
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, terminable, tracing
+from specsplit.cli.serve import NOT_SETTINGS, check_listen, end_with_parent, serve_until_signal, terminable, tracing
 from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.stages.serve import load_stage, serving_stage
 
-_PR_SET_PDEATHSIG = 1
-
 
 def run(given: Mapping[str, Any]) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
-    if given.get("parent") is not None:
-        _end_with(given["parent"])
-    chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "parent")}
+    end_with_parent(given)
+    chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="stage")
     if given.get("print_config"):
         print_config(effective, as_json=False, role="stage")
@@ -41,14 +34,5 @@ def run(given: Mapping[str, Any]) -> int:
             shard = load_stage(settings)
         gc.freeze()  # what lives as long as the process need not be looked at again
         ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
-        event_loop.run(serve_until_signal(lambda: serving_stage(shard, settings), ready, settings.drain))
+        event_loop.run(serve_until_signal(lambda: serving_stage(shard, settings), lambda _: ready, settings.drain))
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """Have this process killed when the one that started it ends, however that happens; needs Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    # The parent may have ended before the kernel was asked; then nothing would ever end this process.
-    if os.getppid() != parent:
-        raise SystemExit(1)

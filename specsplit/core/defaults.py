@@ -47,6 +47,7 @@ FREQUENCY_PENALTY = 0.0
 REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"
+HTTP = "127.0.0.1:8000"
 SERVED_SESSIONS, QUEUE_PER_SESSION = 4, 4
 """KV slots of a worker that serves, and requests that may wait for one, for each slot."""
 LOCAL_SESSIONS = 8

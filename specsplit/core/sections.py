@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import NoDecode
@@ -64,7 +64,7 @@ def _remote(value: str) -> str:
     return value
 
 
-def _addresses(value: object) -> object:
+def addresses(value: object) -> object:
     """Read addresses from one string, comma-separated or a JSON list, or from a list of the settings file."""
     # A JSON list begins with ["; a bare [ may begin an IPv6 address.
     if not isinstance(value, str) or value.lstrip().startswith('["'):
@@ -91,7 +91,7 @@ Threads = Annotated[Positive | None, BeforeValidator(_threads)]
 NotNegative = Annotated[int, Field(ge=0)]
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(addresses)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -170,6 +170,22 @@ class StageSettings(_Frozen):
             return None
         start, end = map(int, self.layers.split(":"))
         return range(start, end)
+
+
+class GatewaySettings(_Frozen):
+    """The HTTP server, and the workers elsewhere whose models it serves, each as [NAME=]HOST:PORT."""
+
+    http: Annotated[str, AfterValidator(_address)] = defaults.HTTP
+    targets: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
+    drafts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
+    api_key_file: str | None = None
+    allow_anonymous: bool = False
+    """Whether to listen off loopback without keys."""
+    max_body_mib: Positive = 1
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
+    retry: Seconds | None = None
+    """Seconds for which a target that is lost is tried again; None waits longer if the gateway restarts it itself."""
+    drain: Seconds = defaults.DRAIN_S
 
 
 class OrchestratorSettings(_Frozen):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,13 +20,20 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.sections import DraftSettings, OrchestratorSettings, StageSettings, TargetSettings
+from specsplit.core.sections import (
+    DraftSettings,
+    GatewaySettings,
+    OrchestratorSettings,
+    StageSettings,
+    TargetSettings,
+    addresses,
+)
 
 _OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
 """Prefixes of the variables that switch tests and benchmarks; they are no settings."""
-Purpose = Literal["generate", "draft", "target", "stage", "check"]
-"""The purpose of reading settings: to generate, to serve a role, or to check the installation."""
+Purpose = Literal["generate", "gateway", "draft", "target", "stage", "check"]
+"""The purpose of reading settings: to generate here or over HTTP, to serve a role, or to check the installation."""
 
 
 class Settings(BaseSettings):
@@ -45,6 +52,7 @@ class Settings(BaseSettings):
     target: TargetSettings = TargetSettings()
     stage: StageSettings = StageSettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+    gateway: GatewaySettings = GatewaySettings()
 
     @classmethod
     def settings_customise_sources(
@@ -112,6 +120,7 @@ _ROLES: dict[str, type[BaseModel]] = {
     "target": TargetSettings,
     "stage": StageSettings,
     "orchestrator": OrchestratorSettings,
+    "gateway": GatewaySettings,
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
 """Every setting as role.field."""
@@ -126,6 +135,12 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
     **{name: (f"orchestrator.{name}",) for name in OrchestratorSettings.model_fields},
 }
 """The settings by the names of the command line's options and of Pipeline's arguments."""
+GATEWAY_KEYS = {
+    **FLAT_KEYS,
+    **{name.removesuffix("s"): (f"gateway.{name}",) for name in ("targets", "drafts")},
+    **{name: (f"gateway.{name}",) for name in GatewaySettings.model_fields},
+}
+"""The same for the gateway, whose workers are elsewhere or processes that it starts."""
 SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     role: {field: (f"{role}.{field}",) for field in _ROLES[role].model_fields if field != "address"}
     for role in ("draft", "target", "stage")
@@ -179,9 +194,12 @@ def load_settings(
     env_layer = _from_environment()
     path = config or os.environ.get(ENV_CONFIG)
     is_service = purpose in SERVICE_KEYS
-    chosen = _from_caller(given or {}, SERVICE_KEYS[purpose] if is_service else FLAT_KEYS, as_options)
-    # A later layer wins: file < environment < caller.
-    merged = {**(_from_file(Path(path)) if path else {}), **env_layer, **chosen}
+    names = GATEWAY_KEYS if purpose == "gateway" else SERVICE_KEYS.get(purpose, FLAT_KEYS)
+    chosen = _from_caller(given or {}, names, as_options)
+    layers = [_from_file(Path(path)) if path else {}, env_layer, chosen]
+    if purpose == "gateway":
+        layers = list(map(_addressed, layers))
+    merged, chosen = layers[0] | layers[1] | layers[2], layers[2]  # a later layer wins
     if not is_service:
         merged = _placed(merged, chosen)
     elif purpose == "target":
@@ -190,6 +208,16 @@ def load_settings(
     if not is_service:
         _refuse_contradictions(settings, merged, purpose)
     return EffectiveSettings(settings, {key: origin for key, (_, origin) in merged.items()})
+
+
+def _addressed(layer: _Layer) -> _Layer:
+    """Return the layer with the first of the gateway's workers of a role as the worker of that role."""
+    layer = dict(layer)
+    for role in ("target", "draft"):
+        listed, origin = layer.get(f"gateway.{role}s", ((), None))
+        if listed and origin is not None:
+            layer[f"{role}.address"] = cast("Sequence[str]", addresses(listed))[0].rpartition("=")[2], origin
+    return layer
 
 
 def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
@@ -258,7 +286,7 @@ def _nearness(origin: Origin) -> int:
 
 def _refuse_contradictions(settings: Settings, merged: _Layer, purpose: Purpose) -> None:
     has_target = settings.is_remote or "target.model" in merged
-    if purpose == "generate" and settings.draft_address is not None and not has_target:
+    if purpose in ("generate", "gateway") and settings.draft_address is not None and not has_target:
         name = merged["draft.address"][1].name
         raise InvalidSettings(
             f"{name} needs a target as well: name one with --target or --target-model, or leave {name} out."

@@ -27,7 +27,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         texts = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        self._control_ids = {tokenizer.convert_tokens_to_ids(text) for text in texts} - {tokenizer.unk_token_id}
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._control_ids = {vocabulary[text] for text in texts if text in vocabulary and text != tokenizer.unk_token}
         # Longest first, since one control token's text may begin another's.
         self._controls = sorted(filter(None, texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
@@ -50,7 +51,10 @@ class ChatTemplate:
                 param="messages",
             )
         hidden = _HiddenTexts()
-        shown = [{**message, "content": self._hide_controls(message["content"], hidden)} for message in messages]
+        shown = [
+            {"role": message["role"], "content": self._hide_controls(message["content"], hidden)}
+            for message in messages
+        ]
         text, ids = self._render(shown), list[int]()
         for part, is_hidden in hidden.parts(text):
             ids += self._encode_plainly(part) if is_hidden else self._encode(part)

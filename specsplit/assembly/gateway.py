@@ -1,0 +1,193 @@
+"""The gateway over its workers: those that the settings name, or processes that are started here."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from specsplit import __version__
+from specsplit.assembly.links import remote_workers
+from specsplit.assembly.supervision import local_processes
+from specsplit.assembly.workers import Workers
+from specsplit.core.defaults import RETRY_S, Mode
+from specsplit.core.errors import InvalidSettings
+from specsplit.core.sections import GatewaySettings, OrchestratorSettings
+from specsplit.core.settings import Settings
+from specsplit.core.types import Note
+from specsplit.gateway.app import Gateway, create_app
+from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.server import HttpServer, serving_http
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.rpc.transport import parse_address
+
+_REMOTE_RETRY_S = 5.0
+"""Time for a target elsewhere that is lost; one that the gateway restarts itself gets RETRY_S."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    """A gateway that answers."""
+
+    server: HttpServer
+    gateway: Gateway
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def model_names(self) -> list[str]:
+        return [model.name for model in self.gateway.models.ready]
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new request, give those under way `grace_s` seconds to end, then end them."""
+        self.gateway.is_draining = True
+        await self.server.drain(grace_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """The addresses of one model's workers; without a name it has the target's own."""
+
+    name: str | None
+    target: str
+    draft: str | None
+
+
+@asynccontextmanager
+async def serving_gateway(
+    settings: Settings, worker_arguments: Sequence[str] = (), note: Note | None = None
+) -> AsyncGenerator[RunningGateway]:
+    """Serve HTTP for the length of the block, over workers elsewhere or started with `worker_arguments`.
+
+    Raises:
+        InvalidSettings: it cannot listen there, or not without keys; or names of workers that do not fit together.
+        WorkerFailed: a worker started here ended before it served.
+        LinkError, ModelError: a target elsewhere cannot be reached, or its tokenizer not be read.
+    """
+    chosen = settings.gateway
+    host, port = parse_address(chosen.http, listening=True)
+    keys = _keys(chosen, host)
+    links = _links(settings)
+    async with AsyncExitStack() as stack:
+        started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
+        if started.target is not None:
+            links = [_Links(None, started.target, started.draft or settings.draft_address)]
+        elif started.draft is not None:
+            links = [replace(link, draft=started.draft) for link in links]
+        default_retry_s = _REMOTE_RETRY_S if started.target is None else RETRY_S
+        retry_s = default_retry_s if chosen.retry is None else chosen.retry
+        models = [await stack.enter_async_context(_connected(settings, link, retry_s, note)) for link in links]
+        _refuse_repeated(model.name for model in models)
+        for model in models:
+            stack.callback(asyncio.create_task(model.watch()).cancel)
+        gateway = Gateway(
+            models=ModelTable(models),
+            version=__version__,
+            keys=keys,
+            max_body_bytes=chosen.max_body_mib << 20,
+            detail=chosen.per_request_spec_decode_metrics,
+        )
+        server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
+        yield RunningGateway(server, gateway)
+
+
+@asynccontextmanager
+async def _connected(
+    settings: Settings, links: _Links, retry_s: float, note: Note | None
+) -> AsyncGenerator[ServedModel]:
+    """Connect to one model's workers for the length of the block."""
+    target = settings.target.model_copy(update={"address": links.target})
+    draft = settings.draft.model_copy(update={"address": links.draft})
+    placed = settings.model_copy(update={"target": target, "draft": draft})
+    async with remote_workers(placed, note, waits_when_full=False) as workers:
+        orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
+        identity = await orchestrate(None).connect()
+        yield ServedModel(
+            name=links.name or identity.model,
+            identity=identity,
+            tokenizer=workers.tokenizer,
+            verifier=workers.verifier,
+            orchestrator=orchestrate,
+        )
+
+
+def _orchestrator(workers: Workers, settings: OrchestratorSettings, mode: Mode | None) -> Orchestrator:
+    """Return the orchestrator of `mode`, or of the settings' own."""
+    return workers.orchestrator(settings if mode is None else settings.model_copy(update={"mode": mode}))
+
+
+def _keys(settings: GatewaySettings, host: str) -> KeyRing | None:
+    """Return the keys that are let in, None if nobody needs one.
+
+    Raises:
+        InvalidSettings: other machines could use the gateway without a key, and nobody said that they may.
+    """
+    if settings.api_key_file is not None:
+        return KeyRing.from_file(Path(settings.api_key_file))
+    if not settings.allow_anonymous and not _is_loopback(host):
+        raise InvalidSettings(
+            f"--http {settings.http} can be reached from other machines: name the keys that are let in with "
+            "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _links(settings: Settings) -> list[_Links]:
+    """Return the addresses of each model elsewhere.
+
+    Raises:
+        InvalidSettings: names that stand twice, or a draft for no target.
+    """
+    targets = [_named(entry) for entry in settings.gateway.targets or _present(settings.target.address)]
+    drafts = [_named(entry) for entry in settings.gateway.drafts or _present(settings.draft_address)]
+    for role, entries in (("target", targets), ("draft", drafts)):
+        _refuse_repeated((name or "" for name, _ in entries), role=role)
+    by_name = dict(drafts)
+    if len(targets) > 1 and None in by_name:
+        raise InvalidSettings("Of several targets, a draft has to say whose it is: write --draft NAME=HOST:PORT.")
+    unknown = by_name.keys() - {name for name, _ in targets} - {None}
+    if unknown and targets:
+        raise InvalidSettings(f"There is no target called {min(map(str, unknown))} for the draft of that name.")
+    return [_Links(name, address, by_name.get(name) or by_name.get(None)) for name, address in targets]
+
+
+def _present(address: str | None) -> tuple[str, ...]:
+    return () if address is None else (address,)
+
+
+def _named(entry: str) -> tuple[str | None, str]:
+    """Split [NAME=]HOST:PORT."""
+    name, _, address = entry.rpartition("=")
+    parse_address(address)
+    return name or None, address
+
+
+def _refuse_repeated(names: Iterable[str], role: str = "target") -> None:
+    """Refuse names that stand twice.
+
+    Raises:
+        InvalidSettings: such a name.
+    """
+    counts = Counter(names)
+    repeated = next((name for name, count in counts.items() if count > 1), None)
+    if repeated is not None:
+        called = f"called {repeated}" if repeated else "without a name"
+        raise InvalidSettings(
+            f"There is more than one {role} {called}: give each a name of its own, --{role} NAME=HOST:PORT. "
+            "Several workers for one model are not supported yet."
+        )

@@ -1,0 +1,48 @@
+"""`specsplit serve`: start or reach the workers, serve HTTP over them, print the address, and drain at a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+from specsplit.cli import render
+from specsplit.cli.logs import set_up_logging
+from specsplit.cli.print_config import print_config
+from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, tracing
+from specsplit.core import event_loop
+from specsplit.core.errors import MissingExtra
+from specsplit.core.settings import load_settings
+
+if TYPE_CHECKING:
+    from specsplit.assembly.gateway import RunningGateway
+
+
+def run(given: Mapping[str, Any]) -> int:
+    """Run the command with the options `given` on the command line; return its exit code."""
+    chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
+    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
+    if given.get("print_config"):
+        print_config(effective, as_json=False)
+        return 0
+    try:
+        from specsplit.assembly.gateway import serving_gateway
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"specsplit serve needs {error.name}: install it with pip install 'specsplit[gateway]'."
+        ) from error
+    set_up_logging(is_service=True)
+    settings = effective.settings
+    check_listen(settings.gateway.http)
+    arguments = ("--config", given["config"]) if given.get("config") else ()
+
+    def opening() -> AbstractAsyncContextManager[RunningGateway]:
+        return serving_gateway(settings, arguments, render.note)
+
+    with tracing(given):
+        event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
+    return 0
+
+
+def _describe(running: RunningGateway) -> dict[str, Any]:
+    return {"role": "gateway", "models": running.model_names}

@@ -1,0 +1,175 @@
+"""The answers to one HTTP request, whole or as events: what completions and chat completions have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specsplit.gateway.generation import Answer, chunks_of
+from specsplit.gateway.logprobs import TokenEntry
+from specsplit.gateway.metrics import Metrics
+from specsplit.gateway.models import ServedModel
+from specsplit.gateway.schemas import Generation
+from specsplit.gateway.sse import Event
+from specsplit.gateway.statistics import Detail, SpeculationRecord, trace_of
+from specsplit.orchestrator.request import Chunk, Request
+
+
+class Format(Protocol):
+    """The form of one kind of answer."""
+
+    @property
+    def whole_object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
+
+    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
+        """Return text and tokens before the first generated ones; None if the answer's first event says nothing."""
+        ...
+
+    def whole(self, part: Part) -> dict[str, Any]:
+        """Return a finished choice."""
+        ...
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        """Return a part of a choice."""
+        ...
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of one answer, or all of it."""
+
+    index: int
+    text: str = ""
+    entries: list[TokenEntry] = field(default_factory=list[TokenEntry])
+    """Its tokens, if the request asked for log-probabilities."""
+    offset: int = 0
+    """The place of its text in the answer."""
+    finish_reason: str | None = None
+    is_opening: bool = False
+
+    def extend(self, text: str, entries: Sequence[TokenEntry], finish_reason: str | None) -> None:
+        self.text += text
+        self.entries += entries
+        self.finish_reason = finish_reason
+
+
+@dataclass(slots=True, kw_only=True)
+class Answers:
+    """Everything about the answers to one HTTP request; one for each of `requests`."""
+
+    id: str
+    model: ServedModel
+    body: Generation
+    requests: Sequence[Request]
+    num_prompt_tokens: int
+    format: Format
+    metrics: Metrics
+    detail: Detail
+    is_prompt_only: bool = False
+    """Whether nothing is to be generated."""
+    num_tokens: int = 0
+    record: SpeculationRecord = field(default_factory=SpeculationRecord)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self) -> dict[str, Any]:
+        """Return all answers when all have ended."""
+        parts = [Part(index) for index in range(len(self.requests))]
+        traces: list[list[dict[str, Any]]] = [[] for _ in self.requests]
+        for part in parts:
+            opening = await self.format.opening(part.index)
+            if opening is not None:
+                part.extend(*opening, "length")
+        async with aclosing(self._chunks()) as chunks:
+            async for index, chunk in chunks:
+                parts[index].extend(chunk.text, self._entries(chunk), chunk.finish_reason)
+                if self.body.speculative.trace:
+                    traces[index].append(trace_of(chunk, self.model.tokenizer))
+        choices = [self.format.whole(part) for part in parts]
+        if self.body.speculative.trace:
+            for choice, trace in zip(choices, traces, strict=True):
+                choice["speculative"] = trace
+        return self._message(self.format.whole_object, choices, usage=self._usage(), **self._statistics())
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Yield the answers as they come; iterate inside `contextlib.aclosing`."""
+        options = self.body.stream_options
+        ends_with_usage = options is not None and options.include_usage
+        always_usage = options is not None and options.continuous_usage_stats
+        offsets = [0] * len(self.requests)
+        num_left = len(self.requests)
+        async with aclosing(self._parts(offsets)) as parts:
+            async for part, trace in parts:
+                choice = self.format.delta(part)
+                if trace is not None:
+                    choice["speculative"] = trace
+                extra: dict[str, Any] = {"usage": self._usage()} if always_usage else {}
+                num_left -= part.finish_reason is not None
+                if num_left == 0 and not ends_with_usage:
+                    extra |= self._statistics()
+                yield self._message(self.format.chunk_object, [choice], **extra)
+        if ends_with_usage:
+            yield self._message(self.format.chunk_object, [], usage=self._usage(), **self._statistics())
+
+    async def _parts(self, offsets: list[int]) -> AsyncGenerator[tuple[Part, dict[str, Any] | None]]:
+        """Yield what there is to tell: parts with text, tokens that were asked for, and ends."""
+        unopened = set(range(len(self.requests)))
+        traces, wants_tokens = self.body.speculative.trace, self.requests[0].logprobs is not None
+        async with aclosing(self._chunks()) as chunks:
+            async for index, chunk in chunks:
+                if index in unopened:
+                    unopened.remove(index)
+                    opening = await self.format.opening(index)
+                    if opening is not None:
+                        yield Part(index, *opening, is_opening=True), None
+                        offsets[index] += len(opening[0])
+                entries = self._entries(chunk)
+                if not (chunk.text or chunk.finish_reason or traces or (wants_tokens and entries)):
+                    continue  # a character or a possible stop string is not complete yet
+                part = Part(index, chunk.text, entries, offsets[index], chunk.finish_reason)
+                offsets[index] += len(chunk.text)
+                yield part, trace_of(chunk, self.model.tokenizer) if traces else None
+        for index in sorted(unopened):  # only the prompt was asked for
+            yield Part(index, *(await self.format.opening(index) or ("", [])), finish_reason="length"), None
+
+    async def _chunks(self) -> AsyncGenerator[Answer]:
+        """Yield the chunks of all answers, each of which is counted."""
+        if self.is_prompt_only:
+            return
+        orchestrator = self.model.orchestrator(self.body.speculative.mode)
+        async with AsyncExitStack() as stack:
+            name = self.model.name
+            followed = [
+                stack.enter_context(self.metrics.following(name, len(request.prompt_ids))) for request in self.requests
+            ]
+            chunks = await stack.enter_async_context(aclosing(chunks_of(orchestrator, self.requests)))
+            async for index, chunk in chunks:
+                followed[index].add(chunk)
+                self.num_tokens += len(chunk.token_ids)
+                self.record.add(chunk.facts)
+                yield index, chunk
+
+    def _entries(self, chunk: Chunk) -> list[TokenEntry]:
+        return list(zip(chunk.token_ids, chunk.logprobs, strict=True)) if chunk.logprobs else []
+
+    def _message(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
+        return {**head, "choices": choices, **extra}
+
+    def _usage(self) -> dict[str, int]:
+        total = self.num_prompt_tokens + self.num_tokens
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": total,
+        }
+
+    def _statistics(self) -> dict[str, Any]:
+        if self.detail == "none":
+            return {}
+        return {"metrics": {"speculative_decoding": self.record.to_dict(self.detail)}}

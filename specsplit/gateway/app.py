@@ -1,0 +1,212 @@
+"""The HTTP application: OpenAI's endpoints, and those of an operator. Knows no sockets and starts nothing."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specsplit.core.errors import SpecSplitError
+from specsplit.gateway.answers import Answers, Format
+from specsplit.gateway.body import read_body
+from specsplit.gateway.chat import ChatFormat, conversation_ids
+from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
+from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.metrics import Metrics
+from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from specsplit.gateway.sse import EventStream, error_response, until_disconnect
+from specsplit.gateway.statistics import Detail
+from specsplit.orchestrator.request import Request as GenerationRequest
+
+MAX_BODY_BYTES = 1 << 20
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no key, since probes have none."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(kw_only=True)
+class Gateway:
+    """The state of the application: what it serves, and how."""
+
+    models: ModelTable
+    version: str
+    keys: KeyRing | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    detail: Detail = "none"
+    is_draining: bool = False
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+def create_app(gateway: Gateway) -> ASGIApp:
+    """Return the application over `gateway`."""
+    app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None)
+    _add_operations(app, gateway)
+    _add_generation(app, gateway)
+    _add_tokenization(app, gateway)
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        return error_response(api_error(error))
+
+    async def answer_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        said = {404: f"There is no {path} here.", 405: f"{request.method} is not a method of {path}."}
+        refused = ApiError(
+            error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers or {}
+        )
+        return error_response(refused)
+
+    async def answer_defect(request: Request, error: Exception) -> Response:
+        return error_response(api_error(error))
+
+    app.add_exception_handler(ApiError, answer_error)
+    app.add_exception_handler(SpecSplitError, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(Exception, answer_defect)
+    return _Door(app, gateway.keys)
+
+
+class _Door:
+    """Lets in whoever has a key, and gives every request an id that its answer names."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        request_id = request.headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        caller = ""
+        if self._keys is not None and request.url.path not in _OPEN_PATHS:
+            found = self._keys.caller(request.headers.get("authorization", ""))
+            if found is None:
+                refused = ApiError(401, "The API key is missing or not known.", code="invalid_api_key")
+                await error_response(refused)(scope, receive, send_with_id)
+                return
+            caller = found
+        scope["state"] = {"caller": caller, "request_id": request_id}
+        await self._app(scope, receive, send_with_id)
+
+
+def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = gateway.models.are_all_ready and not gateway.is_draining
+        return JSONResponse({"models": [model.name for model in gateway.models.ready]}, 200 if is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": gateway.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_card(model) for model in gateway.models.ready]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _card(gateway.models.find(name))
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "specsplit",
+        "root": model.identity.model,
+        "max_model_len": model.identity.context,
+    }
+
+
+def _add_generation(app: FastAPI, gateway: Gateway) -> None:
+    async def answer(
+        request: Request, model: ServedModel, body: Generation, requests: list[GenerationRequest], form: Format
+    ) -> Response:
+        """Answer whole or as a stream; `requests` has `n` of each prompt in turn."""
+        prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        answers = Answers(
+            id=f"{prefix}-{request.state.request_id}",
+            model=model,
+            body=body,
+            requests=requests,
+            num_prompt_tokens=sum(len(each.prompt_ids) for each in requests[:: body.n or 1]),
+            format=form,
+            metrics=gateway.metrics,
+            detail=gateway.detail,
+            is_prompt_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
+        )
+        if body.stream:
+            return EventStream(answers.events())
+        return JSONResponse(await until_disconnect(request.receive, answers.whole()))
+
+    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionBody, gateway.max_body_bytes)
+        model = gateway.models.find(body.model)
+        prompts = prompt_ids(model, body)
+        form = CompletionFormat(model, body, prompts)
+        requests = make_requests(body, prompts, max(1, body.token_limit), body.logprobs, request.state.caller)
+        return await answer(request, model, body, requests, form)
+
+    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatBody, gateway.max_body_bytes)
+        model = gateway.models.find(body.model)
+        prompt = conversation_ids(model, body)
+        limit = body.max_completion_tokens or body.max_tokens or model.identity.context
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        requests = make_requests(body, [prompt], limit, logprobs, request.state.caller)
+        return await answer(request, model, body, requests, ChatFormat(model, body))
+
+
+def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/tokenize", openapi_extra=_documented(TokenizeBody))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, TokenizeBody, gateway.max_body_bytes)
+        model = gateway.models.find(body.model)
+        if body.messages is not None:
+            tokens = model.tokenizer.encode_messages([message.for_template() for message in body.messages])
+        else:
+            tokens = model.tokenizer.encode(body.prompt or "")
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": model.identity.context}
+
+    @app.post("/detokenize", openapi_extra=_documented(DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, str]:
+        body = await read_body(request, DetokenizeBody, gateway.max_body_bytes)
+        model = gateway.models.find(body.model)
+        if max(body.tokens, default=0) >= model.identity.vocab_size:
+            raise ApiError(
+                400, f"tokens has an id outside the vocabulary of {model.identity.vocab_size}.", param="tokens"
+            )
+        return {"prompt": model.tokenizer.decode(body.tokens)}
+
+
+def _documented(schema: type[Body]) -> dict[str, Any]:
+    """Return what /openapi.json says of an endpoint's body; the body itself is read and checked by `read_body`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}

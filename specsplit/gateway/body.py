@@ -1,0 +1,114 @@
+"""Reads the JSON body of a request: within limits of size and time, strictly, into one of the schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, NoReturn, TypeVar, cast
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+
+from specsplit.gateway.errors import ApiError
+from specsplit.gateway.schemas import Body
+
+B = TypeVar("B", bound=Body)
+BODY_S = 30.0
+"""A body that has not come whole by then is given up."""
+
+
+async def read_body(request: Request, schema: type[B], max_bytes: int) -> B:
+    """Return the body as a `schema`.
+
+    Raises:
+        ApiError: it is too large, too slow, no JSON object, or does not fit the schema.
+        ClientDisconnect: the client has gone.
+    """
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(415, "The body must be JSON: send it with Content-Type: application/json.")
+    return validated(schema, strict_json(await _read(request, max_bytes)))
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and len(declared) < 20 and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                content += part
+                if len(content) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError as error:
+        close = {"connection": "close"}
+        raise ApiError(408, f"The body did not come within {BODY_S:g} s.", headers=close) from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "The client has gone.") from error
+    return bytes(content)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    # The rest of the body is not read, so the connection is of no further use.
+    close = {"connection": "close"}
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large", headers=close)
+
+
+def strict_json(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in `content`; NaN, infinities and a name that stands twice are refused.
+
+    Raises:
+        ApiError: it is no JSON object.
+    """
+    try:
+        value: object = json.loads(
+            content, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
+        )
+    except RecursionError as error:
+        raise ApiError(400, "The body is nested too deeply.") from error
+    except ValueError as error:  # no UTF-8, no JSON, or a number of too many digits
+        raise ApiError(400, f"The body is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.")
+    return cast("dict[str, Any]", value)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return value
+
+
+def validated(schema: type[B], value: dict[str, Any]) -> B:
+    """Return `value` as a `schema`.
+
+    Raises:
+        ApiError: a field is unknown, unsupported or malformed; the message names it.
+    """
+    schema.refuse_unsupported(value)
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        # Only the first complaint is shown: the next ones may follow from it.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or "The request"
+        rule = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            raise ApiError(400, f"{name} is not a field of this request.", param=name, code="unknown_field") from error
+        rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
+        raise ApiError(400, f"{name} {rule[:1].lower()}{rule[1:]}.", param=name) from error

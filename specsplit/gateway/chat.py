@@ -1,0 +1,49 @@
+"""/v1/chat/completions: conversations, put into the model's own words by its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specsplit.gateway.answers import Part
+from specsplit.gateway.logprobs import TokenEntry, chat_logprobs
+from specsplit.gateway.models import ServedModel
+from specsplit.gateway.schemas import ChatBody
+
+
+def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...]:
+    """Return the token ids of the conversation.
+
+    Raises:
+        InvalidRequest: the model has no chat template, or it refuses these messages.
+    """
+    return tuple(model.tokenizer.encode_messages([message.for_template() for message in body.messages]))
+
+
+@dataclass(slots=True)
+class ChatFormat:
+    """Messages of the assistant."""
+
+    model: ServedModel
+    body: ChatBody
+    whole_object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+
+    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
+        """Return an empty text: the first event says whose message it is."""
+        return "", []
+
+    def whole(self, part: Part) -> dict[str, Any]:
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        return {**self._common(part), "message": message}
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if part.is_opening else {}
+        if part.text or part.is_opening:
+            delta["content"] = part.text
+        return {**self._common(part), "delta": delta}
+
+    def _common(self, part: Part) -> dict[str, Any]:
+        has_logprobs = self.body.logprobs and not part.is_opening
+        logprobs = chat_logprobs(self.model.tokenizer, part.entries) if has_logprobs else None
+        return {"index": part.index, "logprobs": logprobs, "finish_reason": part.finish_reason}

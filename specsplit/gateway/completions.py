@@ -1,0 +1,93 @@
+"""/v1/completions: prompts as they are, continued; with `echo`, and log-probabilities of the prompt on request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specsplit.gateway.answers import Part
+from specsplit.gateway.logprobs import TokenEntry, completion_logprobs
+from specsplit.gateway.models import ServedModel
+from specsplit.gateway.schemas import CompletionBody, Generation
+from specsplit.orchestrator.request import Request
+
+
+def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt."""
+    encode = model.tokenizer.encode
+    return [tuple(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in body.prompt]
+
+
+def make_requests(
+    body: Generation, prompts: Sequence[tuple[int, ...]], max_tokens: int, logprobs: int | None, caller: str
+) -> list[Request]:
+    """Return a request for each of `n` choices of each prompt.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+    sampling = body.sampling()
+    # The choices of one prompt have one seed, as in OpenAI's API: the choice is part of the noise's key.
+    seed = secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
+    optional: dict[str, Any] = {} if body.priority is None else {"priority": body.priority}
+    return [
+        Request(
+            prompt_ids=ids,
+            max_new_tokens=max_tokens,
+            sampling=sampling,
+            seed=seed,
+            choice=choice,
+            stop=body.stop,
+            ignore_eos=bool(body.ignore_eos),
+            timeout_s=body.timeout,
+            logprobs=logprobs,
+            caller=caller,
+            **optional,
+        )
+        for ids in prompts
+        for choice in range(body.n or 1)
+    ]
+
+
+@dataclass(slots=True)
+class CompletionFormat:
+    """Texts, in OpenAI's oldest form."""
+
+    model: ServedModel
+    body: CompletionBody
+    prompts: Sequence[tuple[int, ...]]
+    whole_object: str = "text_completion"
+    chunk_object: str = "text_completion"
+    _scored: dict[tuple[int, ...], list[TokenEntry]] = field(default_factory=dict[tuple[int, ...], list[TokenEntry]])
+
+    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
+        """Return the prompt if it is to be echoed."""
+        if not self.body.echo:
+            return None
+        number = index // (self.body.n or 1)
+        prompt, ids = self.body.prompt[number], self.prompts[number]
+        text = prompt if isinstance(prompt, str) else self.model.tokenizer.decode(ids)
+        return text, [] if self.body.logprobs is None else await self._prompt_entries(ids)
+
+    async def _prompt_entries(self, ids: tuple[int, ...]) -> list[TokenEntry]:
+        """Return the log-probabilities of a prompt's tokens; nothing is known of the first."""
+        if ids not in self._scored:
+            entries: list[TokenEntry] = [(ids[0], None)]
+            if len(ids) > 1:
+                orchestrator = self.model.orchestrator(self.body.speculative.mode)
+                scores = await orchestrator.score(
+                    ids[:1], ids[1:], self.body.logit_bias, self.body.logprobs or 0, timeout_s=self.body.timeout
+                )
+                entries += zip(ids[1:], scores.tokens, strict=True)
+            self._scored[ids] = entries
+        return self._scored[ids]
+
+    def whole(self, part: Part) -> dict[str, Any]:
+        return self.delta(part)
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        has_logprobs = self.body.logprobs is not None
+        logprobs = completion_logprobs(self.model.tokenizer, part.entries, part.offset) if has_logprobs else None
+        return {"index": part.index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}

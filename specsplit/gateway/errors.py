@@ -1,0 +1,60 @@
+"""Errors as HTTP clients get them: a status, and OpenAI's error body. The one place where ours become theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specsplit.core.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    LinkError,
+    NoFreeSlot,
+    Overloaded,
+    SpecSplitError,
+    UsageError,
+    WorkerClosed,
+    WorkerFailed,
+)
+
+INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
+
+
+@dataclass
+class ApiError(Exception):
+    """An answer other than success."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return the answer for any error; one that is not ours is a defect, of which the client learns nothing more."""
+    if isinstance(error, ApiError):
+        return error
+    message = str(error)
+    if isinstance(error, ContextExceeded):
+        return ApiError(400, message, param=error.param, code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, message, param=error.param if isinstance(error, InvalidRequest) else None)
+    if isinstance(error, NoFreeSlot | WorkerClosed):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+        headers = {"retry-after": str(max(1, math.ceil(wait_s)))}
+        return ApiError(503, message, "overloaded_error", code="server_overloaded", headers=headers)
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, message, "timeout_error", code="timeout")
+    if isinstance(error, LinkError) and not isinstance(error, WorkerFailed):
+        return ApiError(503, message, SERVER_ERROR, code="model_unavailable", headers={"retry-after": "1"})
+    known = isinstance(error, SpecSplitError)
+    return ApiError(500, message if known else "An unexpected error; the server's log has it.", SERVER_ERROR)

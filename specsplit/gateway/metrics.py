@@ -1,0 +1,120 @@
+"""Counters for Prometheus: process, requests, tokens and speculation, in vLLM's names after our prefix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from specsplit.orchestrator.request import Chunk, RoundFacts
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class _Instruments:
+    """Makes the instruments of one registry, each with a value for every model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"specsplit:{name}", text, ("model_name", *labels), registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"specsplit:{name}", text, ("model_name",), buckets=buckets, registry=self._registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"specsplit:{name}", text, ("model_name",), registry=self._registry)
+
+
+class _SpeculationMetrics:
+    """The counters of rounds with a drafted token."""
+
+    def __init__(self, make: _Instruments) -> None:
+        self._drafts = make.counter("spec_decode_num_drafts", "Rounds with a drafted token.")
+        self._draft_tokens = make.counter("spec_decode_num_draft_tokens", "Tokens drafted along the rounds' paths.")
+        self._accepted = make.counter("spec_decode_num_accepted_tokens", "Drafted tokens that the target accepted.")
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        self._accepted_per_pos = make.counter(name, "The same by their place in the path.", "position")
+
+    def add(self, facts: RoundFacts | None, model: str) -> None:
+        """Count a round."""
+        if facts is None or not facts.path_length:
+            return
+        self._drafts.labels(model).inc()
+        self._draft_tokens.labels(model).inc(facts.path_length)
+        self._accepted.labels(model).inc(facts.num_accepted)
+        for position in range(facts.num_accepted):
+            self._accepted_per_pos.labels(model, str(position)).inc()
+
+
+class Metrics:
+    """The counters of one gateway."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        make = _Instruments(registry)
+        self.waiting = make.gauge("num_requests_waiting", "Answers without a token yet.")
+        self.running = make.gauge("num_requests_running", "Answers under way, with a token at least.")
+        self.prompt_tokens = make.counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = make.counter("generation_tokens", "Tokens generated.")
+        self.success = make.counter("request_success", "Answers that came to their end.", "finished_reason")
+        self.failed = make.counter("request_failed", "Answers that did not: errors, and clients that left.")
+        self.ttft = make.histogram("time_to_first_token_seconds", "From a request to its first token.", _TTFT_S)
+        self.itl = make.histogram(
+            "inter_token_latency_seconds", "Between tokens, a round's time shared evenly.", _ITL_S
+        )
+        self.e2e = make.histogram("e2e_request_latency_seconds", "From a request to its last token.", _E2E_S)
+        self.speculation = _SpeculationMetrics(make)
+
+    def page(self) -> bytes:
+        """Return everything in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    @contextmanager
+    def following(self, model: str, num_prompt_tokens: int) -> Generator[AnswerMetrics]:
+        """Count one answer, for the length of the block."""
+        answer = AnswerMetrics(self, model)
+        self.prompt_tokens.labels(model).inc(num_prompt_tokens)
+        self.waiting.labels(model).inc()
+        try:
+            yield answer
+        finally:
+            (self.running if answer.num_tokens else self.waiting).labels(model).dec()
+            if not answer.is_finished:
+                self.failed.labels(model).inc()
+
+
+class AnswerMetrics:
+    """One answer, from its request to its end."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.num_tokens = 0
+        self.is_finished = False
+        self._metrics, self._model = metrics, model
+        self._began_s = self._last_s = time.perf_counter()
+
+    def add(self, chunk: Chunk) -> None:
+        """Count a chunk."""
+        metrics, model, now_s = self._metrics, self._model, time.perf_counter()
+        count = len(chunk.token_ids)
+        if not self.num_tokens:
+            metrics.waiting.labels(model).dec()
+            metrics.running.labels(model).inc()
+            metrics.ttft.labels(model).observe(now_s - self._began_s)
+        else:
+            itl = metrics.itl.labels(model)
+            for _ in range(count):
+                itl.observe((now_s - self._last_s) / count)
+        self.num_tokens, self._last_s = self.num_tokens + count, now_s
+        metrics.generation_tokens.labels(model).inc(count)
+        metrics.speculation.add(chunk.facts, model)
+        if chunk.finish_reason is not None:
+            self.is_finished = True
+            metrics.success.labels(model, chunk.finish_reason).inc()
+            metrics.e2e.labels(model).observe(now_s - self._began_s)

@@ -1,0 +1,76 @@
+"""The models that the gateway serves: by name, with what a request needs of each, and whether it is ready now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specsplit.core.defaults import Mode
+from specsplit.core.errors import SpecSplitError
+from specsplit.core.ports import Tokenizer, Verifier
+from specsplit.core.types import Identity
+from specsplit.gateway.errors import ApiError
+from specsplit.orchestrator.orchestrator import Orchestrator
+
+_PING_S = 1.0
+"""Period of pings, and the time for an answer."""
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One model: its target, perhaps with a draft."""
+
+    name: str
+    identity: Identity
+    """The target's, as it was at the start."""
+    tokenizer: Tokenizer
+    verifier: Verifier
+    orchestrator: Callable[[Mode | None], Orchestrator]
+    """Returns the orchestrator of a mode; None is the mode of the settings."""
+    is_ready: bool = True
+    """Whether the target answered the last ping."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def watch(self) -> None:
+        """Keep `is_ready` true to the target, for ever."""
+        while True:
+            await asyncio.sleep(_PING_S)
+            try:
+                async with asyncio.timeout(_PING_S):
+                    await self.verifier.ping()
+            except (SpecSplitError, TimeoutError):
+                self.is_ready = False
+            else:
+                self.is_ready = True
+
+
+class ModelTable:
+    """All models of a gateway."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+
+    @property
+    def ready(self) -> list[ServedModel]:
+        return [model for model in self._models.values() if model.is_ready]
+
+    @property
+    def are_all_ready(self) -> bool:
+        return len(self.ready) == len(self._models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model of that name; a request that names none means the only one.
+
+        Raises:
+            ApiError: there is no such model, or a choice between several.
+        """
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            wanted = f"There is no model {name!r}" if name is not None else "The request names no model"
+            names = ", ".join(sorted(self._models))
+            status = 404 if name is not None else 400
+            raise ApiError(status, f"{wanted}; this server has {names}.", param="model", code="model_not_found")
+        return self._models[name]

@@ -1,0 +1,251 @@
+"""The bodies of requests, in OpenAI's and vLLM's names: what is allowed, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from specsplit.core.defaults import Mode
+from specsplit.core.ports import ChatMessage
+from specsplit.core.types import MAX_PRIORITY, MAX_TOP_LOGPROBS, SamplingParams
+from specsplit.gateway.errors import ApiError
+
+MAX_CHOICES = 128
+"""Answers to one request: its prompts times `n`."""
+_MAX_STOPS = 16
+_DEFAULT_MAX_TOKENS = 16
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of messages, and the names that chat templates know for them."""
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in cast("list[object]", value))
+
+
+def _prompts(value: object) -> object:
+    """Return a list of prompts, each a text or token ids."""
+    if isinstance(value, str) or (_is_list_of(value, int) and value):
+        return [value]
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        if items and all(isinstance(item, str) or _is_list_of(item, int) for item in items):
+            return items
+    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _stops(value: object) -> object:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not _is_list_of(stops, str) or len(cast("list[str]", stops)) > _MAX_STOPS:
+        raise ValueError(f"must be a text, or a list of at most {_MAX_STOPS} texts")
+    return tuple(cast("list[str]", stops))
+
+
+def _biases(value: object) -> object:
+    if value is None:
+        return ()
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        if all(key.isascii() and key.isdigit() and len(key) < 10 and type(bias) in (int, float) for key, bias in items):
+            return tuple((int(key), float(cast("float", bias))) for key, bias in items)
+    raise ValueError("must be an object of token ids and the numbers to add to their logits")
+
+
+def _content(value: object) -> object:
+    """Return the text of a message, which may come in parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        parts = cast("list[object]", value)
+        texts = [part.get("text") for part in map(_as_dict, parts) if part.get("type") == "text" and len(part) == 2]
+        if len(texts) == len(parts) and _is_list_of(texts, str):
+            return "".join(cast("list[str]", texts))
+    raise ValueError('must be a text, or a list of parts {"type": "text", "text": ...}: this server takes text alone')
+
+
+def _as_dict(value: object) -> dict[str, object]:
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
+Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class Body(BaseModel):
+    """A request's body; numbers are not made of texts, and unknown fields are refused rather than ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields of OpenAI's API that this server lacks, each with the values that ask for nothing."""
+
+    @classmethod
+    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
+        """Drop fields that ask for nothing, and refuse those that ask for what this server lacks.
+
+        Raises:
+            ApiError: such a field.
+        """
+        for name, harmless in cls.unsupported.items():
+            if name in value and value.pop(name) not in (None, *harmless):
+                raise ApiError(400, f"{name} is not supported by this server.", param=name, code="unsupported")
+
+
+class StreamOptions(Body):
+    """How a stream tells the number of tokens: at its end, or with every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculativeOptions(Body):
+    """How this request speculates, and whether its chunks tell about it; the text is the same."""
+
+    trace: bool = False
+    mode: Mode | None = None
+
+
+class Generation(Body):
+    """The fields that completions and chat completions share; None means the default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], BeforeValidator(_stops)] = ()
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    speculative: SpeculativeOptions = SpeculativeOptions()
+    # Fields that say who asks and what for; nothing here depends on them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("has stream_options, which are for a stream: set stream to true")
+        return self
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters; OpenAI's default temperature is 1.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        top_k = 0 if self.top_k in (None, -1) else self.top_k  # vLLM's -1 is off, too
+        return SamplingParams(**{"temperature": 1.0, **given}, top_k=top_k or 0, logit_bias=self.logit_bias)
+
+
+_NOT_TEXT: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default")}
+
+
+class CompletionBody(Generation):
+    """The body of /v1/completions."""
+
+    unsupported = {"best_of": (), "suffix": (), **_NOT_TEXT}
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise ValueError(f"asks for more than {MAX_CHOICES} answers at once")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("has max_tokens 0, which needs echo: there would be nothing to answer")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    unsupported = {name: ([], "") for name in ("tool_calls", "function_call", "refusal", "audio", "annotations")}
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: object) -> object:
+        if isinstance(value, dict):
+            kept = dict(cast("dict[str, Any]", value))
+            cls.refuse_unsupported(kept)
+            return kept
+        return value
+
+    def for_template(self) -> ChatMessage:
+        return {"role": _ROLES[self.role], "content": self.content}
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatBody(Generation):
+    """The body of /v1/chat/completions."""
+
+    unsupported = {
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "parallel_tool_calls": (True, False),  # nothing without tools
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
+        **_NOT_TEXT,
+    }
+
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("has top_logprobs, which need logprobs set to true")
+        return self
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

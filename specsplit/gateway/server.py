@@ -1,0 +1,131 @@
+"""The HTTP server: uvicorn on our own event loop, with time limits for idle and slow connections, and a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specsplit.core.errors import InvalidSettings
+
+HEADERS_S = 10.0
+"""A connection without a whole request head for so long is closed; one that was never used, too."""
+_KEEP_ALIVE_S = 60
+_MAX_HEAD_BYTES = 32 << 10
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which closes connections whose next request head does not come in time."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_idle and self._waiting is None:
+            self._wait_for_head()
+        super().data_received(data)
+        if not self._is_idle:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        cycle: Any = self.cycle
+        return cycle is None or cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self._waiting = self.loop.call_later(HEADERS_S, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _close(self) -> None:
+        self._waiting = None
+        if self._is_idle:
+            self.transport.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave signals to whoever runs the loop."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
+
+
+class HttpServer:
+    """One running server; made by `serving_http`."""
+
+    def __init__(self, server: _Uvicorn, running: asyncio.Task[None], address: str) -> None:
+        self.address = address
+        """Address as HOST:PORT, with the port that was bound."""
+        self._server, self._running = server, running
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new connection, give requests under way `grace_s` seconds to end, then end them."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
+        self._server.should_exit = True
+        await asyncio.wait({self._running})
+
+
+@asynccontextmanager
+async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncGenerator[HttpServer]:
+    """Serve `app` at an address for the length of the block; port 0 picks a free one.
+
+    Raises:
+        InvalidSettings: nothing can listen there.
+    """
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+    )
+    server = _Uvicorn(config)
+    running = asyncio.create_task(server.serve([listener]))
+    await server.has_started.wait()
+    shown = f"[{host}]" if ":" in host else host
+    serving = HttpServer(server, running, f"{shown}:{listener.getsockname()[1]}")
+    try:
+        yield serving
+    finally:
+        await serving.drain(0)
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidSettings(f"Nothing can listen at {host}:{port} ({reason}); choose another --http.") from error

@@ -1,0 +1,128 @@
+"""Answers that end when their client leaves: whole ones, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specsplit.core.cancellation import to_its_end
+from specsplit.core.progress import Progress, listening
+from specsplit.gateway.errors import ApiError, api_error
+
+T = TypeVar("T")
+QUIET_S = 1.0
+"""A stream that has nothing to send for so long sends a comment, so that nobody takes it for dead."""
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+Event = dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`, which is cancelled if the client leaves before.
+
+    Raises:
+        ApiError: the client has left.
+    """
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "The client has gone.")
+    finally:
+        leaving.cancel()
+        task.cancel()
+        await to_its_end(asyncio.wait({task, leaving}))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams `events`, and a comment while there are none; an error before the first of them is an ordinary answer."""
+
+    def __init__(self, events: AsyncGenerator[Event]) -> None:
+        super().__init__()
+        self._events = events
+        self._progress: Progress | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that has left gets no answer.
+        with suppress(ApiError):
+            await until_disconnect(receive, self._stream(scope, receive, _Writer(send)))
+
+    async def _stream(self, scope: Scope, receive: Receive, writer: _Writer) -> None:
+        commenting, last = asyncio.create_task(self._comment(writer)), "[DONE]"
+        try:
+            with listening(self._note):
+                async with aclosing(self._events) as events:
+                    async for event in events:
+                        await writer.write(f"data: {_json(event)}\n\n")
+        except Exception as caught:  # noqa: BLE001 - whatever it was, the client is told
+            error = api_error(caught)
+            if error.status == 500:
+                _log.error("an answer failed", exc_info=caught)
+            if not writer.has_begun:
+                commenting.cancel()
+                await error_response(error)(scope, receive, writer.send)
+                return
+            last = _json(error.body())
+        finally:
+            commenting.cancel()
+        await writer.write(f"data: {last}\n\n", is_last=True)
+
+    def _note(self, progress: Progress) -> None:
+        self._progress = progress
+
+    async def _comment(self, writer: _Writer) -> None:
+        """Send comments in the pauses."""
+        while True:
+            num_written = writer.num_written
+            await asyncio.sleep(QUIET_S)
+            if writer.num_written == num_written:
+                await writer.write(f": {_sentence(self._progress)}\n\n")
+
+
+class _Writer:
+    """The body of a response, whose headers leave with the first part."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.num_written = 0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_written > 0
+
+    async def write(self, text: str, *, is_last: bool = False) -> None:
+        self.num_written += 1
+        if self.num_written == 1:
+            await self.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+
+
+def error_response(error: ApiError) -> Response:
+    """Return an error as an answer."""
+    # In ASCII, since a message may quote half a character from the request.
+    return Response(json.dumps(error.body()), error.status, dict(error.headers), media_type="application/json")
+
+
+def _json(value: Event) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _sentence(progress: Progress | None) -> str:
+    if progress is None:
+        return "working"
+    if progress.position:
+        return f"waiting: position {progress.position} of {progress.queued}"
+    return f"prompt: {progress.done} of {progress.total} tokens"
