@@ -8,7 +8,15 @@ import pytest
 
 from specsplit.core import defaults
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from specsplit.core.settings import FLAT_KEYS, KEYS, SERVICE_KEYS, OrchestratorSettings, load_settings, override
+from specsplit.core.settings import (
+    FLAT_KEYS,
+    GATEWAY_KEYS,
+    KEYS,
+    SERVICE_KEYS,
+    OrchestratorSettings,
+    load_settings,
+    override,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +92,7 @@ def test_shared_options_reach_both_engines():
 @pytest.mark.parametrize("key", KEYS)
 def test_every_setting_has_a_flat_name_or_belongs_to_one_role_only(key: str):
     flat = any(key in keys for keys in FLAT_KEYS.values())
-    of_a_service = any((key,) in names.values() for names in SERVICE_KEYS.values())
+    of_a_service = any((key,) in names.values() for names in (*SERVICE_KEYS.values(), GATEWAY_KEYS))
     assert flat or of_a_service
 
 
