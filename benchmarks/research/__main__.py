@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from benchmarks.research import bars, context_growth, figures, inflate, network_bars, tree_shapes
+from benchmarks.research import ablation, bars, context_growth, figures, inflate, network_bars, tree_shapes
 from benchmarks.research.app import app
 from benchmarks.research.calibration import study as calibration
 from benchmarks.research.checkouts import compare as checkouts
@@ -23,7 +23,18 @@ from benchmarks.research.train_pair.workspace import Interrupted
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
-STUDIES = (bars, calibration, context_growth, coupling, critical_path, draft_kinds, inflate, network_bars, profile)
+STUDIES = (
+    ablation,
+    bars,
+    calibration,
+    context_growth,
+    coupling,
+    critical_path,
+    draft_kinds,
+    inflate,
+    network_bars,
+    profile,
+)
 STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, stage_cost, stage_sessions, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
