@@ -43,6 +43,8 @@ class Costs:
     """Commits that a streaming target may be ahead."""
     verify_concurrent: StepTimes | None = None
     """Forward times while the draft drafts, if measured: on one machine the two slow each other down."""
+    tree_s: float = 0.0
+    """Seconds that having nodes at all costs a round, beside their rows; a stream's are the target's own affair."""
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
@@ -109,14 +111,13 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs) -> float:
 def _rounds_s(mode: RoundMode, trees: Sequence[_Tree], verify: Sequence[float], costs: Costs) -> list[float]:
     """Return the seconds of a round with each of the trees; `verify` is the curve of forward times by rows."""
     round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
+    gap_s = round_trip_s + costs.tree_s
     if mode == "pingpong":
-        return [draft_s + round_trip_s + verify[nodes + 1] for nodes, _, draft_s in trees]
+        return [draft_s + gap_s + verify[nodes + 1] for nodes, _, draft_s in trees]
     if mode == "overlap":
-        return [
-            max(verify[nodes + 1] + round_trip_s, draft_s) + (1 - hit_rate) * draft_s for nodes, _, draft_s in trees
-        ]
+        return [max(verify[nodes + 1] + gap_s, draft_s) + (1 - hit_rate) * draft_s for nodes, _, draft_s in trees]
     if mode != "stream":
-        return [verify[nodes + 1] + round_trip_s for nodes, _, _ in trees]
+        return [verify[nodes + 1] + (gap_s if nodes else round_trip_s) for nodes, _, _ in trees]
     seconds: list[float] = []
     for nodes, _, draft_s in trees:
         verify_s, way_s = verify[nodes + 1], round_trip_s + draft_s

@@ -249,15 +249,16 @@ class SpeculationStats:
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
         ranked, gap_s = sorted(paths, reverse=True), self.times.gap_s
-        count = verify.count_worth_verifying(ranked, 1 / (verify.curve(1)[1] + gap_s))
-        if not count:
+        plain = 1 / (verify.curve(1)[1] + gap_s)
+        count = verify.count_worth_verifying(ranked, plain)
+        if self.predict_tokens_per_s(ranked[:count]) <= plain:
             self._lookup_share.observe(1, 0, 0.0)
             return
         # The nodes that would be verified are those at least as likely as the last one worth its row.
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
         num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))
-        taken_s = (verify.curve(count + 1)[count + 1] + gap_s) * num_taken / (num_right + 1)
+        taken_s = (verify.curve(count + 1)[count + 1] + gap_s + self.times.tree_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
@@ -273,7 +274,9 @@ class SpeculationStats:
         predictor, gap_s = self._predictors[has_draft], times.gap_s
         predictor.forgive(current)
         concurrent = times.verify_concurrent if has_draft else None
-        costs = Costs(times.verify, times.draft, gap_s, self._hit_rate, verify_concurrent=concurrent)
+        costs = Costs(
+            times.verify, times.draft, gap_s, self._hit_rate, verify_concurrent=concurrent, tree_s=times.tree_s
+        )
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
         without_lookup = max(
@@ -312,4 +315,5 @@ class SpeculationStats:
         if times.verify is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs))
-        return expected / (times.verify.curve(rows)[rows] + times.gap_s)
+        tree_s = times.tree_s if rows > 1 else 0.0
+        return expected / (times.verify.curve(rows)[rows] + times.gap_s + tree_s)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import le, mul
+from typing import Literal
 
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
@@ -27,6 +28,10 @@ from specsplit.speculation.constants import (
     ROW_GRID,
     STEPS_AWAY_SLACK,
 )
+
+
+RoundCourse = Literal["plain", "tree", "behind tree"]
+"""A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
 
 
 class RunningMedian:
@@ -189,11 +194,21 @@ class WorkerTimes:
         self._has_round_trip = False
         self._least_ping_s = math.inf
         self._overhead = RunningMedian()
+        self._has_plain_gap = False
+        self._tree, self._behind_tree = RunningMedian(), RunningMedian()
 
     @property
     def gap_s(self) -> float:
         """Seconds between two target forwards in a round without a draft: the round trip and the orchestrator's own."""
         return self._round_trip.value + self._overhead.value
+
+    @property
+    def tree_s(self) -> float:
+        """Seconds that having nodes at all costs, beside their rows: in a round, and in a plain one behind it.
+
+        A plain forward behind a tree is slower than one behind another plain forward, whose code and memory are warm.
+        """
+        return max(0.0, self._tree.value) + max(0.0, self._behind_tree.value)
 
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
@@ -243,9 +258,24 @@ class WorkerTimes:
             self.draft = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
         self.draft.observe(levels, rows, device_s, wall_s)
 
-    def observe_overhead(self, overhead_s: float) -> None:
-        """Count the part of a round outside its verify and outside of waiting for the draft."""
-        self._overhead.observe(max(overhead_s, 0.0))
+    def observe_round(
+        self, timings: Timings, verify_s: float, overhead_s: float, course: RoundCourse, *, is_concurrent: bool
+    ) -> None:
+        """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
+        overhead_s = max(overhead_s, 0.0)
+        if course == "behind tree" and self._has_plain_gap and self.verify is not None:
+            self._behind_tree.observe(verify_s + overhead_s - self.verify.seconds(1) - self.gap_s)
+            return
+        # What a plain round has beside its forward is measured in plain rounds, as soon as there was one.
+        is_gap = course == "plain" or not self._has_plain_gap
+        if course == "plain" and not self._has_plain_gap:
+            self._has_plain_gap, self._overhead, self._round_trip = True, RunningMedian(), RunningMedian()
+        self.observe_verify(timings, verify_s if is_gap else None, is_concurrent=is_concurrent)
+        if is_gap:
+            self._overhead.observe(overhead_s)
+        else:
+            forward_s = (timings.device_ms + timings.sampling_ms) / 1e3
+            self._tree.observe(verify_s - forward_s + overhead_s - self.gap_s)
 
     def count_steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""

@@ -147,11 +147,14 @@ class Speculator:
         """Count the times of a round that is not streamed: its verify, and its rest without waits for the draft."""
         now_s, waits = self._loop.time(), self.waits
         # The prompt's round comes before the first one that counts.
+        has_nodes = bool(result.verdict.verified)
         if waits.round_ended_s is not None and self.stats.plans:
-            times = self.stats.times
-            times.observe_verify(result.verdict.timings, result.verify_s, is_concurrent=self.is_concurrent)
-            times.observe_overhead(now_s - waits.round_ended_s - result.verify_s - waits.waited_s)
-        waits.round_ended_s, waits.waited_s = now_s, 0.0
+            course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
+            overhead_s = now_s - waits.round_ended_s - result.verify_s - waits.waited_s
+            self.stats.times.observe_round(
+                result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
+            )
+        waits.round_ended_s, waits.waited_s, waits.had_nodes = now_s, 0.0, has_nodes
 
     def end_round(self) -> None:
         """Restart the clock of rounds after a streamed one, of which the stream source counts the times."""
@@ -222,6 +225,8 @@ class DraftWaits:
     def __init__(self) -> None:
         self.round_ended_s: float | None = None
         """When the last round ended; the prompt's is the first."""
+        self.had_nodes = False
+        """Whether the last round had nodes."""
         self.waited_s = 0.0
         """Seconds of waiting since the last round ended."""
         self.began_s: float | None = None
