@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -117,6 +118,40 @@ def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
     assert times.verify.seconds(4) == pytest.approx(0.005)
     assert times.draft.level.seconds(2) == pytest.approx(0.003)
     assert (times.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
+
+
+def test_a_tree_is_charged_what_it_costs_beside_its_rows_and_plain_rounds_are_not():
+    times = WorkerTimes()
+    one, three = (
+        Timings(num_forwards=1, num_tokens=1, device_ms=2.0),
+        Timings(num_forwards=1, num_tokens=3, device_ms=3.0),
+    )
+    for _ in range(3):  # before a plain round was seen, rounds with nodes are all there is to go by
+        times.observe_round(three, 0.0035, 0.0005, "tree", is_concurrent=False)
+    assert (times.gap_s, times.tree_s) == (pytest.approx(0.001), 0.0)
+    for _ in range(20):
+        times.observe_round(one, 0.0021, 0.0001, "plain", is_concurrent=False)
+        times.observe_round(three, 0.0034, 0.0003, "tree", is_concurrent=False)
+        times.observe_round(one, 0.0023, 0.0001, "behind tree", is_concurrent=False)
+    assert times.verify is not None
+    assert times.verify.seconds(1) == pytest.approx(0.002, rel=0.02)
+    assert times.gap_s == pytest.approx(0.0002)
+    assert times.tree_s == pytest.approx(0.0005 + 0.0002)
+
+
+def test_nodes_that_gain_less_than_a_tree_costs_are_not_worth_a_round():
+    stats = begun()
+    alone = stats.predict_tokens_per_s([])
+    unlikely = [math.log(0.3)]
+    assert stats.predict_tokens_per_s(unlikely) > alone
+    for _ in range(20):
+        stats.times.observe_round(
+            Timings(num_forwards=1, num_tokens=1, device_ms=10.0), 0.0100, 0.0, "plain", is_concurrent=False
+        )
+        stats.times.observe_round(
+            Timings(num_forwards=1, num_tokens=2, device_ms=10.5), 0.0145, 0.0, "tree", is_concurrent=False
+        )
+    assert stats.predict_tokens_per_s(unlikely) < stats.predict_tokens_per_s([])
 
 
 def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():
