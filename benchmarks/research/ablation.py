@@ -3,6 +3,9 @@
 One process and one pair of engines; the ways alternate prompt by prompt, and each learns into statistics of its own.
 """
 
+# pyright: reportPrivateUsage=false
+# It reaches into what it takes out.
+
 from __future__ import annotations
 
 import contextlib
@@ -50,6 +53,10 @@ def _alone(_: object, alone: float) -> float:
     return alone
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
 def _nothing(*_: object, **__: object) -> None:
     """Learn nothing."""
 
@@ -75,7 +82,7 @@ def _hasty(max_nodes: int, max_depth: int, branching: int) -> cost_model.Limits:
     return replace(_AUTO_LIMITS(max_nodes, max_depth, branching), margin=0.0, patience=1)
 
 
-_AUTO_LIMITS = round_plan._auto_limits  # pyright: ignore[reportPrivateUsage]
+_AUTO_LIMITS = round_plan._auto_limits
 # A part, and what stands in its place.
 WITHOUT: dict[str, Patch] = {
     "correction": _set(statistics.RateCorrections, "factor", _one),
@@ -84,8 +91,8 @@ WITHOUT: dict[str, Patch] = {
     "forgiveness": _set(statistics, "FORGIVENESS", 0.0),
     "lookup's share": _set(statistics.LookupShare, "tokens_per_s", _alone),
     "acceptance by cell": _set(acceptance.Acceptance, "observe", _nothing),
-    "acceptance by depth": _set(acceptance.DepthProfile, "profile", _flat(acceptance.DepthProfile.profile)),  # pyright: ignore[reportArgumentType]
-    "probes": _set(statistics.ProbeAllowance, "pays_for", lambda *_: False),
+    "acceptance by depth": _set(acceptance.DepthProfile, "profile", _flat(acceptance.DepthProfile.profile)),
+    "probes": _set(statistics.ProbeAllowance, "pays_for", _never),
     "margin and patience": _set(round_plan, "_auto_limits", _hasty),
 }
 
@@ -98,8 +105,8 @@ class Way:
     mode: Mode
     lookup: bool = True
     patch: Patch = contextlib.nullcontext
-    stats: dict[float, SpeculationStats] = field(default_factory=dict)
-    ms: dict[float, list[float]] = field(default_factory=dict)
+    stats: dict[float, SpeculationStats] = field(default_factory=dict[float, SpeculationStats])
+    ms: dict[float, list[float]] = field(default_factory=dict[float, list[float]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,9 @@ async def measure(settings: AblationSettings, tick: Callable[[str], None]) -> li
                         result = await _run(workers, loaded, way, request)
                         texts_by_way.add(tuple(result.token_ids))
                         if turn and len(result.token_ids) > 1:
-                            way.ms.setdefault(temperature, []).append(1e3 * result.timings.decode_s / len(result.token_ids))
+                            way.ms.setdefault(temperature, []).append(
+                                1e3 * result.timings.decode_s / len(result.token_ids)
+                            )
                     assert len(texts_by_way) == 1, f"texts differ for prompt {number}"
                 tick(f"T {temperature:g}, round {turn}")
     return found

@@ -29,7 +29,6 @@ from specsplit.speculation.constants import (
     STEPS_AWAY_SLACK,
 )
 
-
 RoundCourse = Literal["plain", "tree", "behind tree"]
 """A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
 

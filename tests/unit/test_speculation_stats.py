@@ -120,7 +120,7 @@ def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
     assert (times.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
 
 
-def test_a_tree_is_charged_what_it_costs_beside_its_rows_and_plain_rounds_are_not():
+def test_a_tree_is_charged_what_it_costs_beside_its_rows():
     times = WorkerTimes()
     one, three = (
         Timings(num_forwards=1, num_tokens=1, device_ms=2.0),
