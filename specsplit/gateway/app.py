@@ -169,7 +169,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
-        prompts = prompt_ids(model, body)
+        prompts = await prompt_ids(model, body)
         form = CompletionFormat(model, body, prompts)
         requests = make_requests(body, prompts, max(1, body.token_limit), body.logprobs, request.state.caller)
         return await answer(request, model, body, requests, form)
@@ -178,7 +178,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
-        prompt = conversation_ids(model, body)
+        prompt = await conversation_ids(model, body)
         limit = body.max_completion_tokens or body.max_tokens or model.identity.context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         requests = make_requests(body, [prompt], limit, logprobs, request.state.caller)
@@ -191,9 +191,9 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
         body = await read_body(request, TokenizeBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         if body.messages is not None:
-            tokens = model.tokenizer.encode_messages([message.for_template() for message in body.messages])
+            tokens = await model.encode_messages([message.for_template() for message in body.messages])
         else:
-            tokens = model.tokenizer.encode(body.prompt or "")
+            tokens = await model.encode(body.prompt or "")
         return {"tokens": tokens, "count": len(tokens), "max_model_len": model.identity.context}
 
     @app.post("/detokenize", openapi_extra=_documented(DetokenizeBody))

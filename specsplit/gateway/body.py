@@ -71,9 +71,19 @@ def strict_json(content: bytes) -> dict[str, Any]:
         raise ApiError(400, "The body is nested too deeply.") from error
     except ValueError as error:  # no UTF-8, no JSON, or a number of too many digits
         raise ApiError(400, f"The body is not valid JSON ({error}).") from error
+    if b"\\ud" in content.lower() and _has_half_character(value):
+        raise ApiError(400, "The body has half a character (a lone surrogate), which is no UTF-8.")
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.")
     return cast("dict[str, Any]", value)
+
+
+def _has_half_character(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -106,9 +116,10 @@ def validated(schema: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         # Only the first complaint is shown: the next ones may follow from it.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or "The request"
+        name = ".".join(str(part) for part in first["loc"])
         rule = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise ApiError(400, f"{name} is not a field of this request.", param=name, code="unknown_field") from error
         rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
-        raise ApiError(400, f"{name} {rule[:1].lower()}{rule[1:]}.", param=name) from error
+        said = f"{name or 'The request'} {rule[:1].lower()}{rule[1:]}."
+        raise ApiError(400, said, param=name or None) from error

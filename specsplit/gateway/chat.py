@@ -11,13 +11,13 @@ from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import ChatBody
 
 
-def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...]:
+async def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...]:
     """Return the token ids of the conversation.
 
     Raises:
         InvalidRequest: the model has no chat template, or it refuses these messages.
     """
-    return tuple(model.tokenizer.encode_messages([message.for_template() for message in body.messages]))
+    return tuple(await model.encode_messages([message.for_template() for message in body.messages]))
 
 
 @dataclass(slots=True)

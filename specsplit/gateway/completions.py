@@ -14,10 +14,9 @@ from specsplit.gateway.schemas import CompletionBody, Generation
 from specsplit.orchestrator.request import Request
 
 
-def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
+async def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt."""
-    encode = model.tokenizer.encode
-    return [tuple(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in body.prompt]
+    return [tuple(await model.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in body.prompt]
 
 
 def make_requests(

@@ -23,7 +23,7 @@ from specsplit.core.errors import (
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
 
 
-@dataclass
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success."""
 
@@ -33,6 +33,9 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""

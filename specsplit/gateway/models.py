@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.ports import Tokenizer, Verifier
+from specsplit.core.ports import ChatMessage, Tokenizer, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.errors import ApiError
 from specsplit.orchestrator.orchestrator import Orchestrator
 
 _PING_S = 1.0
 """Period of pings, and the time for an answer."""
+_LONG_TEXT = 10_000
+"""Characters that are encoded on a thread: they would take milliseconds of the event loop."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,27 @@ class ServedModel:
     is_ready: bool = True
     """Whether the target answered the last ping."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a thread encodes: a tokenizer is for one thread at a time."""
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a long one does not hold up the answers to others."""
+        async with self._encoding:
+            if len(text) < _LONG_TEXT:
+                return self.tokenizer.encode(text)
+            return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the ids of a conversation, in the same way.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses these messages.
+        """
+        async with self._encoding:
+            if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
+                return self.tokenizer.encode_messages(messages)
+            return await asyncio.to_thread(self.tokenizer.encode_messages, messages)
 
     async def watch(self) -> None:
         """Keep `is_ready` true to the target, for ever."""

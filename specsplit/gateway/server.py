@@ -105,6 +105,7 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncGenerator[Htt
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,

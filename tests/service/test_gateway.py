@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import signal
+import subprocess
 from collections.abc import Generator
+from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specsplit import Pipeline
+from specsplit.core.defaults import EMBEDDED
+from specsplit.model.files import resolve
 from tests.support.gateways import GatewayProcess
+from tests.support.http_fuzz import fuzzed_request
+from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
+NUM_FUZZED = 5_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
-    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), "--dtype", "fp32", "--context", "512")
+    statistics = ("--per-request-spec-decode-metrics", "detailed")
+    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), "--dtype", "fp32", "--context", "512", *statistics)
     yield started
     started.close()
 
@@ -43,7 +57,11 @@ def test_the_text_is_that_of_a_pipeline(client: openai.OpenAI, pipeline: Pipelin
 
 
 def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
-    options = {"model": "embedded", "messages": [{"role": "user", "content": "class 漢字 😀:\n"}], "temperature": 1.0}
+    options: Any = {
+        "model": "embedded",
+        "messages": [{"role": "user", "content": "class 漢字 😀:\n"}],
+        "temperature": 1.0,
+    }
     whole = client.chat.completions.create(**options, seed=3, max_completion_tokens=40)
     chunks = list(
         client.chat.completions.create(
@@ -66,6 +84,153 @@ async def test_the_asynchronous_client_works_too(gateway: GatewayProcess) -> Non
     assert "".join(texts) == whole.choices[0].text
 
 
+def test_choices_and_batches_are_the_texts_of_single_requests(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "embedded", "max_tokens": 12, "temperature": 1.0, "seed": 11}
+    batch = client.completions.create(prompt=[PROMPT, "class A:\n"], n=2, **asked)
+    assert [choice.index for choice in batch.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in batch.choices}) == 4
+    for number, prompt in enumerate((PROMPT, "class A:\n")):
+        alone = client.completions.create(prompt=prompt, n=2, **asked)
+        assert [choice.text for choice in alone.choices] == [
+            choice.text for choice in batch.choices[2 * number : 2 * number + 2]
+        ]
+    streamed = ["", "", "", ""]
+    for chunk in client.completions.create(prompt=[PROMPT, "class A:\n"], n=2, stream=True, **asked):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [choice.text for choice in batch.choices]
+
+
+def test_token_ids_continue_as_their_text_does(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    found = httpx.post(f"{gateway.url}/tokenize", json={"model": "embedded", "prompt": PROMPT}).json()
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 512
+    asked: Any = {"model": "embedded", "max_tokens": 12, "temperature": 0}
+    by_ids = client.completions.create(prompt=found["tokens"], **asked)
+    assert by_ids.choices[0].text == client.completions.create(prompt=PROMPT, **asked).choices[0].text
+    back = httpx.post(f"{gateway.url}/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": PROMPT}
+
+
+def test_it_stops_before_a_stop_string_and_says_so(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "embedded", "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[10:14]
+    for stream in (False, True):
+        answer: Any = client.completions.create(**asked, stop=[stop], stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_echo_and_log_probabilities_are_transformers_own(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=16, temperature=0.9, seed=5, echo=True, logprobs=3
+    )
+    path = resolve(EMBEDDED, "target")[0]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == answer.choices[0].text
+    ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(PROMPT))
+    ids += [_id_of(tokenizer, text) for text in (logprobs.tokens or [])[len(ids) :]]
+    with torch.inference_mode():
+        exact = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+    values = logprobs.token_logprobs or []
+    assert values[0] is None
+    assert values[1:] == pytest.approx([float(exact[place, ids[place + 1]]) for place in range(len(ids) - 1)], abs=1e-4)
+    for place, top in enumerate((logprobs.top_logprobs or [])[1:]):
+        assert sorted(top.values())[-3:] == pytest.approx(sorted(exact[place].topk(3).values.tolist()), abs=1e-4)
+    text = answer.choices[0].text
+    for offset, token in zip(logprobs.text_offset or [], logprobs.tokens or [], strict=True):
+        assert text[offset : offset + len(token)] == token
+
+
+def _id_of(tokenizer: Any, text: str) -> int:
+    """Return the token whose text this is; the texts here are those of one token each."""
+    ids = [number for number in range(len(tokenizer)) if tokenizer.decode([number]) == text]
+    assert len(ids) == 1, text
+    return ids[0]
+
+
+def test_chat_has_log_probabilities_of_every_token(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "embedded", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 2}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    assert b"".join(bytes(token.bytes or []) for token in content).decode() == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    chunks = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True)
+    streamed = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for part in streamed if part is not None for token in part.content or []] == content
+
+
+def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].text == PROMPT
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+def test_a_trace_tells_what_each_round_drafted(gateway: GatewayProcess) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True, "speculative": {"trace": True}}
+    events = _events(httpx.post(f"{gateway.url}/v1/completions", json=asked).text)
+    traces = [event["choices"][0]["speculative"] for event in events]
+    tokens = [token for trace in traces for token in trace["tokens"]]
+    assert "".join(token["text"] for token in tokens) == "".join(event["choices"][0]["text"] for event in events)
+    assert len(tokens) == 40
+    assert [trace["round"]["number"] for trace in traces] == list(range(len(traces)))
+    for trace in traces[:-1]:  # the last round may be cut at the limit
+        drafted = [token["text"] for token in trace["tokens"] if token["drafted"]]
+        assert drafted == [node["text"] for node in trace["round"]["nodes"] if node["accepted"]]
+        assert len(drafted) == trace["round"]["num_accepted"] <= trace["round"]["num_drafted"]
+    assert any(not node["accepted"] for trace in traces for node in trace["round"]["nodes"])
+    speculation = events[-1]["metrics"]["speculative_decoding"]
+    assert speculation["num_accepted_draft_tokens"] == sum(trace["round"]["num_accepted"] for trace in traces)
+    assert sum(speculation["per_step_accepted"]) == speculation["num_accepted_draft_tokens"]
+
+
+def test_plain_decoding_has_the_same_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "embedded", "prompt": PROMPT, "temperature": 1.0, "seed": 9, "max_tokens": 30}
+    texts = {
+        client.completions.create(**asked, extra_body={"speculative": {"mode": mode}}).choices[0].text
+        for mode in ("plain", "lookup", "pingpong", "overlap", "stream", "auto")
+    }
+    assert len(texts) == 1
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_curl_works_as_the_readme_says(gateway: GatewayProcess) -> None:
+    headers = ("-H", "Content-Type: application/json", "-H", "X-Request-Id: my-own")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 4})
+    command = ["curl", "-s", "-D", "-", f"{gateway.url}/v1/completions", *headers, "-d", body]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    head, _, body = done.stdout.replace("\r", "").partition("\n\n")
+    assert "x-request-id: my-own" in head
+    assert json.loads(body)["id"] == "cmpl-my-own"
+
+
+def test_fuzzed_requests_are_never_a_failure_of_the_server(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    canary: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 20, "temperature": 0.7, "seed": 4}
+    before = client.completions.create(**canary).choices[0].text
+    rng, statuses = random.Random(1), set[int]()
+    with httpx.Client(base_url=gateway.url, timeout=60) as http:
+        for _ in range(NUM_FUZZED):
+            path, content, headers = fuzzed_request(rng)
+            answer = http.post(path, content=content, headers=headers)
+            assert answer.status_code < 500, (path, content, answer.text)
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"], (path, content)
+            statuses.add(answer.status_code)
+    assert {200, 400} <= statuses
+    assert client.completions.create(**canary).choices[0].text == before
+
+
 def test_responses_are_a_clear_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="There is no /v1/responses here"):
         client.responses.create(model="embedded", input="hi")
@@ -84,3 +249,29 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["embedded"]
     assert "specsplit:spec_decode_num_accepted_tokens_total" in httpx.get(f"{gateway.url}/metrics").text
     assert httpx.get(f"{gateway.url}/version").json().keys() == {"version"}
+
+
+@pytest.mark.slow
+def test_a_text_goes_on_after_its_target_was_killed(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    asked: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    expected = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
+    texts: list[str] = []
+    for chunk in client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True):
+        if len(texts) == 5:
+            os.kill(gateway.worker_pid("target"), signal.SIGKILL)
+        texts.append(chunk.choices[0].text)
+    assert "".join(texts) == expected.text
+    assert chunk.choices[0].finish_reason == "length"
+    assert "The target ended (signal 9); starting it again" in gateway.stderr
+
+
+def test_a_drain_lets_a_stream_end_and_ends_the_workers(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    workers = [gateway.worker_pid(role) for role in ("draft", "target")]
+    stream = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    gateway.process.send_signal(signal.SIGTERM)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert gateway.process.wait(60) == 0
+    assert all(map(is_gone, workers))

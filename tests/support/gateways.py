@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.support.processes import LIMIT_S, environment
 class GatewayProcess:
     """One gateway; `ready` waits for its line, and `close` ends it with its workers."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **changes: str) -> None:
         self._log = folder / "gateway.err"
         with self._log.open("wb") as log:
             self.process = ForkedProcess(
@@ -23,7 +24,7 @@ class GatewayProcess:
                 *("serve", "--http", "127.0.0.1:0", *arguments),
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment(OMP_NUM_THREADS="1"),
+                env=environment(OMP_NUM_THREADS="1", **changes),
             )
         self._ready: dict[str, Any] | None = None
 
@@ -53,6 +54,11 @@ class GatewayProcess:
         """Return the process of a worker that it started last."""
         lines = [line for line in self.stderr.splitlines() if line.startswith(f"The {role} serves at ")]
         return int(lines[-1].rstrip(".").rpartition(" ")[2])
+
+    def stop(self) -> int:
+        """Ask it to end; return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(LIMIT_S)
 
     def close(self) -> None:
         """End it for good, whatever state it is in; its workers end with it."""

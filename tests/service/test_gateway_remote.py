@@ -1,0 +1,142 @@
+"""A gateway before a worker elsewhere with one slot: keys, refusals, clients that leave, and a target that is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from specsplit.gateway.keys import new_key
+from tests.support.gateways import GatewayProcess
+from tests.support.processes import LIMIT_S, WorkerProcess, run
+
+KEY, LINE = new_key("alice")
+LONG = {"prompt": "x = 1\n", "max_tokens": 3000, "ignore_eos": True}
+SHORT = {"prompt": "x = 1\n", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Generator[WorkerProcess]:
+    started = WorkerProcess("target", tmp_path_factory.mktemp("target"), "--sessions", "1", "--queue", "0")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(target: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
+    keys = ("--api-key-file", str(folder / "keys"))
+    started = GatewayProcess(folder, "--target", f"small={target.address}", "--retry", "1", *keys)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Generator[httpx.Client]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as made:
+        yield made
+
+
+def until_answered(client: httpx.Client) -> dict[str, Any]:
+    """Ask until the only slot is free."""
+    end_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < end_s:
+        answer = client.post("/v1/completions", json=SHORT)
+        if answer.status_code == 200:
+            return answer.json()
+        assert answer.status_code == 503, answer.text
+    raise AssertionError("the slot was never freed")
+
+
+def test_nobody_is_let_in_without_a_key(gateway: GatewayProcess, client: httpx.Client) -> None:
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
+            refused = httpx.get(f"{gateway.url}{path}", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    assert client.get("/v1/models").json()["data"][0]["id"] == "small", "the name that its address was given"
+
+
+def test_a_full_target_is_a_503_that_says_when_to_come_back(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        next(stream.iter_lines())
+        for body in (SHORT, {**SHORT, "stream": True}):
+            refused = client.post("/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "server_overloaded"
+            assert int(refused.headers["retry-after"]) >= 1
+    until_answered(client)
+
+
+@pytest.mark.parametrize("body", [LONG, {**LONG, "stream": True}, {**LONG, "n": 3}], ids=["whole", "stream", "choices"])
+@pytest.mark.parametrize("prompt", ["x = 1\n", "x = 1\n" * 900], ids=["decode", "prefill"])
+def test_a_client_that_leaves_frees_its_slot(
+    gateway: GatewayProcess, client: httpx.Client, body: dict[str, Any], prompt: str
+) -> None:
+    until_answered(client)
+    content = json.dumps({**body, "prompt": prompt, "max_tokens": 300}).encode()
+    host, port = gateway.ready["address"].rsplit(":", 1)
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {KEY}",
+        f"Content-Length: {len(content)}",
+    )
+    head = "\r\n".join((*lines, "", ""))
+    with socket.create_connection((host, int(port))) as leaving:
+        leaving.sendall(head.encode() + content)
+        while client.post("/v1/completions", json=SHORT).status_code == 200:
+            pass  # until it has the slot
+    until_answered(client)
+
+
+def test_a_target_that_is_lost_is_one_event_and_the_end(target: WorkerProcess, client: httpx.Client) -> None:
+    until_answered(client)
+    with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        target.kill()
+        rest = [line for line in lines if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in rest]
+    assert [event["error"]["code"] for event in events if "error" in event] == ["model_unavailable"]
+    assert "error" in events[-1], "and nothing pretends that the text came to its end"
+    refused = client.post("/v1/completions", json=SHORT)
+    assert refused.status_code == 503
+    while client.get("/ready").status_code == 200:
+        pass
+    assert client.get("/v1/models").json()["data"] == []
+    target.start()
+    assert target.address
+    until_answered(client)
+    while client.get("/ready").status_code != 200:
+        pass
+
+
+def test_it_listens_for_others_only_with_keys() -> None:
+    code, _, said = run("serve", "--http", "0.0.0.0:0", "--target", "127.0.0.1:1")
+    assert code == 2
+    assert "--api-key-file" in said
+    assert "--allow-anonymous" in said
+
+
+def test_contradictions_are_one_sentence(tmp_path: Path) -> None:
+    for arguments, said in (
+        (("--target", "a:1", "--target-model", "x"), "leave one out"),
+        (("--target", "x=a:1", "--target", "x=a:2"), "more than one target called x"),
+        (("--target", "x=a:1", "--target", "y=a:2", "--draft", "a:3"), "write --draft NAME=HOST:PORT"),
+        (("--target", "x=a:1", "--draft", "y=a:3"), "no target called y"),
+        (("--target", "nowhere"), "HOST:PORT"),
+        (("--api-key-file", str(tmp_path / "none")), "cannot be read"),
+    ):
+        code, _, error = run("serve", "--http", "127.0.0.1:0", *arguments)
+        assert code == 2, (arguments, error)
+        assert said in error
+        assert len(error.strip().splitlines()) == 1

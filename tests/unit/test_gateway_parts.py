@@ -1,0 +1,167 @@
+"""Parts of the gateway that need no server: strict JSON, schemas, keys, statistics, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specsplit.core import errors
+from specsplit.core.errors import InvalidSettings, Overloaded, SpecSplitError
+from specsplit.core.types import Proposal, Verdict
+from specsplit.gateway.body import strict_json, validated
+from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.keys import KeyRing, new_key
+from specsplit.gateway.schemas import ChatBody, CompletionBody
+from specsplit.gateway.statistics import SpeculationRecord
+from specsplit.orchestrator.request import RoundFacts
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": 1, "a": 2}', "stands twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "stands twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": "\\ud800"}', "half a character"),
+        (b'{"\\uDfff": 1}', "half a character"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"9" * 5000, "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"", "not valid JSON"),
+    ],
+)
+def test_what_is_no_strict_json_is_refused(content: bytes, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        strict_json(content)
+    assert caught.value.status == 400
+
+
+def test_whole_characters_in_escapes_are_taken() -> None:
+    assert strict_json(b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}') == {"a": "\N{GRINNING FACE}", "b": "\\ud800"}
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
+    ("best_of", {"prompt": "x", "best_of": 2}),
+    ("suffix", {"prompt": "x", "suffix": "y"}),
+    ("tools", {"messages": MESSAGES, "tools": [{"type": "function"}]}),
+    ("tool_choice", {"messages": MESSAGES, "tool_choice": "required"}),
+    ("response_format", {"messages": MESSAGES, "response_format": {"type": "json_object"}}),
+    ("modalities", {"messages": MESSAGES, "modalities": ["audio"]}),
+    ("audio", {"messages": MESSAGES, "audio": {"voice": "x"}}),
+    ("store", {"messages": MESSAGES, "store": True}),
+    ("tool_calls", {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), UNSUPPORTED, ids=[name for name, _ in UNSUPPORTED])
+def test_what_is_not_supported_is_refused_by_name(name: str, body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"^{name} is not supported") as caught:
+        validated(ChatBody if "messages" in body else CompletionBody, body)
+    assert (caught.value.param, caught.value.code) == (name, "unsupported")
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nothing: dict[str, Any] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
+    empty: dict[str, Any] = dict.fromkeys(("stop", "seed", "n", "logit_bias", "temperature", "stream", "max_tokens"))
+    message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    body = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
+    assert body.sampling().temperature == 1.0, "as in OpenAI's API"
+
+
+WRONG: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": "x", "temperature": "1"}, "temperature", "must be a valid number"),
+    ({"prompt": "x", "temperature": True}, "temperature", "must be a valid number"),
+    ({"prompt": "x", "max_tokens": 1.0}, "max_tokens", "must be a valid integer"),
+    ({"prompt": "x", "max_tokens": 0}, None, "needs echo"),
+    ({"prompt": [1, "x"]}, "prompt", "a list of texts"),
+    ({"prompt": [1, True]}, "prompt", "a list of texts"),
+    ({"prompt": ["x"] * 65, "n": 2}, None, "more than 128 answers"),
+    ({"prompt": "x", "stop": [1]}, "stop", "must be a text"),
+    ({"prompt": "x", "logit_bias": {"1.5": 1}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "seed": 1 << 64}, "seed", "must be less"),
+    ({"prompt": "x", "speculative": {"trace": 1}}, "speculative.trace", "must be a valid boolean"),
+    ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field"),
+    ({}, "prompt", "is missing"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "said"), WRONG)
+def test_a_wrong_field_is_one_sentence_that_names_it(body: dict[str, Any], param: str | None, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        validated(CompletionBody, body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_key_is_let_in_by_its_name_and_stands_nowhere(tmp_path: Path) -> None:
+    (key, line), file = new_key("alice"), tmp_path / "keys"
+    file.write_text(f"# our keys\n\n{line}\n", encoding="utf-8")
+    ring = KeyRing.from_file(file)
+    assert ring.caller(f"Bearer {key}") == "alice"
+    assert ring.caller(f"bearer {key}") == "alice"
+    assert key not in line
+    for other in ("", "Bearer", f"Basic {key}", f"Bearer {key}x", f"Bearer {line}", "Bearer \udcff"):
+        assert ring.caller(other) is None
+
+
+@pytest.mark.parametrize("text", ["alice", "alice:abc", "sk-specsplit-secret", "a b:" + "0" * 64])
+def test_a_wrong_line_of_keys_is_named_by_its_number_alone(text: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# one\n{text}\n", encoding="utf-8")
+    with pytest.raises(InvalidSettings, match=r"^Line 2 of .*keys is not name:sha256") as caught:
+        KeyRing.from_file(tmp_path / "keys")
+    assert text not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65, "a:b", "a\n"])
+def test_a_key_needs_a_plain_name(name: str) -> None:
+    with pytest.raises(InvalidSettings, match="A key's name"):
+        new_key(name)
+
+
+def _facts(drafted: int, accepted: int) -> RoundFacts:
+    empty = Proposal(1, 0), Verdict((), (0,), 1)
+    return RoundFacts(1, "pingpong", drafted + 1 if drafted else 0, accepted, 0.0, None, *empty, drafted)
+
+
+def test_statistics_have_the_shape_of_vllm() -> None:
+    record = SpeculationRecord()
+    for drafted, accepted in ((3, 0), (3, 3), (0, 0), (1, 1), (3, 0)):
+        record.add(_facts(drafted, accepted))
+    assert record.to_dict("detailed") == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.4,
+        "acceptance_histogram": [2, 1, 0, 1],
+        "acceptance_histogram_by_draft_length": {"1": [0, 1], "3": [2, 0, 0, 1]},
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 10,
+        "num_spec_tokens": 3,
+        "num_tree_nodes": 14,
+        "per_step_drafted": [3, 3, 1, 3],
+        "per_step_accepted": [0, 3, 1, 0],
+    }
+    assert "per_step_drafted" not in record.to_dict("summary")
+    assert SpeculationRecord().to_dict("summary")["mean_acceptance_length"] == 1.0
+
+
+def _all_errors(kind: type[SpecSplitError]) -> list[type[SpecSplitError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all_errors(child))]
+
+
+def test_every_error_has_an_answer() -> None:
+    kinds = [kind for kind in _all_errors(SpecSplitError) if kind.__module__ == errors.__name__]
+    for kind in kinds:
+        error = kind.__new__(kind)
+        error.__dict__.update(param=None, retry_after_s=2.5)
+        answer = api_error(error)
+        assert answer.status in (400, 500, 503, 504), kind
+        assert json.dumps(answer.body())
+    assert api_error(Overloaded("full", 2.2)).headers["retry-after"] == "3"
+    assert "secret" not in api_error(RuntimeError("secret")).message
