@@ -67,7 +67,8 @@ def test_nobody_is_let_in_without_a_key(gateway: GatewayProcess, client: httpx.C
 
 def test_a_full_target_is_a_503_that_says_when_to_come_back(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         for body in (SHORT, {**SHORT, "stream": True}):
             refused = client.post("/v1/completions", json=body)
             assert refused.status_code == 503
@@ -76,13 +77,21 @@ def test_a_full_target_is_a_503_that_says_when_to_come_back(client: httpx.Client
     until_answered(client)
 
 
-@pytest.mark.parametrize("body", [LONG, {**LONG, "stream": True}, {**LONG, "n": 3}], ids=["whole", "stream", "choices"])
-@pytest.mark.parametrize("prompt", ["x = 1\n", "x = 1\n" * 900], ids=["decode", "prefill"])
+def counted(client: httpx.Client, name: str) -> float:
+    """Return a metric of the model."""
+    page = client.get("/metrics").text
+    found = [line for line in page.splitlines() if line.startswith(f'specsplit:{name}{{model_name="small"}} ')]
+    return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("prompt", "phase"), [("x = 1\n", "running"), ("x = 1\n" * 900, "waiting")])
 def test_a_client_that_leaves_frees_its_slot(
-    gateway: GatewayProcess, client: httpx.Client, body: dict[str, Any], prompt: str
+    gateway: GatewayProcess, client: httpx.Client, *, stream: bool, prompt: str, phase: str
 ) -> None:
     until_answered(client)
-    content = json.dumps({**body, "prompt": prompt, "max_tokens": 300}).encode()
+    num_tokens = counted(client, "generation_tokens_total")
+    content = json.dumps({**LONG, "prompt": prompt, "stream": stream, "max_tokens": 400}).encode()
     host, port = gateway.ready["address"].rsplit(":", 1)
     lines = (
         "POST /v1/completions HTTP/1.1",
@@ -90,12 +99,13 @@ def test_a_client_that_leaves_frees_its_slot(
         f"Authorization: Bearer {KEY}",
         f"Content-Length: {len(content)}",
     )
-    head = "\r\n".join((*lines, "", ""))
     with socket.create_connection((host, int(port))) as leaving:
-        leaving.sendall(head.encode() + content)
-        while client.post("/v1/completions", json=SHORT).status_code == 200:
-            pass  # until it has the slot
+        leaving.sendall("\r\n".join((*lines, "", "")).encode() + content)
+        end_s = time.monotonic() + LIMIT_S
+        while counted(client, f"num_requests_{phase}") != 1:
+            assert time.monotonic() < end_s
     until_answered(client)
+    assert counted(client, "generation_tokens_total") < num_tokens + 400, "it was ended, not waited for"
 
 
 def test_a_target_that_is_lost_is_one_event_and_the_end(target: WorkerProcess, client: httpx.Client) -> None:
