@@ -56,10 +56,10 @@ class SamplingParams:
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
         _require(
-            0 < self.repetition_penalty <= 100,
+            0.01 <= self.repetition_penalty <= 100,  # far less would turn logits into infinities
             "repetition_penalty",
             self.repetition_penalty,
-            "above 0 and at most 100",
+            "between 0.01 and 100",
         )
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")

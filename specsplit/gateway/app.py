@@ -49,6 +49,8 @@ class Gateway:
 def create_app(gateway: Gateway) -> ASGIApp:
     """Return the application over `gateway`."""
     app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None)
+    describe = app.openapi
+    app.openapi = lambda: _add_schemas(describe())
     _add_operations(app, gateway)
     _add_generation(app, gateway)
     _add_tokenization(app, gateway)
@@ -209,4 +211,14 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
 
 def _documented(schema: type[Body]) -> dict[str, Any]:
     """Return what /openapi.json says of an endpoint's body; the body itself is read and checked by `read_body`."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _add_schemas(document: dict[str, Any]) -> dict[str, Any]:
+    """Return an OpenAPI document with the schemas of all bodies in it."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
+    return document

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import Generator
@@ -249,6 +250,9 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["embedded"]
     assert "specsplit:spec_decode_num_accepted_tokens_total" in httpx.get(f"{gateway.url}/metrics").text
     assert httpx.get(f"{gateway.url}/version").json().keys() == {"version"}
+    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    named = set(re.findall(r'"#/components/schemas/([A-Za-z]+)"', json.dumps(document)))
+    assert {"CompletionBody", "ChatBody", "Message"} <= named <= document["components"]["schemas"].keys()
 
 
 @pytest.mark.slow

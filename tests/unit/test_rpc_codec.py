@@ -42,7 +42,7 @@ samplings = st.builds(
     min_p=st.floats(0, 1),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
     logit_bias=st.lists(st.tuples(uint32, st.floats(-1e4, 1e4)), max_size=4).map(tuple),
 )
 openings = st.builds(

@@ -1,0 +1,180 @@
+"""The HTTP server and its streams over a real socket, with a small application: limits of time, comments, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specsplit.core.errors import InvalidSettings, WorkerUnreachable
+from specsplit.core.progress import Progress, current_listener
+from specsplit.gateway import server, sse
+from specsplit.gateway.server import HttpServer, serving_http
+from specsplit.gateway.sse import EventStream
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class App:
+    """Answers every path with an event stream that a test steers; /whole answers at once."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        self.error: Exception | None = None
+        self.num_events = 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Response("ok") if scope["path"] == "/whole" else EventStream(self._events())
+        await answer(scope, receive, send)
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
+        try:
+            for number in range(self.num_events):
+                yield {"number": number}
+            listener = current_listener()
+            assert listener is not None
+            listener(Progress(queued=5, position=2))
+            await self.go_on.wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.has_ended.set()
+
+
+@asynccontextmanager
+async def connected(running: HttpServer) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = running.address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(30):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def test_a_pause_is_filled_with_comments_that_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "QUIET_S", 0.05)
+    app = App()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        said = await reader.readuntil(b": waiting: position 2 of 5\n\n")
+        assert b"200 OK" in said
+        app.go_on.set()
+        assert b"data: [DONE]\n\n" in await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+async def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:
+    app = App()
+    app.num_events, app.error = 0, WorkerUnreachable("away")
+    app.go_on.set()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"503 Service Unavailable" in head
+        assert b"retry-after: 1" in head
+
+
+@pytest.mark.parametrize(("error", "said"), [(WorkerUnreachable("away"), "away"), (RuntimeError("x"), "An unexpected")])
+async def test_an_error_after_the_first_event_is_one_event_and_the_end(error: Exception, said: str) -> None:
+    app = App()
+    app.error = error
+    app.go_on.set()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        lines = [line for line in (await reader.readuntil(b"\r\n0\r\n\r\n")).split(b"\n") if line.startswith(b"data: ")]
+        assert len(lines) == 2
+        assert json.loads(lines[1].removeprefix(b"data: "))["error"]["message"].startswith(said)
+
+
+async def test_a_client_that_leaves_ends_its_stream() -> None:
+    app = App()
+    async with serving_http(app, "127.0.0.1", 0) as running, asyncio.timeout(30):
+        async with connected(running) as (reader, writer):
+            writer.write(REQUEST)
+            await reader.readuntil(b"data:")
+        await app.has_ended.wait()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /whole HTTP/1.1\r\nHost: x\r\nSlow: "])
+async def test_a_head_that_does_not_come_closes_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.05)
+    async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(sent)
+        assert await reader.read() == b""
+
+
+async def test_a_second_head_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.05)
+    async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert await reader.readuntil(b"ok")
+        writer.write(b"GET /wh")
+        assert await reader.read() == b""
+
+
+async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.02)
+    app = App()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        await reader.readuntil(b"data:")
+        await asyncio.sleep(0.1)
+        app.go_on.set()
+        assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+async def test_idle_connections_keep_nobody_out() -> None:
+    async with serving_http(App(), "127.0.0.1", 0) as running, asyncio.timeout(60):
+        host, port = running.address.rsplit(":", 1)
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        async with connected(running) as (reader, writer):
+            writer.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await reader.readuntil(b"ok")
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_drain_waits_for_streams_and_then_ends_them() -> None:
+    app = App()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        await reader.readuntil(b"data:")
+        draining = asyncio.create_task(running.drain(30))
+        with suppress(OSError):
+            while True:  # until nobody is let in any more
+                host, port = running.address.rsplit(":", 1)
+                _, late = await asyncio.open_connection(host, int(port))
+                late.close()
+                await asyncio.sleep(0.01)
+        assert not draining.done()
+        app.go_on.set()
+        assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+        await draining
+
+    app = App()
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        await reader.readuntil(b"data:")
+        await running.drain(0)
+        await app.has_ended.wait()
+
+
+async def test_an_address_in_use_is_one_sentence() -> None:
+    async with serving_http(App(), "127.0.0.1", 0) as running:
+        with pytest.raises(InvalidSettings, match="Nothing can listen at"):
+            async with serving_http(App(), "127.0.0.1", int(running.address.rsplit(":", 1)[1])):
+                pass
+
+
+def test_the_gateway_needs_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import specsplit.assembly.gateway, specsplit.model.tokenizer"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
