@@ -62,11 +62,12 @@ class ServedModel:
             await asyncio.sleep(_PING_S)
             try:
                 async with asyncio.timeout(_PING_S):
-                    await self.verifier.ping()
+                    identity = await self.verifier.ping()
             except (SpecSplitError, TimeoutError):
                 self.is_ready = False
             else:
-                self.is_ready = True
+                # Another model may serve there now, whose tokens this tokenizer does not know.
+                self.is_ready = identity.vocab_hash == self.identity.vocab_hash
 
 
 class ModelTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
@@ -128,6 +129,15 @@ def test_a_target_that_is_lost_is_one_event_and_the_end(target: WorkerProcess, c
     until_answered(client)
     while client.get("/ready").status_code != 200:
         pass
+
+
+def test_a_new_key_is_printed_once_apart_from_its_line() -> None:
+    code, line, said = run("keys", "new", "bob")
+    key = said.rpartition(" ")[2].strip()
+    assert code == 0
+    assert line.startswith("bob:")
+    assert key not in line
+    assert hashlib.sha256(key.encode()).hexdigest() in line
 
 
 def test_it_listens_for_others_only_with_keys() -> None:

@@ -1,0 +1,98 @@
+"""The answers to one HTTP request run side by side, with the caller's name, and leave no session behind."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest, Overloaded
+from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
+from specsplit.gateway import generation
+from specsplit.gateway.generation import chunks_of
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import Request, RetryPolicy
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTarget
+from tests.support.language import FakeTokenizer
+
+REQUEST = Request(prompt_ids=tuple(b"ab"), max_new_tokens=12, seed=5, ignore_eos=True)
+CHOICES = [replace(REQUEST, choice=choice) for choice in range(5)]
+
+
+class WatchedTarget(FakeTarget):
+    """Keeps what sessions were opened with, and how many were open at once; `full_after` openings it is full."""
+
+    full_after = 1_000
+
+    def watch(self) -> WatchedTarget:
+        self.openings: list[SessionParams] = []
+        self.most_open = 0
+        return self
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        if turn.opening is not None:
+            self.openings.append(turn.opening)
+            if len(self.openings) > self.full_after:
+                raise Overloaded("full", 7.0)
+        verdict = await super().verify(turn, proposal)
+        self.most_open = max(self.most_open, len(self.slots))
+        return verdict
+
+
+def orchestrator(target: FakeTarget) -> Orchestrator:
+    policy = RetryPolicy(waits_when_full=False)
+    return Orchestrator(target, None, FakeTokenizer(), Speculation(mode="plain"), retry_policy=policy)
+
+
+async def texts(owner: Orchestrator, requests: list[Request]) -> list[str]:
+    found = [""] * len(requests)
+    async with aclosing(chunks_of(owner, requests)) as chunks:
+        async for index, chunk in chunks:
+            found[index] += chunk.text
+    return found
+
+
+async def test_answers_side_by_side_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_AT_ONCE", 2)
+    target = WatchedTarget().watch()
+    owner = orchestrator(target)
+    together = await texts(owner, CHOICES)
+    assert target.most_open == 2
+    assert together == [(await texts(owner, [each]))[0] for each in CHOICES]
+    assert len(set(together)) > 1
+    assert not target.slots
+
+
+@pytest.mark.parametrize("requests", [CHOICES[:1], CHOICES], ids=["one", "several"])
+async def test_leaving_early_closes_every_session(requests: list[Request]) -> None:
+    target = WatchedTarget().watch()
+    async with aclosing(chunks_of(orchestrator(target), requests)) as chunks:
+        await anext(chunks)
+        assert target.slots
+    assert not target.slots
+
+
+async def test_the_first_error_ends_all_answers_and_a_full_target_is_not_asked_again() -> None:
+    target = WatchedTarget().watch()
+    target.full_after = 3
+    with pytest.raises(Overloaded) as caught:
+        await texts(orchestrator(target), CHOICES)
+    assert caught.value.retry_after_s == 7.0
+    assert len(target.openings) <= len(CHOICES)
+    assert not target.slots
+
+
+async def test_the_target_learns_who_calls_and_how_urgent_it_is() -> None:
+    target = WatchedTarget().watch()
+    await texts(orchestrator(target), [replace(REQUEST, caller="alice", priority=7)])
+    assert [(opening.caller, opening.priority) for opening in target.openings] == [("alice", 7)]
+
+
+async def test_a_score_is_asked_for_as_a_round_is() -> None:
+    owner = orchestrator(WatchedTarget().watch())
+    scores = await owner.score(tuple(b"a"), tuple(b"b"), (), 2)
+    assert [len(token.top) for token in scores.tokens] == [2]
+    with pytest.raises(InvalidRequest):
+        await owner.score(tuple(b"a"), ())
