@@ -145,6 +145,7 @@ class Orchestrator:
             rounds = session.rounds
             chunk = await rounds.next_chunk()
             now_s = first_token_s = clock.now()
+            retrier.waits_when_full = True
             while chunk.finish_reason is None:
                 yield chunk
                 chunk = await rounds.next_chunk()

@@ -126,7 +126,7 @@ class RetryPolicy:
     draft_s: float = DRAFT_PATIENCE_S
     can_be_silent: bool = True
     waits_when_full: bool = True
-    """Whether to come back to a target whose queue is full; otherwise its refusal is raised at once."""
+    """Whether a request comes back to a target whose queue is full; otherwise its refusal is raised at once."""
     rng: random.Random = field(default_factory=random.Random, compare=False, repr=False)
     """Jitters the pauses between attempts, so that clients do not come back all at once."""
 

@@ -47,6 +47,8 @@ class Retrier:
         """The loop's time at which the request is given up."""
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""
+        self.waits_when_full = policy.waits_when_full
+        """Whether to ask a full target again; a text that was begun is worth the wait."""
         self.num_failures = 0
         self.queue_s = 0.0
         """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""
@@ -137,9 +139,9 @@ class Retrier:
         """Do the same after a first attempt that ended with `error`.
 
         Raises:
-            Overloaded: at once, if the policy does not wait when the target is full.
+            Overloaded: at once, unless it `waits_when_full`.
         """
-        if isinstance(error, Overloaded) and not self.policy.waits_when_full:
+        if isinstance(error, Overloaded) and not self.waits_when_full:
             raise error
         again, began_s = partial(send, *arguments), self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s

@@ -22,9 +22,9 @@ CHOICES = [replace(REQUEST, choice=choice) for choice in range(5)]
 
 
 class WatchedTarget(FakeTarget):
-    """Keeps what sessions were opened with, and how many were open at once; `full_after` openings it is full."""
+    """Keeps what sessions were opened with, and how many were open at once; it is full for the openings `full_at`."""
 
-    full_after = 1_000
+    full_at, retry_after_s = range(0), 7.0
 
     def watch(self) -> WatchedTarget:
         self.openings: list[SessionParams] = []
@@ -34,8 +34,8 @@ class WatchedTarget(FakeTarget):
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         if turn.opening is not None:
             self.openings.append(turn.opening)
-            if len(self.openings) > self.full_after:
-                raise Overloaded("full", 7.0)
+            if len(self.openings) in self.full_at:
+                raise Overloaded("full", self.retry_after_s)
         verdict = await super().verify(turn, proposal)
         self.most_open = max(self.most_open, len(self.slots))
         return verdict
@@ -74,14 +74,29 @@ async def test_leaving_early_closes_every_session(requests: list[Request]) -> No
     assert not target.slots
 
 
-async def test_the_first_error_ends_all_answers_and_a_full_target_is_not_asked_again() -> None:
+async def test_the_first_error_ends_all_and_a_full_target_is_left_alone() -> None:
     target = WatchedTarget().watch()
-    target.full_after = 3
+    target.full_at = range(4, 100)
     with pytest.raises(Overloaded) as caught:
         await texts(orchestrator(target), CHOICES)
     assert caught.value.retry_after_s == 7.0
     assert len(target.openings) <= len(CHOICES)
     assert not target.slots
+
+
+async def test_a_text_that_was_begun_waits_for_a_full_target() -> None:
+    expected = await texts(orchestrator(FakeTarget()), [REQUEST])
+    target = WatchedTarget().watch()
+    owner = orchestrator(target)
+    found = ""
+    async with aclosing(chunks_of(owner, [REQUEST])) as chunks:
+        async for _, chunk in chunks:
+            found += chunk.text
+            if len(target.openings) == 1:
+                target.slots.clear()  # as after a restart; then others fill it
+                target.full_at, target.retry_after_s = range(2, 4), 0.001
+    assert [found] == expected
+    assert len(target.openings) == 4
 
 
 async def test_the_target_learns_who_calls_and_how_urgent_it_is() -> None:

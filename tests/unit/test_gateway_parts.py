@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from specsplit.core import errors
 from specsplit.core.errors import InvalidSettings, Overloaded, SpecSplitError
 from specsplit.core.types import Proposal, Verdict
+from specsplit.gateway import body
 from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
@@ -48,6 +51,19 @@ def test_whole_characters_in_escapes_are_taken() -> None:
     assert strict_json(b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}') == {"a": "\N{GRINNING FACE}", "b": "\\ud800"}
 
 
+async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_S", 0.01)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(ApiError, match="did not come within") as caught:
+        await body.read_body(request, CompletionBody, 100)
+    assert (caught.value.status, caught.value.headers) == (408, {"connection": "close"})
+
+
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("best_of", {"prompt": "x", "best_of": 2}),
     ("suffix", {"prompt": "x", "suffix": "y"}),
@@ -61,10 +77,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "body"), UNSUPPORTED, ids=[name for name, _ in UNSUPPORTED])
-def test_what_is_not_supported_is_refused_by_name(name: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "fields"), UNSUPPORTED, ids=[name for name, _ in UNSUPPORTED])
+def test_what_is_not_supported_is_refused_by_name(name: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=f"^{name} is not supported") as caught:
-        validated(ChatBody if "messages" in body else CompletionBody, body)
+        validated(ChatBody if "messages" in fields else CompletionBody, fields)
     assert (caught.value.param, caught.value.code) == (name, "unsupported")
 
 
@@ -72,8 +88,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
     nothing: dict[str, Any] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
     empty: dict[str, Any] = dict.fromkeys(("stop", "seed", "n", "logit_bias", "temperature", "stream", "max_tokens"))
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
-    body = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
-    assert body.sampling().temperature == 1.0, "as in OpenAI's API"
+    chat = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
+    assert chat.sampling().temperature == 1.0, "as in OpenAI's API"
 
 
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
@@ -93,10 +109,10 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "said"), WRONG)
-def test_a_wrong_field_is_one_sentence_that_names_it(body: dict[str, Any], param: str | None, said: str) -> None:
+@pytest.mark.parametrize(("fields", "param", "said"), WRONG)
+def test_a_wrong_field_is_one_sentence_that_names_it(fields: dict[str, Any], param: str | None, said: str) -> None:
     with pytest.raises(ApiError, match=said) as caught:
-        validated(CompletionBody, body)
+        validated(CompletionBody, fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
