@@ -1,15 +1,27 @@
-"""The gateway's own workers: a target and perhaps a draft as processes of this machine, kept running."""
+"""The gateway's own workers: a target and perhaps a draft as processes of this machine, kept running.
+
+One that ends is started again; one that answers no pings is killed first.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
+from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
+from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.local_process import LocalProcess, running
+
+_LOOK_S = 1.0
+"""Period of pings, and the time for an answer."""
+_MAX_SILENT = 5
+"""Unanswered pings in a row after which a worker counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +46,36 @@ async def local_processes(
     processes: dict[str, LocalProcess] = {}
     if not settings.is_remote:
         options = _options(settings.target, settings.target.model)
-        processes["target"] = LocalProcess("The target", ("target", *options, *arguments), note)
+        processes["target"] = LocalProcess(
+            "The target", ("target", *options, *arguments), note, partial(_wait_hung, RemoteVerifier)
+        )
     if settings.draft_source is not None:
         options = _options(settings.draft, settings.draft_source)
-        processes["draft"] = LocalProcess("The draft", ("draft", *options, *arguments), note)
+        processes["draft"] = LocalProcess(
+            "The draft", ("draft", *options, *arguments), note, partial(_wait_hung, RemoteDrafter)
+        )
     async with running(list(processes.values())) as addresses:
         yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
+
+
+async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: str) -> str:
+    """Return why the worker at `address` has to be killed, once it has answered no ping for a while."""
+    loop, client, num_silent = asyncio.get_running_loop(), client_of(address, call_timeout_s=_LOOK_S), 0
+    try:
+        while num_silent < _MAX_SILENT:
+            next_s = loop.time() + _LOOK_S
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await client.ping()
+                num_silent = 0
+            except (WorkerUnreachable, DeadlineExceeded, TimeoutError):
+                num_silent += 1
+            except SpecSplitError:
+                num_silent = 0  # an error is an answer: the process lives
+            await asyncio.sleep(next_s - loop.time())
+        return "it does not answer."
+    finally:
+        await client.aclose()
 
 
 def _options(settings: WorkerSettings, model: str) -> list[str]:

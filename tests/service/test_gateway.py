@@ -270,13 +270,16 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_goes_on_after_its_target_was_killed(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_text_goes_on_after_its_target_was_lost(
+    gateway: GatewayProcess, client: openai.OpenAI, number: signal.Signals
+) -> None:
     asked: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 200, "temperature": 1.0, "seed": 3}
     expected = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
     texts: list[str] = []
     for chunk in client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True):
         if len(texts) == 5:
-            os.kill(gateway.worker_pid("target"), signal.SIGKILL)
+            os.kill(gateway.worker_pid("target"), number)
         texts.append(chunk.choices[0].text)
     assert "".join(texts) == expected.text
     assert chunk.choices[0].finish_reason == "length"
