@@ -1,0 +1,81 @@
+"""`real-shapes`: makes pairs of the shapes that people run and measures every mode on them, with transformers beside."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.environment import is_clean, provenance, require_bench_extra
+from benchmarks.report import console as report
+from benchmarks.research.app import app
+from benchmarks.research.cells import show_neighbours
+from specsplit.core.errors import InvalidRequest
+
+ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,prompt-lookup"
+Record = dict[str, Any]
+
+
+@app.command("real-shapes")
+def real_shapes(
+    cache: Annotated[Path, typer.Option(help="Folder for the made pairs, 2 to 5 GB each.", file_okay=False)],
+    shape: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-0.6b-narrow or llama-3.2-1b.")] = "qwen3-0.6b",
+    systems: Annotated[str, typer.Option(help="Names separated by commas.")] = ALL,
+    agreement: Annotated[float, typer.Option(min=0, max=1, help="Greedy top-1 agreement of draft and target.")] = 0.8,
+    context: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "512",
+    temperature: Annotated[str, typer.Option(help="0 is greedy, above it top-p is 0.9; separated by commas.")] = "0,0.7",
+    tokens: Annotated[int, typer.Option(min=8, help="New tokens a generation.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every system does its task.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Of each system.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    parts: Annotated[bool, typer.Option(help="Also measure where a round's time goes.")] = True,
+    loading: Annotated[bool, typer.Option(help="Measure load time and memory instead of rates.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
+) -> None:
+    """Measure every mode, the parts of a round, load time and memory on models of real shapes with random weights."""
+    require_bench_extra()
+    from benchmarks.research.real_shapes import measure
+    from benchmarks.research.real_shapes.measure import RealShapeSettings
+
+    origin = provenance()
+    if output is not None and not is_clean(origin):
+        raise InvalidRequest("A results file needs a checkout without changes; commit first, or leave out --output.")
+    report.check_output(output)
+    console = report.new_console()
+    settings = RealShapeSettings(
+        shape=shape,
+        cache=cache,
+        systems=tuple(name.strip() for name in systems.split(",")),
+        agreement=agreement,
+        contexts=tuple(int(part) for part in context.split(",")),
+        temperatures=tuple(float(part) for part in temperature.split(",")),
+        num_new_tokens=tokens,
+        num_rounds=rounds,
+        threads=threads,
+        seed=seed,
+        has_parts=parts,
+    )
+    tell = partial(console.print, markup=False)
+    found = measure.run_loading(settings, tell) if loading else measure.run(settings, tell)
+    for cell in found.get("cells", ()):
+        _show(console, cell)
+    show_neighbours(console, found.get("neighbours_share"))
+    report.emit({"benchmark": "real-shapes", "provenance": origin, "settings": settings.to_dict(), **found}, output)
+
+
+def _show(console: Console, cell: Record) -> None:
+    """Print the ratios of a cell and the parts of its rounds."""
+    where = f"context {cell['context']}, T = {cell['temperature']:g}"
+    listed = report.table(f"Ratios, {where}", "ratio", "median", "lowest", "highest")
+    for name, value in cell["ratios"].items():
+        listed.add_row(name, *[f"{value[each]:.2f}" for each in ("median", "low", "high")])
+    console.print(listed)
+    if cell["parts_ms"]:
+        names = sorted({part for parts in cell["parts_ms"].values() for part in parts})
+        shown = report.table(f"Milliseconds a round, {where}", "mode", *names)
+        for mode, parts in cell["parts_ms"].items():
+            shown.add_row(mode, *[f"{parts[name]:.2f}" if name in parts else "-" for name in names])
+        console.print(shown)

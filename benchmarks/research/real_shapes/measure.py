@@ -1,0 +1,184 @@
+"""Measures systems on a made pair: alternately, behind prompts of each context, at each temperature. Derives ratios."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import Neighbours
+from benchmarks.processes import Child
+from benchmarks.research.real_shapes import loading
+from benchmarks.research.real_shapes.make import made_pair
+from benchmarks.research.real_shapes.serving import BARE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
+from benchmarks.research.real_shapes.shapes import find_shape
+from benchmarks.settings import Pair
+from benchmarks.statistics import Estimate, estimate
+from benchmarks.systems import Sample, System, Task
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import SamplingParams
+
+Record = dict[str, Any]
+Tell = Callable[[str], None]
+TOP_P = 0.9
+NUM_WARM_UPS = 1
+_ROOM = 64
+"""Tokens of context beyond prompt and answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealShapeSettings:
+    """What is measured."""
+
+    shape: str
+    cache: Path
+    systems: tuple[str, ...]
+    agreement: float = 0.8
+    contexts: tuple[int, ...] = (512,)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    num_new_tokens: int = 64
+    num_rounds: int = 3
+    threads: int = 2
+    seed: int = 0
+    has_parts: bool = True
+
+    def to_dict(self) -> Record:
+        """Return the settings in JSON types, without the cache's place."""
+        return {name: value for name, value in asdict(self).items() if name != "cache"}
+
+
+def check(settings: RealShapeSettings) -> None:
+    """Refuse systems that do not exist.
+
+    Raises:
+        InvalidRequest: naming those that do.
+    """
+    known = (*OUR_MODES, BARE, *THEIR_WAYS)
+    for name in settings.systems:
+        if name not in known:
+            raise InvalidRequest(f"There is no system {name!r}; there are {', '.join(known)}.", param="systems")
+
+
+def run(settings: RealShapeSettings, tell: Tell) -> Record:
+    """Make the pair if need be and measure every cell."""
+    check(settings)
+    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
+    pair = Pair(made.target, made.draft, "bf16", "cpu")
+    facts = {name: value for name, value in asdict(made).items() if name not in ("target", "draft")}
+    ours = [name for name in settings.systems if name in (*OUR_MODES, BARE)]
+    theirs = [name for name in settings.systems if name in THEIR_WAYS]
+    context = max(settings.contexts) + settings.num_new_tokens + _ROOM
+    with ExitStack() as scope:
+        children: list[Child] = []
+        # One after the other: loading at once would need the memory of both checkpoints twice.
+        if ours:
+            children.append(_child(scope, "our modes", partial(OurModes, settings.threads, ours, pair, context)))
+        if theirs:
+            children.append(_child(scope, "transformers", partial(TheirWays, settings.threads, theirs, pair)))
+        systems = [system for child in children for system in child.wait_systems()]
+        neighbours = Neighbours([child.pid for child in children])
+        cells = [
+            _cell(settings, systems, children[0] if ours else None, length, temperature, tell)
+            for length in settings.contexts
+            for temperature in settings.temperatures
+        ]
+        return {"pair": facts, "cells": cells, "neighbours_share": neighbours.share()}
+
+
+def _child(scope: ExitStack, name: str, factory: Any) -> Child:
+    return scope.enter_context(Child(name, factory))
+
+
+def _cell(
+    settings: RealShapeSettings,
+    systems: Sequence[System],
+    ours: Child | None,
+    length: int,
+    temperature: float,
+    tell: Tell,
+) -> Record:
+    samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
+    for number in range(-NUM_WARM_UPS, settings.num_rounds):
+        task = make_task(settings, length, temperature, number)
+        # Every system comes first, and last, about as often as any other.
+        place = number % len(systems)
+        for system in [*systems[place:], *systems[:place]]:
+            sample = system.generate(task)
+            if number >= 0:
+                samples[system.name].append(sample)
+    rates = {name: [(settings.num_new_tokens - 1) / _decode_s(each) for each in row] for name, row in samples.items()}
+    tell(f"context {length}, T = {temperature:g}: " + ", ".join(f"{name} {max(row):.1f}" for name, row in rates.items()))
+    parts: Record = {}
+    if ours is not None and settings.has_parts:
+        task = make_task(settings, length, temperature, settings.num_rounds)
+        parts = {name: ours.ask("parts", name, task) for name in samples if name in OUR_MODES}
+    return {
+        "context": length,
+        "temperature": temperature,
+        "tokens_per_s": {name: estimate(row).to_dict() for name, row in rates.items()},
+        "ratios": {name: value.to_dict() for name, value in ratios(rates).items()},
+        "acceptance": {name: _acceptance(row) for name, row in samples.items() if row[0].result is not None},
+        "parts_ms": parts,
+    }
+
+
+def make_task(settings: RealShapeSettings, length: int, temperature: float, number: int) -> Task:
+    """Return the task of a round: a prompt of its own, the same for all systems."""
+    drawn = random.Random(f"{settings.seed} {length} {number}")
+    frequent = find_shape(settings.shape).config["vocab_size"] // 8
+    prompt_ids = tuple(drawn.randrange(frequent) for _ in range(length))
+    sampling = SamplingParams(temperature=temperature, top_p=TOP_P if temperature else 1.0)
+    return Task(f"{length}-{number}", prompt_ids, settings.num_new_tokens, sampling, settings.seed + number + 1)
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, Estimate]:
+    """Return the ratios that have a bar, each of rates measured in the same round."""
+    wanted = (
+        ("plain", "generate"),
+        ("plain", BARE),
+        ("auto", "plain"),
+        ("pingpong", "plain"),
+        ("pingpong", "assisted"),
+        ("lookup", "plain"),
+        ("lookup", "prompt-lookup"),
+        ("assisted", "generate"),
+    )
+    return {
+        f"{ours} / {theirs}": estimate([a / b for a, b in zip(rates[ours], rates[theirs], strict=True)])
+        for ours, theirs in wanted
+        if ours in rates and theirs in rates
+    }
+
+
+def _decode_s(sample: Sample) -> float:
+    assert sample.decode_s is not None, "every system here tells"
+    return sample.decode_s
+
+
+def _acceptance(samples: Sequence[Sample]) -> Record:
+    """Return tokens per round and the rounds by mode over all samples of one system."""
+    results = [sample.result for sample in samples if sample.result is not None]
+    modes: dict[str, int] = {}
+    for result in results:
+        for mode, count in result.rounds_by_mode.items():
+            modes[mode] = modes.get(mode, 0) + count
+    rounds = max(1, sum(result.num_rounds for result in results))
+    tokens = sum(len(result.token_ids) - 1 for result in results)
+    return {"tokens_per_round": tokens / rounds, "rounds_by_mode": modes}
+
+
+def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
+    """Make the pair if need be; measure load time and memory of its target, `num_rounds` times."""
+    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
+    rounds: list[Record] = []
+    for number in range(settings.num_rounds + NUM_WARM_UPS):
+        found = loading.measure(Pair(made.target, None, "bf16", "cpu"), settings.threads)
+        tell(", ".join(f"{name} {found[name]['seconds']:.1f} s" for name in loading.PROGRAMS))
+        if number >= NUM_WARM_UPS:  # the first one warms the page cache and proves what is kept
+            rounds.append(found)
+    ratio = estimate([each["ours"]["seconds"] / each["transformers"]["seconds"] for each in rounds])
+    return {"loading": rounds, "load_ratio": ratio.to_dict()}

@@ -1,0 +1,95 @@
+"""Where the time of a round goes, by part: functions are wrapped with a clock, and each counts its own time alone.
+
+The clocks take part of a microsecond a call; no part is called often enough for that to matter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.systems import Task
+from specsplit.draft import engine as draft_engine
+from specsplit.model.kv_cache import KVCache
+from specsplit.orchestrator.sources.speculator import Speculator
+from specsplit.sampling import best, processors, sampler
+from specsplit.sampling.sparse_noise import SparseNoise
+from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.statistics import SpeculationStats
+from specsplit.target import engine as target_engine
+
+Parts = dict[str, float]
+"""Milliseconds a round by part; `beside` is the share of the round that is no forward."""
+FORWARDS = ("target forward", "draft forward")
+_WRAPPED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("noise", SparseNoise, ("high", "all", "one", "hashes")),
+    ("noise", best, ("gumbel",)),
+    ("scores and picks", sampler, ("best_sums", "best_of_rows", "picked_ids")),
+    ("scores and picks", target_engine, ("picked_ids",)),
+    ("scores and picks", draft_engine, ("candidate_estimates", "estimates_of")),
+    ("top-p", processors, ("cut",)),
+    ("plan", RoundPlanner, ("plan_round",)),
+    ("plan", SpeculationStats, ("observe_tree", "observe_round", "observe_lookup", "observe_propose")),
+    ("plan", Speculator, ("best", "look_up", "make_input", "take")),
+    ("copies", KVCache, ("move_rows",)),
+    ("draft tree", draft_engine.Grower, ("_expand", "_proposal", "_align", "_frontier", "_sequence_input")),
+)
+
+
+class _Clock:
+    """Exclusive times of nested calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._nested = [0.0]
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            self._nested.append(0.0)
+            start_s = time.perf_counter()
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                elapsed_s = time.perf_counter() - start_s
+                self.seconds[part] += elapsed_s - self._nested.pop()
+                self._nested[-1] += elapsed_s
+
+        return timed
+
+    @contextmanager
+    def wrapping(self, part: str, owner: Any, name: str) -> Generator[None]:
+        function = owner.__dict__[name]
+        setattr(owner, name, self.around(part, function))
+        try:
+            yield
+        finally:
+            setattr(owner, name, function)
+
+
+def timed_parts(system: Any, task: Task, models: Any) -> Parts:
+    """Return where the time between the first and the last token of one generation goes, per round."""
+    clock = _Clock()
+    with ExitStack() as scope:
+        for part, owner, names in _WRAPPED:
+            for name in names:
+                scope.enter_context(clock.wrapping(part, owner, name))
+        for part, model in zip(FORWARDS, (models.target, models.draft), strict=True):
+            if model is not None:
+                runner = model.runner
+                runner.forward = clock.around(part, runner.forward)
+                scope.callback(delattr, runner, "forward")
+        # A first generation brings the prompt to both slots, so that the second one forwards little of it.
+        system.generate(task)
+        clock.seconds.clear()
+        sample = system.generate(task)
+    result = sample.result
+    assert result is not None, "our own systems tell all"
+    rounds = max(1, result.num_rounds)
+    parts = {part: seconds * 1e3 / rounds for part, seconds in clock.seconds.items()}
+    round_ms = sample.wall_s * 1e3 / rounds
+    in_forwards = sum(parts.get(part, 0.0) for part in FORWARDS)
+    parts["rest"] = round_ms - sum(parts.values())
+    return {**parts, "round": round_ms, "beside": 1 - in_forwards / round_ms}
