@@ -20,6 +20,10 @@ from specsplit.sampling.rows import as_array, nth_best, tensor_over
 _COLDEST = 1e-30
 _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
+_NEAR = 26.0
+"""Tokens so many nats below the best are so unlikely that, all together, they hardly ever decide a border."""
+_LARGE_SHARE = 16
+"""Up to a sixteenth of the vocabulary the tokens near the best are worth a look of their own."""
 
 Logits = NDArray[np.float32]
 Indices = NDArray[np.intp]
@@ -116,6 +120,9 @@ def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingPar
     """
     temperature = np.float32(max(params.temperature, _COLDEST))
     if ids is None:
+        near_ids = _near_nucleus_ids(row, top, temperature, params.top_p)
+        if near_ids is not None:
+            return near_ids
         # What is far too unlikely has less than half of the mass that may be left out, all of it together.
         weights = _weights(row, top, temperature)
         total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
@@ -126,13 +133,35 @@ def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingPar
         logits = row.take(ids)
         mass = _mass(logits, top, temperature)
         total = mass[-1].item()
-    wanted = params.top_p * total
-    first, last = np.searchsorted(mass, [wanted * (1 - _ROUNDING), wanted * (1 + _ROUNDING)]).tolist()
-    if first != last or last == len(mass):
+    size = _size(mass, params.top_p * total, params.top_p * total)
+    return None if size is None else _likeliest(ids, logits, size)
+
+
+def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> Indices | None:
+    """Return `_nucleus_ids` from the tokens near the best; None if they are many, or do not decide it."""
+    is_near = row >= top - np.float32(_NEAR) * temperature
+    if np.count_nonzero(is_near) * _LARGE_SHARE > len(row):
         return None
-    border = np.partition(logits, len(logits) - 1 - first)[len(logits) - 1 - first]
+    ids = np.flatnonzero(is_near)
+    logits = row.take(ids)
+    mass = _mass(logits, top, temperature)
+    # The mass of all others is not summed, only bounded; one nat is far above what rounding does to it.
+    total, rest = mass[-1].item(), len(row) * math.exp(1 - _NEAR)
+    size = _size(mass, top_p * total, top_p * (total + rest))
+    return None if size is None else _likeliest(ids, logits, size)
+
+
+def _size(mass: NDArray[np.float64], least: float, most: float) -> int | None:
+    """Return how many tokens reach a mass between `least` and `most`; None if that is not the same for all of these."""
+    first, last = np.searchsorted(mass, [least * (1 - _ROUNDING), most * (1 + _ROUNDING)]).tolist()
+    return first + 1 if first == last < len(mass) else None
+
+
+def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
+    """Return the `size` likeliest of some tokens, of equal ones the first."""
+    border = np.partition(logits, len(logits) - size)[len(logits) - size]
     above, at_border = logits > border, logits == border
-    room = first + 1 - np.count_nonzero(above)
+    room = size - np.count_nonzero(above)
     if room < np.count_nonzero(at_border):
         at_border[np.flatnonzero(at_border)[room:]] = False
     return ids[above | at_border]

@@ -151,6 +151,20 @@ def test_a_nucleus_that_ends_between_equals_keeps_the_lower_ids(top_p: float) ->
         assert torch.equal(cut(logits, params), cut_by_sorting(logits, params))
 
 
+@pytest.mark.parametrize(("share", "num_kept"), [(0.5, 2), (2.0, 1)])
+def test_a_nucleus_that_the_mass_of_all_others_decides_counts_them(share: float, num_kept: int) -> None:
+    """The border lies where it depends on tokens that are far too unlikely to be looked at one by one."""
+    logits = torch.full((1, 20_000), -26.5)
+    logits[0, 7], logits[0, 9] = 0.0, -1.0
+    rest = 19_998 * math.exp(-26.5)
+    # The best token alone would do if the others' mass were this share of what it is.
+    top_p = 1 / (1 + math.exp(-1) + share * rest)
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    result = cut(logits, params)
+    assert torch.equal(result, cut_by_sorting(logits, params))
+    assert int(result.isfinite().sum()) == num_kept
+
+
 @given(
     texts=st.lists(st.lists(st.integers(0, 49), max_size=20), min_size=1, max_size=5),
     paths=st.lists(st.lists(st.integers(0, 49), max_size=4), min_size=1, max_size=4),
