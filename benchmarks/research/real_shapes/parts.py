@@ -24,6 +24,9 @@ from specsplit.target import engine as target_engine
 Parts = dict[str, float]
 """Milliseconds a round by part; `beside` is the share of the round that is no forward."""
 FORWARDS = ("target forward", "draft forward")
+PREFILL = "prefill"
+_FEW_TOKENS = 64
+"""A forward of more tokens than that is a prompt's."""
 _WRAPPED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("noise", SparseNoise, ("high", "all", "one", "hashes")),
     ("noise", best, ("gumbel",)),
@@ -59,6 +62,16 @@ class _Clock:
 
         return timed
 
+    def around_forward(self, part: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` timed as `part`, and as a prefill if it takes in a prompt."""
+        decoding, prefilling = self.around(part, forward), self.around(PREFILL, forward)
+
+        def timed(sequences: Any) -> Any:
+            num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+            return (prefilling if num_tokens > _FEW_TOKENS else decoding)(sequences)
+
+        return timed
+
     @contextmanager
     def wrapping(self, part: str, owner: Any, name: str) -> Generator[None]:
         function = owner.__dict__[name]
@@ -70,7 +83,7 @@ class _Clock:
 
 
 def timed_parts(system: Any, task: Task, models: Any) -> Parts:
-    """Return where the time between the first and the last token of one generation goes, per round."""
+    """Return where the time of one generation goes, per round; the prompt's forwards are left out."""
     clock = _Clock()
     with ExitStack() as scope:
         for part, owner, names in _WRAPPED:
@@ -79,17 +92,15 @@ def timed_parts(system: Any, task: Task, models: Any) -> Parts:
         for part, model in zip(FORWARDS, (models.target, models.draft), strict=True):
             if model is not None:
                 runner = model.runner
-                runner.forward = clock.around(part, runner.forward)
+                runner.forward = clock.around_forward(part, runner.forward)
                 scope.callback(delattr, runner, "forward")
-        # A first generation brings the prompt to both slots, so that the second one forwards little of it.
-        system.generate(task)
-        clock.seconds.clear()
         sample = system.generate(task)
     result = sample.result
     assert result is not None, "our own systems tell all"
     rounds = max(1, result.num_rounds)
+    wall_s = sample.wall_s - clock.seconds.pop(PREFILL, 0.0)
     parts = {part: seconds * 1e3 / rounds for part, seconds in clock.seconds.items()}
-    round_ms = sample.wall_s * 1e3 / rounds
+    round_ms = wall_s * 1e3 / rounds
     in_forwards = sum(parts.get(part, 0.0) for part in FORWARDS)
     parts["rest"] = round_ms - sum(parts.values())
     return {**parts, "round": round_ms, "beside": 1 - in_forwards / round_ms}
