@@ -59,6 +59,7 @@ class RequestOptions(TypedDict, total=False):
 class PipelineOptions(RequestOptions, total=False):
     """The options of a pipeline beside its models or addresses."""
 
+    draft_vocab: str
     dtype: Dtype
     device: DeviceName
     threads: int | Literal["auto"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
 from specsplit.core.errors import ModelDamaged, VocabularyMismatch
 from specsplit.core.ports import Tokenizer
-from specsplit.core.sections import WorkerSettings
+from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
@@ -161,6 +161,7 @@ def _load_draft(
         dtype=settings.draft.dtype,
         device=settings.draft.device,
         threads=settings.draft.threads or threads,
+        vocab=settings.draft.vocab,
         context=settings.draft.context,
         default_context=context or DEFAULT_CONTEXT,
         max_sessions=settings.draft.sessions or max_sessions,
@@ -189,6 +190,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
+        vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
         max_sessions=settings.sessions or SERVED_SESSIONS,
         progress=progress,

@@ -108,6 +108,7 @@ def orchestrate(
     explain: options.Explain = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
@@ -133,6 +134,7 @@ def orchestrate(
 def draft(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    vocab: options.ServedVocab = None,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
     threads: options.ServedThreads = None,
@@ -264,6 +266,7 @@ def stage_check(
 app.registered_commands += plan.app.registered_commands
 
 
+<<<<<<< HEAD
 keys = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
@@ -281,6 +284,19 @@ def keys_new(name: Annotated[str, typer.Argument(help="The name of whoever gets 
     key, line = new_key(name)
     typer.echo(f"The key, which is shown only now: {key}", err=True)
     typer.echo(line)
+=======
+@app.command("draft-vocab")
+def draft_vocab(
+    corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
+    output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],
+    model: Annotated[str, typer.Option("--model", help="Folder or hub id of the draft.", metavar="M")],
+    size: Annotated[int, typer.Option("--size", min=1, help="How many tokens to keep.", metavar="N")] = 32_768,
+) -> None:
+    """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
+    from specsplit.cli.draft_vocab import run
+
+    raise typer.Exit(run(model, corpus, size, output))
+>>>>>>> 711411f (A draft's head may compute the frequent tokens only: --draft-vocab, and specsplit draft-vocab makes lists)
 
 
 @app.command()
@@ -288,6 +304,7 @@ def doctor(
     ctx: typer.Context,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,

@@ -90,6 +90,9 @@ DraftModel = Annotated[
     str | None,
     _option("--draft-model", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
 ]
+_VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
+DraftVocab = Annotated[str | None, _option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+ServedVocab = Annotated[str | None, _option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
     _option("--dtype", _MODELS, "Number format of the weights.", "the checkpoint's, or fp32 on a CPU without it"),

@@ -126,6 +126,9 @@ class WorkerSettings(_Frozen):
 class DraftSettings(WorkerSettings):
     """The draft; without a model, the embedded one if the target is embedded or a draft service is started."""
 
+    vocab: Annotated[str, Field(min_length=1)] | None = None
+    """The tokens that its head computes: the N lowest, or those of a file of `specsplit draft-vocab`; None is all."""
+
 
 class TargetSettings(WorkerSettings):
     """The target; the settings after the model are for a served target that is cut by layers over stages."""

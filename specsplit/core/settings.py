@@ -129,6 +129,7 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft": ("draft.address",),
     "target": ("target.address",),
     "draft_model": ("draft.model",),
+    "draft_vocab": ("draft.vocab",),
     "target_model": ("target.model",),
     "context": ("target.context",),
     **{name: (f"draft.{name}", f"target.{name}") for name in _BOTH_ENGINES},
@@ -244,6 +245,8 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
     local = [key for role in roles for field in fields if (key := f"{role}.{field}") in chosen]
     if local and not (has_target or has_draft):
         raise _both_places(chosen[local[0]][1], merged[addresses[0]][1])
+    if "draft.vocab" in chosen and "draft.address" in merged:
+        raise _both_places(chosen["draft.vocab"][1], merged["draft.address"][1])
     return merged
 
 

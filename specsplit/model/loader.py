@@ -15,6 +15,7 @@ from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.backends.eager import EagerBackend
+from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, resolve
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -50,6 +51,8 @@ class LoadOptions(TypedDict, total=False):
     min_sessions: int
     """Slots that have to fit; between these and `max_sessions` the free memory decides. By default all have to."""
     node_limit: int
+    vocab: str | None
+    """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it; by default all."""
     record: bool
     """False keeps the model's forward in Python, for hooks and profiles."""
 
@@ -134,28 +137,28 @@ def load_model(
         report("config", 0.05)
         config = load_config(path, name)
         refuse_by_config(config)
+        tokenizer, eos_ids = load_tokenizer(path, name, config)
         report("weights", 0.15)
         model = load_weights(path, name, config, as_dtype(options.get("dtype"), device, config), device)
+        kept = _trimmed(model, options.get("vocab"), tokenizer, name)
         report("probing", 0.7)
         probed = probe(model)
         default_context = options.get("default_context", DEFAULT_CONTEXT)
         context = as_context(config, options.get("context"), default_context, name)
         fix_longrope(model, context)
         cache = allocate(model, probed, context, node_limit, max_sessions, options.get("min_sessions"))
-        runner = Runner(EagerBackend(model, probed), cache, context)
+        runner = Runner(EagerBackend(model, probed), cache, context, kept)
         # Distinct ids, so that a wrong position or mask cannot cancel out.
         token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
         truth = eager_logits(model, token_ids)
         pack(runner)
         ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
-        check_against_eager(ours, truth, name)
+        check_against_eager(ours if kept is None else ours[:, kept], truth, name)
         report("recording", 0.85)
         if options.get("record", True):
             runner.record()
         report("proving", 0.9)
         exactness.settle(runner)
-    report("tokenizer", 0.95)
-    tokenizer, eos_ids = load_tokenizer(path, name, config)
     report("ready", 1.0)
     return LoadedModel(
         name=name,
@@ -170,6 +173,16 @@ def load_model(
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
         weights_hash=_weights_hash(path, name),
     )
+
+
+def _trimmed(
+    model: PreTrainedModel, vocab: str | None, tokenizer: TransformersTokenizer | None, name: str
+) -> list[int] | None:
+    """Trim the head to the tokens that the option names; return them, None if it keeps all."""
+    kept = kept_ids(vocab, tokenizer, model.config.get_text_config().vocab_size) if vocab is not None else None
+    if kept is not None:
+        trim_head(model, kept, name)
+    return kept
 
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:

@@ -52,10 +52,14 @@ class Runner:
     revision = 0
     """Changes of the two since load."""
 
-    def __init__(self, eager: EagerBackend, cache: KVCache, context: int) -> None:
+    def __init__(
+        self, eager: EagerBackend, cache: KVCache, context: int, kept_ids: Sequence[int] | None = None
+    ) -> None:
         self.model, self.cache = eager.model, cache
         self.device, self.dtype = eager.model.device, eager.model.dtype
         self.vocab_size: int = eager.model.config.get_text_config().vocab_size
+        self._kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=self.device)
+        """The tokens that the head computes, ascending; None if it is all of them."""
         self.max_pending = 1
         """Forwards that may be pending at once: a device in this process computes one."""
         self.num_forwards = 0
@@ -92,6 +96,8 @@ class Runner:
         logits = self.backend.forward(*self._arguments(self._builder.build(sequences)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
+        if self._kept_ids is not None:
+            logits = self._over_vocabulary(logits, self._kept_ids)
         # Kernels run behind the call: without this a step's time would be that of its launch.
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
@@ -99,6 +105,15 @@ class Runner:
         if len(sequences) == 1:
             return [logits]
         return list(logits.split([sequence.num_logits for sequence in sequences]))
+
+    def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
+        """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""
+        shape = (len(logits), self.vocab_size)
+        if self._is_cuda:
+            return logits.new_full(shape, -torch.inf).index_copy_(1, kept_ids, logits)
+        rows = np.full(shape, -np.inf, np.float32)
+        rows[:, kept_ids.numpy()] = logits.numpy()
+        return tensor_over(rows)
 
     def record(self) -> bool:
         """Record the forward if the recording reproduces the model; return whether it does."""
@@ -154,9 +169,10 @@ class Runner:
         Tokens are picked by numpy on the CPU, which finds such logits at hand. On a GPU nobody looks for tokens there,
         and large logits are not worth a copy.
         """
-        if self._is_cuda or num_rows * self.vocab_size > MOST_LOGITS:
+        num_outputs = self.vocab_size if self._kept_ids is None else len(self._kept_ids)
+        if self._is_cuda or num_rows * num_outputs > MOST_LOGITS:
             return (torch.empty(0, device=self.device),)
-        return (tensor_over(np.empty((num_rows, self.vocab_size), np.float32)),)
+        return (tensor_over(np.empty((num_rows, num_outputs), np.float32)),)
 
     def _example(self, shape: StepShape, seed: int) -> tuple[Tensor, ...]:
         """Return the arguments of a random step."""

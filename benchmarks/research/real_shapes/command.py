@@ -15,7 +15,7 @@ from benchmarks.research.app import app
 from benchmarks.research.cells import show_neighbours
 from specsplit.core.errors import InvalidRequest
 
-ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,prompt-lookup"
+ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,assisted-constant,prompt-lookup"
 Record = dict[str, Any]
 
 
@@ -26,7 +26,10 @@ def real_shapes(
     systems: Annotated[str, typer.Option(help="Names separated by commas.")] = ALL,
     agreement: Annotated[float, typer.Option(min=0, max=1, help="Greedy top-1 agreement of draft and target.")] = 0.8,
     context: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "512",
-    temperature: Annotated[str, typer.Option(help="0 is greedy, above it top-p is 0.9; separated by commas.")] = "0,0.7",
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy, above it top-p is 0.9; separated by commas.")
+    ] = "0,0.7",
+    draft_vocab: Annotated[str | None, typer.Option(help="Of our modes' draft: N or a file.", metavar="N|FILE")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="New tokens a generation.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often every system does its task.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of each system.")] = 2,
@@ -52,6 +55,7 @@ def real_shapes(
         agreement=agreement,
         contexts=tuple(int(part) for part in context.split(",")),
         temperatures=tuple(float(part) for part in temperature.split(",")),
+        draft_vocab=draft_vocab,
         num_new_tokens=tokens,
         num_rounds=rounds,
         threads=threads,

@@ -40,6 +40,7 @@ class RealShapeSettings:
     agreement: float = 0.8
     contexts: tuple[int, ...] = (512,)
     temperatures: tuple[float, ...] = (0.0, 0.7)
+    draft_vocab: str | None = None
     num_new_tokens: int = 64
     num_rounds: int = 3
     threads: int = 2
@@ -76,7 +77,11 @@ def run(settings: RealShapeSettings, tell: Tell) -> Record:
         children: list[Child] = []
         # One after the other: loading at once would need the memory of both checkpoints twice.
         if ours:
-            children.append(_child(scope, "our modes", partial(OurModes, settings.threads, ours, pair, context)))
+            children.append(
+                _child(
+                    scope, "our modes", partial(OurModes, settings.threads, ours, pair, context, settings.draft_vocab)
+                )
+            )
         if theirs:
             children.append(_child(scope, "transformers", partial(TheirWays, settings.threads, theirs, pair)))
         systems = [system for child in children for system in child.wait_systems()]
@@ -111,7 +116,9 @@ def _cell(
             if number >= 0:
                 samples[system.name].append(sample)
     rates = {name: [(settings.num_new_tokens - 1) / _decode_s(each) for each in row] for name, row in samples.items()}
-    tell(f"context {length}, T = {temperature:g}: " + ", ".join(f"{name} {max(row):.1f}" for name, row in rates.items()))
+    tell(
+        f"context {length}, T = {temperature:g}: " + ", ".join(f"{name} {max(row):.1f}" for name, row in rates.items())
+    )
     parts: Record = {}
     if ours is not None and settings.has_parts:
         task = make_task(settings, length, temperature, settings.num_rounds)
@@ -143,6 +150,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, Estimate]:
         ("auto", "plain"),
         ("pingpong", "plain"),
         ("pingpong", "assisted"),
+        ("pingpong", "assisted-constant"),
         ("lookup", "plain"),
         ("lookup", "prompt-lookup"),
         ("assisted", "generate"),

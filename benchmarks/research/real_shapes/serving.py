@@ -24,6 +24,7 @@ BARE = "bare"
 _WAYS: dict[str, dict[str, Any]] = {
     "generate": {},
     "assisted": {},
+    "assisted-constant": {},
     "prompt-lookup": {"prompt_lookup_num_tokens": NUM_CONSTANT_TOKENS},
 }
 THEIR_WAYS = tuple(_WAYS)
@@ -32,12 +33,12 @@ THEIR_WAYS = tuple(_WAYS)
 class OurModes(InProcess):
     """Our modes and the bare forward; also tells the parts of a round and what a process of it holds."""
 
-    def __init__(self, threads: int, modes: Sequence[str], pair: Pair, context: int) -> None:
+    def __init__(self, threads: int, modes: Sequence[str], pair: Pair, context: int, draft_vocab: str | None) -> None:
         OnLoop.__init__(self)
         loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "context": context}
         self._settings = Settings(
             target=TargetSettings.model_validate({"model": pair.target, **loading}),
-            draft=DraftSettings.model_validate({"model": pair.draft, **loading}),
+            draft=DraftSettings.model_validate({"model": pair.draft, "vocab": draft_vocab, **loading}),
             orchestrator=override(OrchestratorSettings(), mode="auto"),
         )
         start_s = time.perf_counter()
@@ -70,6 +71,8 @@ class TheirWays:
         options = {name: dict(_WAYS[name]) for name in ways}
         if "assisted" in options:
             options["assisted"]["assistant_model"] = transformers_ways.load_model("draft", pair)
+        if "assisted-constant" in options:
+            options["assisted-constant"] = transformers_ways.WAYS["assisted-constant"](pair)
         self.systems = [TransformersSystem(name, target, threads, chosen) for name, chosen in options.items()]
 
     def __enter__(self) -> Self:

@@ -1,0 +1,53 @@
+"""`specsplit draft-vocab`: counts the tokens of texts and writes the frequent ones for `--draft-vocab`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.model.extra import require_worker_extra
+
+
+def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
+    """Write the `size` most frequent tokens of the files to `output`, and tell how much of a text they are.
+
+    The last tenth of the tokens is held out and told apart, since frequencies of a small corpus flatter it.
+
+    Raises:
+        InvalidRequest: a file cannot be read or written, or the corpus is empty.
+        ModelNotFound, ModelDamaged: the model or its tokenizer cannot be read.
+    """
+    require_worker_extra()
+    from specsplit.model import draft_vocab
+    from specsplit.model.files import load_config, load_tokenizer, resolve
+
+    if not corpus:
+        raise InvalidRequest("Name at least one text to count in with --corpus.", param="corpus")
+    texts = [_read(Path(name)) for name in corpus]
+    path, name = resolve(model, "draft")
+    tokenizer, _ = load_tokenizer(path, name, load_config(path, name))
+    if tokenizer is None:
+        raise InvalidRequest(f"{name} has no tokenizer files; add its tokenizer.json.", param="model")
+    cuts = [len(text) * 9 // 10 for text in texts]
+    counts = draft_vocab.count_tokens([text[:cut] for text, cut in zip(texts, cuts, strict=True)], tokenizer)
+    held_out = draft_vocab.count_tokens([text[cut:] for text, cut in zip(texts, cuts, strict=True)], tokenizer)
+    if not counts:
+        raise InvalidRequest("The corpus has no tokens; name other files with --corpus.", param="corpus")
+    counts_of_all = counts + held_out
+    covered = draft_vocab.coverage(held_out, draft_vocab.most_frequent(counts, size, tokenizer.num_tokens))
+    chosen = draft_vocab.most_frequent(counts_of_all, size, tokenizer.num_tokens)
+    draft_vocab.write_draft_vocab(Path(output), chosen, tokenizer)
+    told = {"output": output, "size": len(chosen), "num_tokens": counts_of_all.total(), "held_out_coverage": covered}
+    typer.echo(json.dumps(told))
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read ({error.strerror}).", param="corpus") from error
