@@ -15,8 +15,8 @@ from benchmarks.research.comparison import command as comparison
 from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
 from benchmarks.research.exactness import study as exactness
-from benchmarks.research.rounds import critical_path, profile, traced
 from benchmarks.research.real_shapes import command as real_shapes
+from benchmarks.research.rounds import critical_path, profile, traced
 from benchmarks.research.stages import cost as stage_cost
 from benchmarks.research.stages import sessions as stage_sessions
 from benchmarks.research.train_pair.commands import app as train_pair

@@ -1,4 +1,4 @@
-"""`real-shapes`: makes pairs of the shapes that people run and measures every mode on them, with transformers beside."""
+"""`real-shapes`: makes pairs of the shapes that people run, and measures every mode on them beside transformers."""
 
 from __future__ import annotations
 
