@@ -18,6 +18,7 @@ from benchmarks.research.checkouts.compare import checkouts
 from benchmarks.research.comparison.command import compare
 from benchmarks.research.figures import figures
 from benchmarks.research.network_bars import network_bars
+from benchmarks.research.real_shapes.command import real_shapes
 from benchmarks.research.rounds.profile import profile
 from benchmarks.research.rounds.traced import trace
 from benchmarks.research.tree_shapes import sweep_tree
@@ -221,6 +222,7 @@ app.command()(compare)
 app.command()(figures)
 app.command("network-bars")(network_bars)
 app.command()(profile)
+app.command("real-shapes")(real_shapes)
 app.command("sweep-tree")(sweep_tree)
 app.command("trace")(trace)
 

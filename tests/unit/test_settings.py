@@ -221,6 +221,10 @@ def test_a_remote_target_speculates_with_a_remote_draft_only(
         ),
         ({"target": TARGET, "target_model": "m"}, r"^--target-model is for a model loaded here and --target for a"),
         ({"draft": DRAFT, "draft_model": "m"}, r"^--draft-model is for a model loaded here and --draft for a"),
+        (
+            {"target": TARGET, "draft": DRAFT, "draft_vocab": "9"},
+            r"^--draft-vocab is for a model loaded here and --draft",
+        ),
         ({"target": TARGET, "sessions": 2}, r"^--sessions is for a model loaded here and --target for"),
         ({"target": TARGET, "device": "cuda"}, r"^--device is for a model loaded here and --target for"),
         ({"target": TARGET, "context": 64}, r"^--context is for a model loaded here and --target for"),

@@ -1,0 +1,104 @@
+"""A draft's head of some tokens only: which they are, what it computes, and that the text stays what it is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from specsplit.api import Pipeline
+from specsplit.cli.main import main
+from specsplit.core.errors import InvalidSettings
+from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.draft_vocab import coverage, kept_ids, most_frequent, write_draft_vocab
+from specsplit.model.loader import LoadedModel, load_model
+
+PROMPT = "def add(a, b):\n"
+NUM_KEPT = 700
+
+
+@pytest.fixture(scope="module")
+def whole() -> LoadedModel:
+    return load_model("embedded", role="draft", threads=1, context=64)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Generator[Pipeline]:
+    with Pipeline(mode="plain", threads=1) as pipeline:
+        yield pipeline
+
+
+def test_a_trimmed_head_computes_what_the_whole_one_does_for_its_tokens(whole: LoadedModel):
+    trimmed = load_model("embedded", role="draft", threads=1, context=64, vocab=str(NUM_KEPT))
+    sequence = [SequenceInput(0, 0, [5, 3, 900, 7], num_logits=2)]
+    ours, theirs = trimmed.runner.forward(sequence)[0], whole.runner.forward(sequence)[0]
+    kept = ours.isfinite()
+    assert ours.shape == theirs.shape
+    assert set(kept[0].nonzero().flatten().tolist()) == set(range(NUM_KEPT)) | set(whole.eos_ids)
+    assert torch.equal(kept[0], kept[1])
+    assert bool((ours[~kept] == -torch.inf).all())
+    torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "size"), [("pingpong", NUM_KEPT), ("overlap", 1)])
+def test_a_trimmed_draft_vocabulary_never_changes_the_text(plain: Pipeline, mode: str, size: int):
+    sampled = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "logit_bias": {9: 2.0, 4000: 1.0}}
+    with Pipeline(mode=mode, lookup=False, draft_vocab=str(size), threads=1) as pipeline:
+        for options in ({"temperature": 0.0}, sampled):
+            given = {"max_new_tokens": 24, "ignore_eos": True, "seed": 11, **options}
+            wanted, found = plain.generate(PROMPT, **given), pipeline.generate(PROMPT, **given)
+            assert found.token_ids == wanted.token_ids
+            assert found.degraded == ()
+            accepted = found.speculative_decoding.num_accepted_draft_tokens
+            assert accepted > 0 or size == 1
+
+
+def test_a_number_stands_for_the_lowest_ids_and_the_ends_of_text(whole: LoadedModel):
+    assert whole.tokenizer is not None
+    assert kept_ids("3", whole.tokenizer, whole.vocab_size) == sorted({0, 1, 2, *whole.eos_ids})
+    assert kept_ids(str(whole.vocab_size), whole.tokenizer, whole.vocab_size) is None
+    assert kept_ids("99999999", whole.tokenizer, whole.vocab_size) is None
+
+
+def test_the_frequent_tokens_are_kept_and_the_lowest_fill_up():
+    counts = Counter({7: 5, 3: 5, 9: 1, 8: 2})
+    assert most_frequent(counts, 3, 10) == [3, 7, 8]
+    assert most_frequent(counts, 6, 10) == [0, 1, 3, 7, 8, 9]
+    assert coverage(counts, [7, 8, 0]) == 7 / 13
+    assert coverage(Counter(), [7]) == 0
+
+
+def test_a_file_is_a_vocabulary_of_one_tokenizer(whole: LoadedModel, tmp_path: Path):
+    path = tmp_path / "vocab.json"
+    assert whole.tokenizer is not None
+    write_draft_vocab(path, [4, 9, 5], whole.tokenizer)
+    assert kept_ids(str(path), whole.tokenizer, whole.vocab_size) == sorted({4, 5, 9, *whole.eos_ids})
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "vocab_hash": "another"}))
+    with pytest.raises(InvalidSettings, match="belongs to another tokenizer"):
+        kept_ids(str(path), whole.tokenizer, whole.vocab_size)
+    for text in ("no JSON", "[]", '{"token_ids": [1]}', json.dumps({**found, "token_ids": ["a"]})):
+        path.write_text(text)
+        with pytest.raises(InvalidSettings, match=r"holds no draft vocabulary; make one with specsplit draft-vocab\.$"):
+            kept_ids(str(path), whole.tokenizer, whole.vocab_size)
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        kept_ids(str(tmp_path / "none"), whole.tokenizer, whole.vocab_size)
+
+
+def test_the_command_counts_the_tokens_of_texts(whole: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    corpus, output = tmp_path / "corpus.txt", tmp_path / "vocab.json"
+    corpus.write_text(PROMPT * 40)
+    arguments = ["draft-vocab", "--model", "embedded", "--corpus", str(corpus), "--output", str(output), "--size", "64"]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["size"], told["output"]) == (64, str(output))
+    assert told["held_out_coverage"] > 0.9
+    assert whole.tokenizer is not None
+    kept = kept_ids(str(output), whole.tokenizer, whole.vocab_size)
+    assert kept is not None
+    assert set(whole.tokenizer.encode(PROMPT)) <= set(kept)
+    assert main([*arguments[:4], str(tmp_path / "none"), *arguments[5:]]) == 2
