@@ -266,7 +266,6 @@ def stage_check(
 app.registered_commands += plan.app.registered_commands
 
 
-<<<<<<< HEAD
 keys = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
@@ -284,7 +283,8 @@ def keys_new(name: Annotated[str, typer.Argument(help="The name of whoever gets 
     key, line = new_key(name)
     typer.echo(f"The key, which is shown only now: {key}", err=True)
     typer.echo(line)
-=======
+
+
 @app.command("draft-vocab")
 def draft_vocab(
     corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
@@ -296,7 +296,6 @@ def draft_vocab(
     from specsplit.cli.draft_vocab import run
 
     raise typer.Exit(run(model, corpus, size, output))
->>>>>>> 711411f (A draft's head may compute the frequent tokens only: --draft-vocab, and specsplit draft-vocab makes lists)
 
 
 @app.command()
