@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelUnsupported
@@ -48,11 +48,12 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> No
     if not isinstance(head, nn.Linear):
         raise ModelUnsupported(f"The head of {name} is no linear layer, so --draft-vocab cannot trim it; leave it out.")
     rows = torch.tensor(token_ids, device=head.weight.device)
+    bias: Tensor | None = head.bias
     with torch.device("meta"):
-        trimmed = nn.Linear(head.in_features, len(token_ids), bias=head.bias is not None)
+        trimmed = nn.Linear(head.in_features, len(token_ids), bias=bias is not None)
     trimmed.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-    if head.bias is not None:
-        trimmed.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    if bias is not None:
+        trimmed.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
     model.set_output_embeddings(trimmed)
 
 
