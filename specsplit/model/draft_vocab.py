@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelUnsupported
@@ -48,12 +48,11 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> No
     if not isinstance(head, nn.Linear):
         raise ModelUnsupported(f"The head of {name} is no linear layer, so --draft-vocab cannot trim it; leave it out.")
     rows = torch.tensor(token_ids, device=head.weight.device)
-    bias: Tensor | None = head.bias
+    parameters = dict(head.named_parameters())
     with torch.device("meta"):
-        trimmed = nn.Linear(head.in_features, len(token_ids), bias=bias is not None)
-    trimmed.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-    if bias is not None:
-        trimmed.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+        trimmed = nn.Linear(head.in_features, len(token_ids), bias="bias" in parameters)
+    for part, values in parameters.items():
+        setattr(trimmed, part, nn.Parameter(values.detach()[rows], requires_grad=False))
     model.set_output_embeddings(trimmed)
 
 
