@@ -1,0 +1,33 @@
+"""Made pairs agree as often as asked, are found again in the cache, and belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.research.real_shapes.make import made_pair
+from benchmarks.research.real_shapes.measure import RealShapeSettings, check
+from benchmarks.research.real_shapes.shapes import SHAPES, find_shape
+from specsplit.core.errors import InvalidRequest
+from specsplit.model.loader import load_model
+
+
+def test_a_made_pair_agrees_as_often_as_asked_and_is_made_once(tmp_path: Path):
+    told: list[str] = []
+    made = made_pair(SHAPES["tiny"], 0.8, tmp_path, 0, told.append)
+    assert abs(made.stream_agreement - 0.8) <= 0.02
+    assert 0.7 <= made.text_agreement <= 0.9
+    told.clear()
+    assert made_pair(SHAPES["tiny"], 0.8, tmp_path, 0, told.append) == made
+    assert not told
+    target, draft = (load_model(folder, role="target", threads=1, context=64) for folder in (made.target, made.draft))
+    assert target.identity.vocab_hash == draft.identity.vocab_hash
+    assert target.vocab_size == draft.vocab_size == 2048
+
+
+def test_a_shape_or_a_system_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match="There is no shape 'huge'; there are qwen3"):
+        find_shape("huge")
+    with pytest.raises(InvalidRequest, match="There is no system 'fast'; there are plain"):
+        check(RealShapeSettings("tiny", Path(), ("plain", "fast")))
