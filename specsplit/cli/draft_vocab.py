@@ -13,9 +13,9 @@ from specsplit.model.extra import require_worker_extra
 
 
 def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
-    """Write the `size` most frequent tokens of the files to `output`, and tell how much of a text they are.
+    """Write the `size` most frequent tokens of the files to `output`, and print the share of a text that they cover.
 
-    The last tenth of the tokens is held out and told apart, since frequencies of a small corpus flatter it.
+    The share is that of the last tenth of each file, counted by the rest, since a small corpus flatters its own tokens.
 
     Raises:
         InvalidRequest: a file cannot be read or written, or the corpus is empty.
@@ -41,8 +41,8 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
     covered = draft_vocab.coverage(held_out, draft_vocab.most_frequent(counts, size, tokenizer.num_tokens))
     chosen = draft_vocab.most_frequent(counts_of_all, size, tokenizer.num_tokens)
     draft_vocab.write_draft_vocab(Path(output), chosen, tokenizer)
-    told = {"output": output, "size": len(chosen), "num_tokens": counts_of_all.total(), "held_out_coverage": covered}
-    typer.echo(json.dumps(told))
+    found = {"output": output, "size": len(chosen), "num_tokens": counts_of_all.total(), "held_out_coverage": covered}
+    typer.echo(json.dumps(found))
     return 0
 
 

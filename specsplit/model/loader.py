@@ -147,7 +147,7 @@ def load_model(
         context = as_context(config, options.get("context"), default_context, name)
         fix_longrope(model, context)
         cache = allocate(model, probed, context, node_limit, max_sessions, options.get("min_sessions"))
-        runner = Runner(EagerBackend(model, probed), cache, context, kept)
+        runner = Runner(EagerBackend(model, probed, kept), cache, context)
         # Distinct ids, so that a wrong position or mask cannot cancel out.
         token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
         truth = eager_logits(model, token_ids)

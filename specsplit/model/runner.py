@@ -52,14 +52,10 @@ class Runner:
     revision = 0
     """Changes of the two since load."""
 
-    def __init__(
-        self, eager: EagerBackend, cache: KVCache, context: int, kept_ids: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, eager: EagerBackend, cache: KVCache, context: int) -> None:
         self.model, self.cache = eager.model, cache
         self.device, self.dtype = eager.model.device, eager.model.dtype
         self.vocab_size: int = eager.model.config.get_text_config().vocab_size
-        self._kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=self.device)
-        """The tokens that the head computes, ascending; None if it is all of them."""
         self.max_pending = 1
         """Forwards that may be pending at once: a device in this process computes one."""
         self.num_forwards = 0
@@ -96,8 +92,8 @@ class Runner:
         logits = self.backend.forward(*self._arguments(self._builder.build(sequences)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
-        if self._kept_ids is not None:
-            logits = self._over_vocabulary(logits, self._kept_ids)
+        if self._eager.kept_ids is not None:
+            logits = self._over_vocabulary(logits, self._eager.kept_ids)
         # Kernels run behind the call: without this a step's time would be that of its launch.
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
@@ -169,7 +165,7 @@ class Runner:
         Tokens are picked by numpy on the CPU, which finds such logits at hand. On a GPU nobody looks for tokens there,
         and large logits are not worth a copy.
         """
-        num_outputs = self.vocab_size if self._kept_ids is None else len(self._kept_ids)
+        num_outputs = self.vocab_size if self._eager.kept_ids is None else len(self._eager.kept_ids)
         if self._is_cuda or num_rows * num_outputs > MOST_LOGITS:
             return (torch.empty(0, device=self.device),)
         return (tensor_over(np.empty((num_rows, num_outputs), np.float32)),)

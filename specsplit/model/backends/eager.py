@@ -19,8 +19,10 @@ from specsplit.model.probe import ProbeResult
 class EagerBackend:
     """Calls the model itself: the truth for a recording, and its replacement where none reproduces the model."""
 
-    def __init__(self, model: PreTrainedModel, probed: ProbeResult) -> None:
+    def __init__(self, model: PreTrainedModel, probed: ProbeResult, kept_ids: Sequence[int] | None = None) -> None:
         self.model = model
+        self.kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=model.device)
+        """The tokens that the model's head computes, ascending; None if it is all of them."""
         self.layers, self.masks = probed.layers, probed.masks
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
