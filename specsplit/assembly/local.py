@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specsplit.assembly.models import Models
 from specsplit.assembly.workers import Placement, Workers
+from specsplit.core import defaults
+from specsplit.core.defaults import PrefixReuse
 from specsplit.speculation.cost_model import RoundMode
 
 if TYPE_CHECKING:
@@ -22,7 +24,11 @@ E = TypeVar("E", bound="Engine")
 
 @asynccontextmanager
 async def local_workers(
-    models: Models, *, side_by_side: bool = False, measures: bool = False
+    models: Models,
+    *,
+    side_by_side: bool = False,
+    measures: bool = False,
+    prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE,
 ) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block.
 
@@ -40,8 +46,9 @@ async def local_workers(
     placement = Placement(is_on_loop=are_on_loop, auto_modes=auto_modes, max_requests=models.max_sessions)
     workers = Workers(target, draft, models.tokenizer, placement)
     try:
-        for engine in (target, draft) if measures else ():
-            if engine is not None:
+        for engine in filter(None, (target, draft)):
+            engine.reuse_prefixes(prefix_reuse)
+            if measures:
                 await engine.measure()
         yield workers
     finally:
@@ -54,23 +61,27 @@ async def local_workers(
             await executor.close()
 
 
-def local_target(model: LoadedModel, *, measures: bool) -> AbstractAsyncContextManager[TargetEngine]:
+def local_target(
+    model: LoadedModel, *, measures: bool, prefix_reuse: PrefixReuse
+) -> AbstractAsyncContextManager[TargetEngine]:
     """Run a target's engine on a thread of its own for the length of the block, for a draft that is elsewhere."""
     from specsplit.target.engine import TargetEngine
 
-    return _on_own_thread(TargetEngine, model, measures=measures)
+    return _on_own_thread(TargetEngine, model, measures=measures, prefix_reuse=prefix_reuse)
 
 
-def local_draft(model: LoadedModel, *, measures: bool) -> AbstractAsyncContextManager[DraftEngine]:
+def local_draft(
+    model: LoadedModel, *, measures: bool, prefix_reuse: PrefixReuse
+) -> AbstractAsyncContextManager[DraftEngine]:
     """Run a draft's engine on a thread of its own for the length of the block, for a target that is elsewhere."""
     from specsplit.draft.engine import DraftEngine
 
-    return _on_own_thread(DraftEngine, model, measures=measures)
+    return _on_own_thread(DraftEngine, model, measures=measures, prefix_reuse=prefix_reuse)
 
 
 @asynccontextmanager
 async def _on_own_thread(
-    make: Callable[[LoadedModel, Executor], E], model: LoadedModel, *, measures: bool
+    make: Callable[[LoadedModel, Executor], E], model: LoadedModel, *, measures: bool, prefix_reuse: PrefixReuse
 ) -> AsyncGenerator[E]:
     # The event loop is left to the link, whose answers and keepalives no forward should hold up.
     from specsplit.engine.executor import ThreadExecutor
@@ -78,6 +89,7 @@ async def _on_own_thread(
     executor = ThreadExecutor(model.role, model.threads)
     try:
         async with aclosing(make(model, executor)) as engine:
+            engine.reuse_prefixes(prefix_reuse)
             if measures:
                 await engine.measure()
             yield engine

@@ -26,8 +26,13 @@ def open_workers(
     if isinstance(models, LoadedDraft):
         return _with_remote_target(settings, models, note, measures=measures)
     if settings.draft_address is not None:
-        return _with_remote_draft(settings.draft_address, models, measures=measures)
-    return local_workers(models, side_by_side=settings.runs_side_by_side, measures=measures)
+        return _with_remote_draft(settings, settings.draft_address, models, measures=measures)
+    return local_workers(
+        models,
+        side_by_side=settings.runs_side_by_side,
+        measures=measures,
+        prefix_reuse=settings.target.prefix_reuse,
+    )
 
 
 @asynccontextmanager
@@ -36,7 +41,9 @@ async def _with_remote_target(
 ) -> AsyncGenerator[Workers]:
     async with AsyncExitStack() as stack:
         verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note))
-        drafter = await stack.enter_async_context(local_draft(models.draft, measures=measures))
+        drafter = await stack.enter_async_context(
+            local_draft(models.draft, measures=measures, prefix_reuse=settings.draft.prefix_reuse)
+        )
         placement = Placement(is_remote=True, max_requests=models.max_sessions)
         workers = Workers(verifier, drafter, tokenizer, placement)
         stack.push_async_callback(workers.aclose)
@@ -44,9 +51,13 @@ async def _with_remote_target(
 
 
 @asynccontextmanager
-async def _with_remote_draft(address: str, models: Models, *, measures: bool) -> AsyncGenerator[Workers]:
+async def _with_remote_draft(
+    settings: Settings, address: str, models: Models, *, measures: bool
+) -> AsyncGenerator[Workers]:
     async with AsyncExitStack() as stack:
-        verifier = await stack.enter_async_context(local_target(models.target, measures=measures))
+        verifier = await stack.enter_async_context(
+            local_target(models.target, measures=measures, prefix_reuse=settings.target.prefix_reuse)
+        )
         drafter = await stack.enter_async_context(remote_draft(address))
         # A stream gains where a round trip lies between two steps of the target, and none does.
         placement = Placement(is_remote=True, auto_modes=("overlap", "pingpong"), max_requests=models.max_sessions)

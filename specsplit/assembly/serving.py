@@ -41,6 +41,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
             engine = verifier = TargetEngine(model, executor, ttl_s=ttl_s)
             service = TargetService(verifier, lambda: verifier.num_sessions, verifier)
         engine.open_queue(settings.queue)
+        engine.reuse_prefixes(settings.prefix_reuse)
         stack.push_async_callback(engine.aclose)
         # Before the server listens, so that the first ping has the times of forwards in it.
         await engine.measure()

@@ -135,6 +135,10 @@ Listen = Annotated[
 ]
 Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
 Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
+ReusePrefixes = Annotated[
+    PrefixReuse,
+    _option("--prefix-reuse", _SERVICES, "Let requests that begin alike share forwards: of one caller, of all, or off."),
+]
 SessionTtl = Annotated[
     float, _option("--session-ttl", _SERVICES, "Free the slot of a session idle for so many seconds.", metavar="S")
 ]

@@ -12,6 +12,8 @@ DeviceName = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
 """The roles of a worker."""
 EndsAt = Literal["stages", "coordinator"]
+PrefixReuse = Literal["off", "caller", "all"]
+"""Whose rows a session may begin with, if they are of the same first tokens."""
 """The place of the embedding, final norm and head of a target that is cut by layers."""
 
 EMBEDDED = "embedded"
@@ -54,6 +56,7 @@ LOCAL_SESSIONS = 8
 """KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
 CONCURRENCY = 4
 """Prompts of a file that are answered at once: as many as a worker that serves has slots."""
+PREFIX_REUSE: PrefixReuse = "caller"
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0
 RETRY_S = 30.0

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED, DeviceName, Dtype, EndsAt, Mode
+from specsplit.core.defaults import EMBEDDED, DeviceName, Dtype, EndsAt, Mode, PrefixReuse
 from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams
 
 
@@ -119,6 +119,7 @@ class WorkerSettings(_Frozen):
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
+    prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
     session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S
 

@@ -239,6 +239,8 @@ class Verdict:
     """`Identity.revision` of the target when the verdict was made."""
     log_probs: tuple[TokenLogProb, ...] = ()
     """One for each of `token_ids` if the session asked for them."""
+    num_reused: int = field(default=0, compare=False)
+    """Tokens of a session's first turn that needed no forward, since their rows were there."""
 
     @property
     def bonus_token(self) -> int:
@@ -247,7 +249,14 @@ class Verdict:
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
         return Verdict(
-            self.accepted, self.token_ids, self.length, self.verified, timings, self.revision, self.log_probs
+            self.accepted,
+            self.token_ids,
+            self.length,
+            self.verified,
+            timings,
+            self.revision,
+            self.log_probs,
+            self.num_reused,
         )
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import ClassVar, TypeVar
 
 from specsplit.core.cancellation import to_its_end
-from specsplit.core.defaults import QUEUE_PER_SESSION
+from specsplit.core.defaults import QUEUE_PER_SESSION, PrefixReuse
 from specsplit.core.errors import NoFreeSlot, SpecSplitError, WorkerClosed
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
@@ -38,7 +38,7 @@ class Engine:
     """One model's sessions, freed by `sweep` when they were not used for `ttl_s`, and for a new one after `grace_s`.
 
     Without an `executor` the engine owns a thread; a shared one is its owner's to close. `on_release` is called on the
-    executor with every slot that has become free. An opening that finds no slot is refused, unless there is a queue.
+    executor with every slot whose rows are forgotten. An opening that finds no slot is refused, unless there is a queue.
     """
 
     _name: ClassVar[str]
@@ -56,16 +56,21 @@ class Engine:
     ) -> None:
         self._admission = AdmissionQueue()
         self._num_in_background, self._background_keys = 0, count()
-        on_release = partial(self._slot_freed, on_release)
         self._model, self._identity = model, model.identity
         self._vocab_size = model.vocab_size
-        self._sessions = SessionTable(model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release)
+        self._sessions = SessionTable(
+            model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
+        )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
         default = QUEUE_PER_SESSION * self._sessions.num_slots
         self._admission.max_waiting = default if max_waiting is None else max_waiting
+
+    def reuse_prefixes(self, among: PrefixReuse) -> None:
+        """Let new sessions begin with rows of others that have the same first tokens: of one caller, of all, or never."""
+        self._sessions.prefix_reuse = among
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
@@ -191,11 +196,6 @@ class Engine:
     async def _close_unused(self, session: str) -> None:
         with suppress(WorkerClosed):
             await self._work.run(None, at_once(partial(self._sessions.close_unused, session)))
-
-    def _slot_freed(self, on_release: Callable[[int], None] | None, slot: int) -> None:
-        if on_release is not None:
-            on_release(slot)
-        self._admission.slot_freed()
 
     async def close(self, session: str) -> None:
         """Free the session's slot, even if the caller is cancelled; unknown sessions are ignored."""

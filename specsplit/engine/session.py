@@ -12,10 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from specsplit.core import defaults
+from specsplit.core.defaults import PrefixReuse
 from specsplit.core.errors import InvalidRequest, ModelDamaged, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
+from specsplit.engine.warm_slots import Holder, Match, WarmSlot, WarmSlots, longest_match
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
@@ -42,8 +45,10 @@ class WorkerSession:
         self.key, self.slot = key, slot
         self.epoch = self.round = -1
         self.ids: list[int] = CommittedIds()
-        self._hashes: list[int] = []
+        self.hashes: list[int] = []
         """The prefix hash behind each of the ids."""
+        self.num_reused = 0
+        """The first ids, whose rows were there before the session began."""
         self.sampler: Sampler | None = None
         self._body: object = None
         self.answer: object = None
@@ -52,6 +57,21 @@ class WorkerSession:
         """The engine's own state of this epoch: the draft's tree, or the last node number that the target verified."""
         self.last_used_s = 0.0
         self.is_in_use = False
+
+    @property
+    def salt(self) -> str:
+        """Whose rows these are."""
+        return self.sampler.params.caller if self.sampler is not None else ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its last round came to an answer; after any other one its rows may be what a failure left."""
+        return self.answer is not None
+
+    def reuse(self, match: Match) -> None:
+        """Begin with the rows of a match, which the slot holds by now."""
+        self.num_reused = self.slot.length = match.length
+        self.ids, self.hashes = CommittedIds(match.holder.ids[: match.length]), list(match.holder.hashes[: match.length])
 
     def admit(self, turn: Turn, body: object) -> bool:
         """Check epoch, round and length rule before anything changes; return whether this repeats the last round.
@@ -74,7 +94,7 @@ class WorkerSession:
         # The length rule: a slot that is longer than the base is cut to it later, one that is shorter or other says so.
         if turn.base_length > len(self.ids):
             raise SlotBehind(len(self.ids))
-        if turn.base_length and self._hashes[turn.base_length - 1] != turn.base_hash:
+        if turn.base_length and self.hashes[turn.base_length - 1] != turn.base_hash:
             raise SlotBehind(0)
         if turn.opening is None and (self.sampler is None or turn.epoch > self.epoch):
             raise SlotBehind(0)
@@ -104,19 +124,19 @@ class WorkerSession:
         """Roll the slot back to its first `length` tokens: O(1) on the device."""
         if length == len(self.ids):
             return
-        del self.ids[length:], self._hashes[length:]
+        del self.ids[length:], self.hashes[length:]
         self.slot.length = length
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit tokens whose rows already lie behind the slot's length."""
         if not token_ids:
             return
-        self._hashes.extend(prefix_hashes(token_ids, self._hashes[-1] if self._hashes else 0))
+        self.hashes.extend(prefix_hashes(token_ids, self.hashes[-1] if self.hashes else 0))
         self.ids.extend(token_ids)
         self.slot.length = len(self.ids)
 
     def check_integrity(self) -> None:
-        assert len(self.ids) == len(self._hashes) == self.slot.length, "ids, hashes and slot differ in length"
+        assert len(self.ids) == len(self.hashes) == self.slot.length, "ids, hashes and slot differ in length"
 
 
 def prefill(
@@ -142,12 +162,18 @@ class SessionStatistics:
     num_idle: int
     """Sessions that could expire or be evicted."""
     num_slots_used: int
+    """Slots of sessions and of borrowers; warm ones are as good as free."""
+    num_slots_warm: int
+    num_reused_tokens: int
+    """Tokens so far whose rows a new session found in a warm slot, or in another session's."""
 
 
 class SessionTable:
     """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session.
 
-    A session is in use while its work runs, and then neither expires nor is evicted.
+    A session is in use while its work runs, and then neither expires nor is evicted. An ended session's slot stays warm:
+    it goes to a new session with the same first tokens, or to any that needs a slot. `on_release` is called with each
+    slot whose rows are forgotten, `on_free` whenever a session gives up its slot.
     """
 
     def __init__(
@@ -158,14 +184,18 @@ class SessionTable:
         grace_s: float = GRACE_S,
         clock: Clock | None = None,
         on_release: Callable[[int], None] | None = None,
+        on_free: Callable[[], None] | None = None,
     ) -> None:
-        self._model, self._on_release = model, on_release
+        self.prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
+        self._model, self._on_release, self._on_free = model, on_release, on_free
         self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
         self._now = clock.now if clock is not None else time.monotonic
         self._pool = SlotPool(model.max_sessions)
         self._sessions: dict[str, WorkerSession] = {}
         self._idle: dict[str, WorkerSession] = {}
         """Sessions that are neither in use nor pinned, the least recently used first."""
+        self._warm = WarmSlots()
+        self._num_reused = 0
         self._pinned: dict[str, int] = {}
         """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
 
@@ -185,7 +215,10 @@ class SessionTable:
         return self._ttl_s
 
     def statistics(self) -> SessionStatistics:
-        return SessionStatistics(len(self._sessions), len(self._idle), self._pool.num_used)
+        num_warm = len(self._warm)
+        return SessionStatistics(
+            len(self._sessions), len(self._idle), self._pool.num_used - num_warm, num_warm, self._num_reused
+        )
 
     def idle_session(self, key: str) -> WorkerSession | None:
         """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
@@ -204,7 +237,9 @@ class SessionTable:
         if session is None:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
-            session = self._sessions[turn.session] = WorkerSession(turn.session, self._acquire())
+            session = self._open(turn.session, turn.tail, turn.opening.caller)
+        elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
+            self._copy(session, self._match(turn.tail, turn.opening.caller))
         try:
             if not session.admit(turn, body):
                 if turn.opening is not None:
@@ -218,6 +253,41 @@ class SessionTable:
         self._idle.pop(session.key, None)
         session.is_in_use = True
         return session
+
+    def _open(self, key: str, tail: Sequence[int], caller: str) -> WorkerSession:
+        """Begin a session: in the warm slot that holds its first tokens, with a copy of them, or with nothing."""
+        match = self._match(tail, caller)
+        if match is not None and self._may_take_over(match):
+            session = WorkerSession(key, self._warm.take(match.holder))
+            self._reuse(session, match)
+        else:
+            session = WorkerSession(key, self._acquire(but=match.holder if match is not None else None))
+            self._copy(session, match)
+        self._sessions[key] = session
+        return session
+
+    def _may_take_over(self, match: Match) -> bool:
+        """Whether a session begins in the matching slot itself: nobody else needs it, or there is no other way."""
+        if match.holder not in self._warm:
+            return False
+        has_room = self._pool.num_used < self._model.max_sessions or self._warm.oldest(match.holder) is not None
+        return match.is_whole or not has_room or not self._model.runner.cache.can_copy
+
+    def _copy(self, session: WorkerSession, match: Match | None) -> None:
+        """Copy the rows of the session's first tokens, if another slot holds them."""
+        if match is not None and self._model.runner.cache.can_copy:
+            self._model.runner.cache.copy_rows(match.holder.slot.index, session.slot.index, match.length)
+            self._reuse(session, match)
+
+    def _reuse(self, session: WorkerSession, match: Match) -> None:
+        session.reuse(match)
+        self._num_reused += match.length
+
+    def _match(self, tail: Sequence[int], caller: str) -> Match | None:
+        if self.prefix_reuse == "off":
+            return None
+        holders = [*self._warm, *(session for session in self._sessions.values() if session.ids)]
+        return longest_match(tail, caller if self.prefix_reuse == "caller" else None, holders)
 
     def try_open(self, key: str) -> bool:
         """Give a session a slot before its first turn; return False if every slot is in use."""
@@ -277,6 +347,7 @@ class SessionTable:
             yield slot
         finally:
             self._release(slot)
+            self._tell_free()
 
     def trial(self) -> Generator[SequenceInput, Tensor, None]:
         """Forward one token in a slot of no session.
@@ -295,7 +366,7 @@ class SessionTable:
         session = self._sessions.get(key)
         if session is not None:
             assert not session.is_in_use, "a session was closed while its work ran"
-            self._free(session)
+            self._end(session)
         if not self._sessions:
             self.check_integrity()
 
@@ -311,28 +382,57 @@ class SessionTable:
         count = 0
         # `_idle` is ordered by last use, so the first one that has not expired ends the search.
         while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
-            self._free(next(iter(self._idle.values())))
+            self._end(next(iter(self._idle.values())))
             count += 1
         return count
 
-    def _acquire(self) -> Slot:
-        """Take a slot, if need be from the session that has been idle for the longest."""
-        # `_idle` is ordered by last use; a client that paused within the grace time comes back to its session.
+    def _acquire(self, but: Holder | None = None) -> Slot:
+        """Take a slot: a free one, else the longest warm one, `but` last, else that of the longest idle session."""
         if self._pool.num_used == self._model.max_sessions:
-            oldest = next(iter(self._idle.values()), None)
-            if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
-                count = self._model.max_sessions
-                which = f"All {count} sessions" if count > 1 else "The one session"
-                verb = "are" if count > 1 else "is"
-                raise NoFreeSlot(f"{which} of this worker {verb} in use; try again when one has ended.")
-            self._free(oldest)
+            warm = self._warm.oldest(but) or self._warm.oldest()
+            if warm is not None:
+                self._release(self._warm.take(warm))
+            else:
+                self._evict()
         return self._pool.acquire()
 
+    def _evict(self) -> None:
+        """Free the slot of the session that has been idle for the longest.
+
+        Raises:
+            NoFreeSlot: none has been idle for longer than the grace time.
+        """
+        # `_idle` is ordered by last use; a client that paused within the grace time comes back to its session.
+        oldest = next(iter(self._idle.values()), None)
+        if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
+            count = self._model.max_sessions
+            which = f"All {count} sessions" if count > 1 else "The one session"
+            verb = "are" if count > 1 else "is"
+            raise NoFreeSlot(f"{which} of this worker {verb} in use; try again when one has ended.")
+        self._free(oldest)
+
+    def _end(self, session: WorkerSession) -> None:
+        """Let a session go, and keep its rows if they may serve another one."""
+        if self.prefix_reuse == "off" or not session.is_sound:
+            self._free(session)
+            return
+        self._forget(session)
+        self._warm.add(WarmSlot(session.slot, session.salt, session.ids, session.hashes))
+        self._tell_free()
+
     def _free(self, session: WorkerSession) -> None:
+        self._forget(session)
+        self._release(session.slot)
+        self._tell_free()
+
+    def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
         self._idle.pop(session.key, None)
         session.kept = None
-        self._release(session.slot)
+
+    def _tell_free(self) -> None:
+        if self._on_free is not None:
+            self._on_free()
 
     def _release(self, slot: Slot) -> None:
         self._pool.release(slot)

@@ -151,6 +151,8 @@ class Answers:
             async for index, chunk in chunks:
                 followed[index].add(chunk)
                 self.num_tokens += len(chunk.token_ids)
+                if chunk.result is not None:
+                    self.num_cached_tokens += chunk.result.num_reused_tokens
                 self.record.add(chunk.facts)
                 yield index, chunk
 
@@ -161,12 +163,13 @@ class Answers:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
         return {**head, "choices": choices, **extra}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         total = self.num_prompt_tokens + self.num_tokens
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
     def _statistics(self) -> dict[str, Any]:

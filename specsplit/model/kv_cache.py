@@ -34,6 +34,8 @@ class HeadShape:
 class KVCache:
     """Keys and values of every layer and slot; equal shapes share one block, so that moving rows is one operation."""
 
+    can_copy = True
+
     def __init__(
         self,
         shapes: Sequence[tuple[HeadShape, HeadShape]],
@@ -71,6 +73,11 @@ class KVCache:
     def bytes_per_token(shapes: Sequence[tuple[HeadShape, HeadShape]], dtype: torch.dtype) -> int:
         """Return the bytes that one token of one session occupies over all layers."""
         return dtype.itemsize * sum(s.num_heads * s.head_dim for pair in shapes for s in pair)
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` rows of a slot to another one."""
+        for block in self._blocks.values():
+            block[:, target, :, :count] = block[:, source, :, :count]
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it."""

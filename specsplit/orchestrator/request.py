@@ -338,6 +338,8 @@ class Result:
     """Why a text that was begun with the promise of bits lost it; empty if it did not."""
     logprobs: tuple[TokenLogProb, ...] = ()
     """One for each of `token_ids` if the request asked for them."""
+    num_reused_tokens: int = 0
+    """Tokens of the prompt that the target did not forward: it had their rows from a request that began likewise."""
 
     @property
     def tokens_per_target_forward(self) -> float:
@@ -377,6 +379,7 @@ class Result:
             "num_rounds": self.num_rounds,
             "rounds_by_mode": {str(mode): count for mode, count in self.rounds_by_mode.items()},
             "target_forwards": self.target_forwards,
+            "num_reused_tokens": self.num_reused_tokens,
             "draft_forwards": self.draft_forwards,
             "degraded": [phase.to_dict() for phase in self.degraded],
             "resyncs": [resync.to_dict() for resync in self.resyncs],

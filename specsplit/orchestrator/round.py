@@ -146,6 +146,7 @@ class Tally:
         self.target_device_ms = 0.0
         self.draft_device_ms = 0.0
         self.draft_waited_ms = 0.0
+        self.num_reused = 0
         self._num_ahead = self._num_kept = 0
         self._trees = _TreeCounts([0] * (max_depth + 1 if max_depth else 0), [0] * max_depth)
 
@@ -153,6 +154,7 @@ class Tally:
         """Count one round, and return the length of its path."""
         verified, speculation = result.verdict.timings, result.speculation
         self.target_forwards += verified.num_forwards
+        self.num_reused += result.verdict.num_reused
         self.num_rounds += 1
         if self.num_rounds:
             self.rounds_by_mode[result.mode] = self.rounds_by_mode.get(result.mode, 0) + 1

@@ -134,6 +134,7 @@ class Session:
             num_rounds=tally.num_rounds,
             rounds_by_mode=tally.rounds_by_mode,
             target_forwards=tally.target_forwards,
+            num_reused_tokens=tally.num_reused,
             draft_forwards=tally.draft_forwards,
             degraded=tuple(contract.events.phases),
             resyncs=tuple(contract.events.replays),

@@ -136,6 +136,7 @@ def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -
         revision=verdict.revision,
         log_probs=[token.log_prob for token in verdict.log_probs],
         top_log_probs=encode_top(verdict.log_probs),
+        num_reused=verdict.num_reused,
     )
 
 
@@ -161,6 +162,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
         timings=timings,
         revision=message.revision,
         log_probs=_decode_emitted(message),
+        num_reused=message.num_reused,
     )
 
 
@@ -217,6 +219,7 @@ def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifySt
         revision=verdict.revision,
         log_probs=[token.log_prob for token in verdict.log_probs],
         top_log_probs=encode_top(verdict.log_probs),
+        num_reused=verdict.num_reused,
     )
     return target_pb2.VerifyStreamResponse(commit=commit)
 
@@ -241,6 +244,7 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
         timings=timings,
         revision=commit.revision,
         log_probs=_decode_emitted(commit),
+        num_reused=commit.num_reused,
     )
 
 

@@ -154,6 +154,8 @@ class TargetEngine(Engine):
             else:
                 revision = self._model.runner.revision
                 verdict = Verdict((), tuple(picks), session.slot.length, revision=revision)
+            if session.num_reused:
+                verdict, session.num_reused = replace(verdict, num_reused=session.num_reused), 0
             assert session.sampler is not None, "the session has begun"
             if session.sampler.params.top_logprobs is not None:
                 verdict = replace(verdict, log_probs=self._log_probs(session.sampler, logits, proposal, verdict))

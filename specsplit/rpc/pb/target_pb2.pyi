@@ -56,11 +56,14 @@ class VerifyDraftsResponse(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     is_trimmed: _builtins.bool
     """Whether only the nodes of `verified` were scored; else all were, and `verified` is empty."""
     revision: _builtins.int
     """As in Identity."""
+    num_reused: _builtins.int
+    """Tokens of a session's first turn that needed no forward: their rows were there from a session with the same ones."""
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Node numbers, root side first."""
@@ -91,10 +94,11 @@ class VerifyDraftsResponse(_message.Message):
         revision: _builtins.int = ...,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
+        num_reused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "log_probs", b"log_probs", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "is_trimmed", b"is_trimmed", "length", b"length", "log_probs", b"log_probs", "num_reused", b"num_reused", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,9 +257,11 @@ class Commit(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     revision: _builtins.int
     """As in Identity."""
+    num_reused: _builtins.int
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Node numbers, root side first."""
@@ -285,10 +291,11 @@ class Commit(_message.Message):
         revision: _builtins.int = ...,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
+        num_reused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "log_probs", b"log_probs", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "log_probs", b"log_probs", "num_reused", b"num_reused", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,6 +107,9 @@ class RemoteSlot:
 class RemoteKV:
     """All slots of a chain; in the place of a KVCache."""
 
+    can_copy = False
+    """No packet tells the stages to copy rows; a slot may be taken over as it is."""
+
     def __init__(self, num_slots: int) -> None:
         row_hash = RowHash()
         self.slots = [RemoteSlot(row_hash) for _ in range(num_slots)]
