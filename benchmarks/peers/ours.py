@@ -112,7 +112,8 @@ class InProcess(OnLoop):
 
 def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings:
     """Return the settings that load what the modes need; if all are one, it has its engines as it likes them."""
-    loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads}
+    # Every run begins with its prompt's forwards, as those of the systems beside it do.
+    loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "prefix_reuse": "off"}
     is_one = len({each.mode for each in modes}) == 1 and not modes[0].is_beside_draft
     mode = modes[0].mode if is_one else "auto"
     nodes = max((mode.shape.nodes or 1 for mode in modes), default=1)

@@ -28,7 +28,8 @@ _RETRY_S = 3.0
 def worker_arguments(role: str, threads: int, pair: Pair) -> list[str]:
     """Return the command line of a worker of the pair."""
     source = pair.target if role == "target" else pair.draft
-    return [role, "--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
+    chosen = ["--threads", str(threads), "--model", str(source), "--dtype", pair.dtype, "--device", pair.device]
+    return [role, *chosen, "--prefix-reuse", "off"]
 
 
 def worker(role: str, threads: int, pair: Pair, *more: str) -> WorkerProcess:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode
+from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode, PrefixReuse
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
@@ -137,7 +137,9 @@ Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a t
 Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
 ReusePrefixes = Annotated[
     PrefixReuse,
-    _option("--prefix-reuse", _SERVICES, "Let requests that begin alike share forwards: of one caller, of all, or off."),
+    _option(
+        "--prefix-reuse", _SERVICES, "Let requests that begin alike share forwards: of one caller, of all, or off."
+    ),
 ]
 SessionTtl = Annotated[
     float, _option("--session-ttl", _SERVICES, "Free the slot of a session idle for so many seconds.", metavar="S")

@@ -248,16 +248,8 @@ class Verdict:
 
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
-        return Verdict(
-            self.accepted,
-            self.token_ids,
-            self.length,
-            self.verified,
-            timings,
-            self.revision,
-            self.log_probs,
-            self.num_reused,
-        )
+        path = self.accepted, self.token_ids, self.length, self.verified
+        return Verdict(*path, timings, self.revision, self.log_probs, self.num_reused)
 
 
 @record

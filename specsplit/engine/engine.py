@@ -38,7 +38,7 @@ class Engine:
     """One model's sessions, freed by `sweep` when they were not used for `ttl_s`, and for a new one after `grace_s`.
 
     Without an `executor` the engine owns a thread; a shared one is its owner's to close. `on_release` is called on the
-    executor with every slot whose rows are forgotten. An opening that finds no slot is refused, unless there is a queue.
+    executor with every slot whose rows are forgotten. An opening that finds no slot is refused unless there is a queue.
     """
 
     _name: ClassVar[str]
@@ -69,8 +69,8 @@ class Engine:
         self._admission.max_waiting = default if max_waiting is None else max_waiting
 
     def reuse_prefixes(self, among: PrefixReuse) -> None:
-        """Let new sessions begin with rows of others that have the same first tokens: of one caller, of all, or never."""
-        self._sessions.prefix_reuse = among
+        """Let sessions begin with rows of others of the same first tokens: of the same caller, of all, or never."""
+        self._sessions.slots.prefix_reuse = among
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.

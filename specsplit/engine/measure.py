@@ -33,7 +33,7 @@ def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInp
     sizes = [rows for rows in _ROWS if rows <= limit]
     times: dict[int, float] = {}
     end_s = time.perf_counter() + BUDGET_S
-    with sessions.borrowed_slot() as slot:
+    with sessions.slots.borrowed() as slot:
         # The first forward of all warms caches up and is never the best.
         for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
             if number >= _NUM_FIRST and time.perf_counter() > end_s:

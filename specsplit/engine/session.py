@@ -5,22 +5,21 @@ Draft and target use it alike; it knows nothing of trees. Only the executor touc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from specsplit.core import defaults
-from specsplit.core.defaults import PrefixReuse
 from specsplit.core.errors import InvalidRequest, ModelDamaged, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
-from specsplit.engine.warm_slots import Holder, Match, WarmSlot, WarmSlots, longest_match
+from specsplit.engine.prefix_match import Match
+from specsplit.engine.slots import Slots
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.kv_cache import Slot, SlotPool
+from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
 from specsplit.sampling.sampler import Sampler
@@ -56,7 +55,11 @@ class WorkerSession:
         self.kept: object = None
         """The engine's own state of this epoch: the draft's tree, or the last node number that the target verified."""
         self.last_used_s = 0.0
-        self.is_in_use = False
+        """When its last work ended; infinity while there is work."""
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.last_used_s == math.inf
 
     @property
     def salt(self) -> str:
@@ -68,10 +71,15 @@ class WorkerSession:
         """Whether its last round came to an answer; after any other one its rows may be what a failure left."""
         return self.answer is not None
 
-    def reuse(self, match: Match) -> None:
-        """Begin with the rows of a match, which the slot holds by now."""
+    def reuse(self, match: Match | None) -> None:
+        """Begin with the rows of a match, if there is one; the slot holds them by now."""
+        if match is None:
+            return
         self.num_reused = self.slot.length = match.length
-        self.ids, self.hashes = CommittedIds(match.holder.ids[: match.length]), list(match.holder.hashes[: match.length])
+        self.ids, self.hashes = (
+            CommittedIds(match.holder.ids[: match.length]),
+            list(match.holder.hashes[: match.length]),
+        )
 
     def admit(self, turn: Turn, body: object) -> bool:
         """Check epoch, round and length rule before anything changes; return whether this repeats the last round.
@@ -163,17 +171,17 @@ class SessionStatistics:
     """Sessions that could expire or be evicted."""
     num_slots_used: int
     """Slots of sessions and of borrowers; warm ones are as good as free."""
-    num_slots_warm: int
-    num_reused_tokens: int
+    num_slots_warm: int = 0
+    num_reused_tokens: int = 0
     """Tokens so far whose rows a new session found in a warm slot, or in another session's."""
 
 
 class SessionTable:
     """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session.
 
-    A session is in use while its work runs, and then neither expires nor is evicted. An ended session's slot stays warm:
-    it goes to a new session with the same first tokens, or to any that needs a slot. `on_release` is called with each
-    slot whose rows are forgotten, `on_free` whenever a session gives up its slot.
+    A session is in use while its work runs, and then neither expires nor is evicted. An ended session's slot stays
+    warm: it goes to a new session with the same first tokens, or to any that needs a slot. `on_release` is called with
+    each slot whose rows are forgotten, `on_free` whenever a session gives up its slot.
     """
 
     def __init__(
@@ -186,16 +194,13 @@ class SessionTable:
         on_release: Callable[[int], None] | None = None,
         on_free: Callable[[], None] | None = None,
     ) -> None:
-        self.prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
-        self._model, self._on_release, self._on_free = model, on_release, on_free
+        self.slots = Slots(model, self._evict, on_release, on_free)
+        self._model = model
         self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
         self._now = clock.now if clock is not None else time.monotonic
-        self._pool = SlotPool(model.max_sessions)
         self._sessions: dict[str, WorkerSession] = {}
         self._idle: dict[str, WorkerSession] = {}
         """Sessions that are neither in use nor pinned, the least recently used first."""
-        self._warm = WarmSlots()
-        self._num_reused = 0
         self._pinned: dict[str, int] = {}
         """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
 
@@ -215,10 +220,8 @@ class SessionTable:
         return self._ttl_s
 
     def statistics(self) -> SessionStatistics:
-        num_warm = len(self._warm)
-        return SessionStatistics(
-            len(self._sessions), len(self._idle), self._pool.num_used - num_warm, num_warm, self._num_reused
-        )
+        slots = self.slots
+        return SessionStatistics(len(self._sessions), len(self._idle), slots.num_used, slots.num_warm, slots.num_reused)
 
     def idle_session(self, key: str) -> WorkerSession | None:
         """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
@@ -237,9 +240,11 @@ class SessionTable:
         if session is None:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0)
-            session = self._open(turn.session, turn.tail, turn.opening.caller)
+            slot, match = self.slots.begin(turn.tail, turn.opening.caller, self._sessions.values())
+            session = self._sessions[turn.session] = WorkerSession(turn.session, slot)
+            session.reuse(match)
         elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
-            self._copy(session, self._match(turn.tail, turn.opening.caller))
+            session.reuse(self.slots.fill(session.slot, turn.tail, turn.opening.caller, self._sessions.values()))
         try:
             if not session.admit(turn, body):
                 if turn.opening is not None:
@@ -251,49 +256,14 @@ class SessionTable:
                 self._free(session)
             raise
         self._idle.pop(session.key, None)
-        session.is_in_use = True
+        session.last_used_s = math.inf
         return session
-
-    def _open(self, key: str, tail: Sequence[int], caller: str) -> WorkerSession:
-        """Begin a session: in the warm slot that holds its first tokens, with a copy of them, or with nothing."""
-        match = self._match(tail, caller)
-        if match is not None and self._may_take_over(match):
-            session = WorkerSession(key, self._warm.take(match.holder))
-            self._reuse(session, match)
-        else:
-            session = WorkerSession(key, self._acquire(but=match.holder if match is not None else None))
-            self._copy(session, match)
-        self._sessions[key] = session
-        return session
-
-    def _may_take_over(self, match: Match) -> bool:
-        """Whether a session begins in the matching slot itself: nobody else needs it, or there is no other way."""
-        if match.holder not in self._warm:
-            return False
-        has_room = self._pool.num_used < self._model.max_sessions or self._warm.oldest(match.holder) is not None
-        return match.is_whole or not has_room or not self._model.runner.cache.can_copy
-
-    def _copy(self, session: WorkerSession, match: Match | None) -> None:
-        """Copy the rows of the session's first tokens, if another slot holds them."""
-        if match is not None and self._model.runner.cache.can_copy:
-            self._model.runner.cache.copy_rows(match.holder.slot.index, session.slot.index, match.length)
-            self._reuse(session, match)
-
-    def _reuse(self, session: WorkerSession, match: Match) -> None:
-        session.reuse(match)
-        self._num_reused += match.length
-
-    def _match(self, tail: Sequence[int], caller: str) -> Match | None:
-        if self.prefix_reuse == "off":
-            return None
-        holders = [*self._warm, *(session for session in self._sessions.values() if session.ids)]
-        return longest_match(tail, caller if self.prefix_reuse == "caller" else None, holders)
 
     def try_open(self, key: str) -> bool:
         """Give a session a slot before its first turn; return False if every slot is in use."""
         if key not in self._sessions:
             try:
-                slot = self._acquire()
+                slot = self.slots.take()
             except NoFreeSlot:
                 return False
             session = self._sessions[key] = WorkerSession(key, slot)
@@ -308,7 +278,6 @@ class SessionTable:
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""
-        session.is_in_use = False
         session.last_used_s = self._now()
         if session.key not in self._pinned:
             self._idle[session.key] = session
@@ -335,20 +304,6 @@ class SessionTable:
         if session is not None and not session.is_in_use:
             self.leave(session)
 
-    @contextmanager
-    def borrowed_slot(self) -> Generator[Slot]:
-        """Give a slot of no session for the length of the block.
-
-        Raises:
-            NoFreeSlot: every slot is in use.
-        """
-        slot = self._acquire()
-        try:
-            yield slot
-        finally:
-            self._release(slot)
-            self._tell_free()
-
     def trial(self) -> Generator[SequenceInput, Tensor, None]:
         """Forward one token in a slot of no session.
 
@@ -356,7 +311,7 @@ class SessionTable:
             ModelDamaged: its logits are not numbers.
             NoFreeSlot: every slot is in use.
         """
-        with self.borrowed_slot() as slot:
+        with self.slots.borrowed() as slot:
             logits = yield SequenceInput(slot.index, 0, [0])
         if bool(logits.isnan().any()):
             raise ModelDamaged(f"{self._model.name} computes logits that are not numbers.")
@@ -374,7 +329,7 @@ class SessionTable:
         """Assert that each session's ids, hashes and slot agree in length, and that no slot leaked."""
         for session in self._sessions.values():
             session.check_integrity()
-        self._pool.check_integrity()
+        self.slots.check_integrity()
 
     def sweep(self) -> int:
         """Free the sessions that were not used for the time to live, and return how many they were."""
@@ -385,16 +340,6 @@ class SessionTable:
             self._end(next(iter(self._idle.values())))
             count += 1
         return count
-
-    def _acquire(self, but: Holder | None = None) -> Slot:
-        """Take a slot: a free one, else the longest warm one, `but` last, else that of the longest idle session."""
-        if self._pool.num_used == self._model.max_sessions:
-            warm = self._warm.oldest(but) or self._warm.oldest()
-            if warm is not None:
-                self._release(self._warm.take(warm))
-            else:
-                self._evict()
-        return self._pool.acquire()
 
     def _evict(self) -> None:
         """Free the slot of the session that has been idle for the longest.
@@ -412,29 +357,18 @@ class SessionTable:
         self._free(oldest)
 
     def _end(self, session: WorkerSession) -> None:
-        """Let a session go, and keep its rows if they may serve another one."""
-        if self.prefix_reuse == "off" or not session.is_sound:
+        """Let a session go; its rows may serve another one."""
+        if session.is_sound:
+            self._forget(session)
+            self.slots.keep(session)
+        else:
             self._free(session)
-            return
-        self._forget(session)
-        self._warm.add(WarmSlot(session.slot, session.salt, session.ids, session.hashes))
-        self._tell_free()
 
     def _free(self, session: WorkerSession) -> None:
         self._forget(session)
-        self._release(session.slot)
-        self._tell_free()
+        self.slots.release(session.slot)
 
     def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
         self._idle.pop(session.key, None)
         session.kept = None
-
-    def _tell_free(self) -> None:
-        if self._on_free is not None:
-            self._on_free()
-
-    def _release(self, slot: Slot) -> None:
-        self._pool.release(slot)
-        if self._on_release is not None:
-            self._on_release(slot.index)

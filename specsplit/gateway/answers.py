@@ -74,6 +74,7 @@ class Answers:
     is_prompt_only: bool = False
     """Whether nothing is to be generated."""
     num_tokens: int = 0
+    num_cached_tokens: int = 0
     record: SpeculationRecord = field(default_factory=SpeculationRecord)
     created: int = field(default_factory=lambda: int(time.time()))
 

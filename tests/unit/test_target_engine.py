@@ -173,6 +173,7 @@ async def test_a_prefill_goes_on_beside_the_verifies_of_others() -> None:
     model, runner = steered(load("llama"))
     prompts = [random_ids(LONG_PROMPT, 4), random_ids(20, 5)]
     async with engine(model) as verifier:
+        verifier.reuse_prefixes("off")
         truth = [await plain_tokens(verifier, prompt, 3) for prompt in prompts]
         long, short = (Conversation(verifier, prompt) for prompt in prompts)
         await short.verify()

@@ -40,7 +40,7 @@ class ChainTarget(TargetEngine):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with self._sessions.borrowed_slot() as slot:
+        with self._sessions.slots.borrowed() as slot:
             for start in range(0, len(token_ids), MAX_STEP_TOKENS):
                 chunk = token_ids[start : start + MAX_STEP_TOKENS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
