@@ -157,7 +157,7 @@ def test_a_verdict_arrives_whole_with_its_timings(case: tuple[Proposal, Verdict]
     proposal, verdict = case
     answer = resent(calls.encode_verdict(verdict, proposal))
     arrived = calls.decode_verdict(answer, proposal, codec.decode_telemetry(answer.telemetry))
-    assert (arrived, arrived.timings) == (verdict, verdict.timings)
+    assert (arrived, arrived.timings, arrived.num_reused) == (verdict, verdict.timings, verdict.num_reused)
 
 
 @given(identities)
