@@ -152,7 +152,9 @@ class Answers:
             async for index, chunk in chunks:
                 followed[index].add(chunk)
                 self.num_tokens += len(chunk.token_ids)
-                if chunk.result is not None:
+                if (
+                    chunk.result is not None and not self.requests[index].choice
+                ):  # a prompt counts once, as in its usage
                     self.num_cached_tokens += chunk.result.num_reused_tokens
                 self.record.add(chunk.facts)
                 yield index, chunk

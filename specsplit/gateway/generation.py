@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request
@@ -27,12 +27,13 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
         return
     # One place: an answer whose chunks nobody takes does not run ahead.
     ready: asyncio.Queue[Answer | Exception | None] = asyncio.Queue(1)
-    turns = asyncio.Semaphore(MAX_AT_ONCE)
+    turns = _Turns()
 
     async def run(index: int, request: Request) -> None:
         try:
-            async with turns, aclosing(orchestrator.stream(request)) as chunks:
+            async with turns.of(request) as has_begun, aclosing(orchestrator.stream(request)) as chunks:
                 async for chunk in chunks:
+                    has_begun.set()
                     await ready.put((index, chunk))
             await ready.put(None)
         except Exception as error:  # noqa: BLE001 - raised by whoever takes it
@@ -53,3 +54,21 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Turns:
+    """Lets MAX_AT_ONCE answers run, and the first one to each prompt before its others, which begin with its rows."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._begun: dict[tuple[int, ...], asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncGenerator[asyncio.Event]:
+        """Give an answer its turn, and the event that it sets with its first chunk."""
+        is_first = request.prompt_ids not in self._begun
+        has_begun = self._begun.setdefault(request.prompt_ids, asyncio.Event())
+        if not is_first:
+            await has_begun.wait()
+        async with self._places:
+            yield has_begun

@@ -75,7 +75,9 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
 async def test_the_asynchronous_client_works_too(gateway: GatewayProcess) -> None:
@@ -296,3 +298,14 @@ def test_a_drain_lets_a_stream_end_and_ends_the_workers(gateway: GatewayProcess,
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     assert gateway.process.wait(60) == 0
     assert all(map(is_gone, workers))
+
+
+def test_what_a_prompt_shares_with_earlier_ones_is_forwarded_once(client: openai.OpenAI) -> None:
+    prompt = "".join(f"def function_{number}(a, b):\n    return a + b + {number}\n\n\n" for number in range(8))
+    first, second = [client.completions.create(model="embedded", prompt=prompt, max_tokens=4, n=2).usage for _ in "ab"]
+    assert first is not None
+    assert second is not None
+    assert first.prompt_tokens_details is not None
+    assert second.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1, "the last one's logits are needed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -111,3 +112,21 @@ async def test_a_score_is_asked_for_as_a_round_is() -> None:
     assert [len(token.top) for token in scores.tokens] == [2]
     with pytest.raises(InvalidRequest):
         await owner.score(tuple(b"a"), ())
+
+
+async def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
+    target = WatchedTarget().watch()
+    opened: list[int] = []
+    verify = target.verify
+
+    async def slow_verify(turn: Turn, proposal: Proposal) -> Verdict:
+        verdict = await verify(turn, proposal)
+        await asyncio.sleep(0.01)
+        opened.append(len(target.openings))
+        return verdict
+
+    target.verify = slow_verify  # type: ignore[method-assign]
+    other = replace(REQUEST, prompt_ids=tuple(b"xyz"))
+    await texts(orchestrator(target), [*CHOICES[:3], other])
+    assert opened[0] == opened[1] == 2, "one of each prompt"
+    assert len(target.openings) == 4

@@ -125,7 +125,9 @@ def verdicts(draw: st.DrawFn) -> tuple[Proposal, Verdict]:
     verified = draw(st.just(numbers) | some.map(sorted).map(tuple))
     token_ids = tuple(draw(uint32) for _ in range(len(accepted) + 1))
     log_probs = draw(st.just(()) | values_of(len(token_ids)))
-    return proposal, Verdict(accepted, token_ids, draw(uint32), verified, draw(timings), draw(uint32), log_probs, draw(uint32))
+    return proposal, Verdict(
+        accepted, token_ids, draw(uint32), verified, draw(timings), draw(uint32), log_probs, draw(uint32)
+    )
 
 
 def resent(message: Any) -> Any:
