@@ -83,6 +83,21 @@ async def test_stages_forget_a_session_that_is_closed_and_no_other(ends: EndsAt)
         assert all(not slot.ids for slot in chain.runner.cache.slots)
 
 
+async def test_a_warm_slot_survives_the_loss_of_a_stage() -> None:
+    text = await asyncio.to_thread(truth)
+    async with opened_remote(shards("stages"), prefix_reuse="caller") as chain:
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        assert [num_rows(host) for host in chain.hosts] == [[len(PROMPT) + TEXT_LENGTH - 1, 0, 0, 0]] * 3
+        await chain.hosts[1].stop()
+        await chain.hosts[1].start()
+        async with asyncio.timeout(LIMIT_S):
+            await mended(chain)
+        assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+        statistics = chain.target.statistics().sessions
+        assert statistics.num_reused_tokens == len(PROMPT) - 1
+        chain.target.reuse_prefixes("off")
+
+
 async def test_stages_forget_what_expired_what_failed_and_what_was_scored() -> None:
     async with opened_remote(shards("stages"), ttl_s=0.0) as chain:
         await opening(chain.target, "one")

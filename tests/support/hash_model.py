@@ -66,6 +66,8 @@ class ClaimedEntry(SequenceInput):
 class HashCache:
     """Rows of every slot; behind a slot's length the garbage of earlier trees stays, as in the KV cache."""
 
+    can_copy = True
+
     def __init__(self, num_slots: int, capacity: int) -> None:
         self.num_slots, self.capacity = num_slots, capacity
         self.rows = [[GARBAGE] * capacity for _ in range(num_slots)]
@@ -73,6 +75,10 @@ class HashCache:
     @property
     def num_bytes(self) -> int:
         return 16 * self.num_slots * self.capacity
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` rows of a slot to another one."""
+        self.rows[target][:count] = self.rows[source][:count]
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it, all at once."""

@@ -176,8 +176,10 @@ async def opened_over(
     patience |= link_options or {}
     link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience))
     ttl_s, executor = options.pop("ttl_s", TTL_S), options.pop("executor", None)
+    prefix_reuse = options.pop("prefix_reuse", "off")  # most tests ask what stages hold of ended sessions
     sending = ChainOptions(**{"chunk_tokens": 16, **options})
     target, runner = chain_target(shards.model, link, shards.ends, executor=executor, ttl_s=ttl_s, options=sending)
+    target.reuse_prefixes(prefix_reuse)
     try:
         await connect_chain(link, _CONNECT_S)
         yield RemoteOpen(target, runner, link, own, other)

@@ -26,7 +26,7 @@ from specsplit.core.types import (
     prefix_hash,
 )
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.session import PrefillReport, WorkerSession
+from specsplit.engine.session import PrefillReport, SessionTable, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler
@@ -165,12 +165,13 @@ class _Watch:
         self.ledger = ledger
         self._last: dict[str, tuple[int, int]] = {}
 
-    def over(self, turn: Turn, work: Work) -> Work:
+    def over(self, turn: Turn, work: Work, sessions: SessionTable) -> Work:
         """Pass the work's entries on with what they claim; a round that was done is not done again."""
         this = (turn.epoch, turn.round)
         try:
+            is_known = turn.session in sessions
             entry = next(work)
-            if entry.base_length > 0:  # else the slot is new: it was evicted, and nothing is known of this session
+            if is_known and entry.base_length > 0:  # else it was evicted, and nothing is known of this session
                 last = self._last.get(turn.session, (-1, -1))
                 self.ledger.require(last < this, f"rounds: (epoch, round) {this} ran after {last}")
             while True:
@@ -228,7 +229,7 @@ class WatchedTarget(TargetEngine):
         return verdict
 
     def _verify(self, turn: Turn, proposal: Proposal, report: PrefillReport | None = None) -> Work:
-        return self.watch.over(turn, super()._verify(turn, proposal, report))
+        return self.watch.over(turn, super()._verify(turn, proposal, report), self._sessions)
 
 
 class WatchedDraft(DraftEngine):
@@ -249,7 +250,10 @@ class WatchedDraft(DraftEngine):
     def _propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Work:
         self._widest(turn, budget)
         return self._checked(
-            turn, known_nodes, budget, self.watch.over(turn, super()._propose(turn, known_nodes, budget))
+            turn,
+            known_nodes,
+            budget,
+            self.watch.over(turn, super()._propose(turn, known_nodes, budget), self._sessions),
         )
 
     def _checked(self, turn: Turn, known_nodes: int, budget: Budget, work: Work) -> Work:
