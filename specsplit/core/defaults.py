@@ -10,10 +10,9 @@ DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceName = Literal["cpu", "cuda"]
 Role = Literal["draft", "target"]
-"""The roles of a worker."""
-EndsAt = Literal["stages", "coordinator"]
 PrefixReuse = Literal["off", "caller", "all"]
 """Whose rows a session may begin with, if they are of the same first tokens."""
+EndsAt = Literal["stages", "coordinator"]
 """The place of the embedding, final norm and head of a target that is cut by layers."""
 
 EMBEDDED = "embedded"
@@ -29,10 +28,7 @@ ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
 DEFAULT_NODES = 4
-"""Tree nodes verified per round in a fixed mode; this and the next two were measured on the embedded pair.
-
-`auto` asks for such a tree before it knows more.
-"""
+"""Tree nodes verified in a fixed mode, and in `auto` at first; these three were measured on the embedded pair."""
 DEFAULT_DEPTH = 3
 DEFAULT_BRANCHING = 2
 DEFAULT_MAX_NODES = 32

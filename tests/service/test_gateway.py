@@ -88,6 +88,17 @@ async def test_the_asynchronous_client_works_too(gateway: GatewayProcess) -> Non
     assert "".join(texts) == whole.choices[0].text
 
 
+def test_what_a_prompt_shares_with_earlier_ones_is_forwarded_once(client: openai.OpenAI) -> None:
+    prompt = "".join(f"def function_{number}(a, b):\n    return a + b + {number}\n\n\n" for number in range(8))
+    first, second = [client.completions.create(model="embedded", prompt=prompt, max_tokens=4, n=2).usage for _ in "ab"]
+    assert first is not None
+    assert second is not None
+    assert first.prompt_tokens_details is not None
+    assert second.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1, "the last one's logits are needed"
+
+
 def test_choices_and_batches_are_the_texts_of_single_requests(client: openai.OpenAI) -> None:
     asked: Any = {"model": "embedded", "max_tokens": 12, "temperature": 1.0, "seed": 11}
     batch = client.completions.create(prompt=[PROMPT, "class A:\n"], n=2, **asked)
@@ -298,14 +309,3 @@ def test_a_drain_lets_a_stream_end_and_ends_the_workers(gateway: GatewayProcess,
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     assert gateway.process.wait(60) == 0
     assert all(map(is_gone, workers))
-
-
-def test_what_a_prompt_shares_with_earlier_ones_is_forwarded_once(client: openai.OpenAI) -> None:
-    prompt = "".join(f"def function_{number}(a, b):\n    return a + b + {number}\n\n\n" for number in range(8))
-    first, second = [client.completions.create(model="embedded", prompt=prompt, max_tokens=4, n=2).usage for _ in "ab"]
-    assert first is not None
-    assert second is not None
-    assert first.prompt_tokens_details is not None
-    assert second.prompt_tokens_details is not None
-    assert first.prompt_tokens_details.cached_tokens == 0
-    assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1, "the last one's logits are needed"
