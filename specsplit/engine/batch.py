@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from specsplit.telemetry import spans
 
 Work = Generator[SequenceInput, Tensor, Any]
 TaskOutcome = tuple[Any, Timings]
+MOST_ROUND_ROWS = 64
+"""A forward of more rows without a tree is a piece of a prompt. Chosen: more than a tree with the tail before it."""
 MAX_CALLERS = 16
 """Callers that may wait for one round; one more sends the oldest away."""
 
@@ -97,6 +99,8 @@ class Task:
     times: TaskTimes = field(default_factory=TaskTimes)
     sequence: SequenceInput | None = None
     """Its next forward."""
+    num_forwarded: int = 0
+    """The first rows of that forward which went with earlier steps."""
     is_pending: bool = False
     """Its next forward is in a batch that has not come back."""
     is_cancelled: bool = False
@@ -108,6 +112,39 @@ class Task:
     outcome: TaskOutcome | None = None
     error: Exception | None = None
     _ended: asyncio.Event | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its next forward that are still to be forwarded."""
+        assert self.sequence is not None, "a task that is ready has one"
+        return len(self.sequence.token_ids) - self.num_forwarded
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its next forward is a long piece of a prompt, of which a step may take a part."""
+        sequence = self.sequence
+        return (
+            type(sequence) is SequenceInput
+            and len(sequence.token_ids) > MOST_ROUND_ROWS
+            and sequence.parents is None
+            and sequence.num_logits == 1
+        )
+
+    def next_rows(self, count: int) -> SequenceInput:
+        """Return the next `count` rows of its forward, which can be cut."""
+        assert self.sequence is not None, "a task that is ready has one"
+        first, base_length = self.num_forwarded, self.sequence.base_length
+        tokens = self.sequence.token_ids[first : first + count]
+        return SequenceInput(self.sequence.slot, base_length + first, tokens)
+
+    def forwarded(self, count: int) -> bool:
+        """Count the first rows of its forward as done; return whether there are more."""
+        self.num_forwarded += count
+        self.times.ready_s = time.perf_counter()
+        has_more = self.num_rows > 0
+        if not has_more:
+            self.num_forwarded = 0
+        return has_more
 
     def join(self) -> asyncio.Future[TaskOutcome]:
         """Return a future of the outcome; if too many wait for a round, the oldest is sent away."""
@@ -153,18 +190,24 @@ def _fail(future: asyncio.Future[TaskOutcome], error: Exception) -> None:
         future.set_exception(error)
 
 
+_ALL: Mapping[Task, int] = {}
+
+
 class Batch:
-    """The tasks of one step with their sequences, in the same order; its forward begins when it is made."""
+    """The tasks of one step with their sequences, in the same order; its forward begins when it is made.
 
-    __slots__ = ("_start_s", "sequences", "tasks")
+    `parts` says of some tasks how many of their next rows go; the others go with all.
+    """
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
+    __slots__ = ("_start_s", "parts", "sequences", "tasks")
+
+    def __init__(self, tasks: Sequence[Task], parts: Mapping[Task, int] = _ALL) -> None:
+        self.tasks, self.parts = tasks, parts
         self.sequences: list[SequenceInput] = []
         self._start_s = time.perf_counter()
         for task in tasks:
             assert task.sequence is not None, "a task that is ready has one"
-            self.sequences.append(task.sequence)
+            self.sequences.append(task.next_rows(parts[task]) if task in parts else task.sequence)
             task.is_pending = True
             task.times.waited_s += self._start_s - task.times.ready_s
 

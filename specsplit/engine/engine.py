@@ -19,9 +19,10 @@ from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
 from specsplit.engine.admission import AdmissionQueue, Opening
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure
-from specsplit.engine.scheduler import WorkQueue, WorkStatistics, at_once
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
+from specsplit.engine.work_queue import WorkQueue, WorkStatistics, at_once
 from specsplit.model.loader import LoadedModel
+from specsplit.speculation.step_times import StepTimes
 
 T = TypeVar("T")
 
@@ -81,6 +82,11 @@ class Engine:
         """Measure forwards by their rows; the identity names their times from then on."""
         step_times, _ = await self._work.run(None, measure(self._model, self._sessions))
         self._identity = replace(self._identity, step_times=step_times)
+        self.pace_steps(StepTimes(dict(step_times)))
+
+    def pace_steps(self, times: StepTimes) -> None:
+        """Let steps take so much of long prompts that by these times running sessions keep their pace."""
+        self._work.scheduler.budget.times = times
 
     @property
     def num_sessions(self) -> int:
