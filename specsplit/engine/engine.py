@@ -19,8 +19,8 @@ from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
 from specsplit.engine.admission import AdmissionQueue, Opening
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure
+from specsplit.engine.scheduler import WorkQueue, WorkStatistics, at_once
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
-from specsplit.engine.work_queue import WorkQueue, WorkStatistics, at_once
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
 

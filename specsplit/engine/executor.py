@@ -300,3 +300,15 @@ class DeviceHealth:
             self._num_failed += 1
         self.has_succeeded = self._has_failed = False
         self.step_began_s = None
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
+
+
+def translated(error: Exception) -> Exception:
+    """Return what a device's error means; most are themselves."""
+    # A recording reports everything as a RuntimeError, and so does a failed allocation on the CPU.
+    is_memory = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    if is_memory or isinstance(error, MemoryError):
+        return OutOfMemory("The device ran out of memory during a forward; use a smaller --context or fewer --nodes.")
+    return error

@@ -26,8 +26,8 @@ from specsplit.core.types import (
 )
 from specsplit.engine.batch import Round
 from specsplit.engine.engine import Engine
+from specsplit.engine.scheduler import at_once
 from specsplit.engine.session import MAX_STEP_TOKENS, PrefillReport, WorkerSession, prefill
-from specsplit.engine.work_queue import at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.sampler import Sampler

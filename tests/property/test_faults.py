@@ -18,8 +18,8 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.batch import Round, Work
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import SessionTable, WorkerSession
-from specsplit.engine.work_queue import WorkQueue
 from specsplit.orchestrator import retry, session
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import SessionContract

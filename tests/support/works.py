@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from specsplit.engine.work_queue import WorkQueue
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from tests.support.runners import SteeredRunner, steered

@@ -13,7 +13,7 @@ from specsplit.core.errors import OutOfMemory, WorkerClosed
 from specsplit.engine import executor as executor_module
 from specsplit.engine.batch import Batch, Round
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.work_queue import WorkQueue
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model

@@ -15,8 +15,7 @@ from torch import Tensor
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.exactness import Exactness
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.scheduler import Scheduler
-from specsplit.engine.work_queue import WorkQueue, at_once
+from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape, PendingChainForward

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
 from specsplit.engine.batch import Round
-from specsplit.engine.work_queue import WorkQueue, at_once
+from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model

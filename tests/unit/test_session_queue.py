@@ -10,7 +10,7 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
 from specsplit.engine.batch import MAX_CALLERS, Round
-from specsplit.engine.work_queue import WorkQueue, at_once
+from specsplit.engine.scheduler import WorkQueue, at_once
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner

@@ -21,8 +21,8 @@ from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotB
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, prefix_hash
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.executor import LoopExecutor
+from specsplit.engine.scheduler import WorkStatistics
 from specsplit.engine.session import SessionStatistics
-from specsplit.engine.work_queue import WorkStatistics
 from specsplit.model import memory
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_cache import KVCache
