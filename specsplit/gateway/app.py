@@ -22,14 +22,15 @@ from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from specsplit.gateway.sse import EventStream, error_response, until_disconnect
 from specsplit.gateway.statistics import Detail
 from specsplit.orchestrator.request import Request as GenerationRequest
 
 MAX_BODY_BYTES = 1 << 20
-_OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no key, since probes have none."""
+_OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
+"""Paths that need no key: probes have none, and the page asks for one."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -54,6 +55,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     _add_operations(app, gateway)
     _add_generation(app, gateway)
     _add_tokenization(app, gateway)
+    app.router.routes += page_routes()
 
     async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(api_error(error))

@@ -60,7 +60,9 @@ def trace_of(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
         for token_id, drafted in zip(chunk.token_ids, chunk.accepted, strict=True)
     ]
     facts = chunk.facts
-    trace: dict[str, Any] = {"tokens": tokens}
+    # A token can be part of a character; the pieces join to the chunk's text.
+    pieces = [{"text": text, "drafted": drafted} for text, drafted in chunk.pieces]
+    trace: dict[str, Any] = {"tokens": tokens, "pieces": pieces}
     if facts is not None:
         trace["round"] = {
             "number": facts.number,

@@ -195,6 +195,8 @@ def test_a_trace_tells_what_each_round_drafted(gateway: GatewayProcess) -> None:
     assert "".join(token["text"] for token in tokens) == "".join(event["choices"][0]["text"] for event in events)
     assert len(tokens) == 40
     assert [trace["round"]["number"] for trace in traces] == list(range(len(traces)))
+    for event, trace in zip(events, traces, strict=False):
+        assert "".join(piece["text"] for piece in trace["pieces"]) == event["choices"][0]["text"]
     for trace in traces[:-1]:  # the last round may be cut at the limit
         drafted = [token["text"] for token in trace["tokens"] if token["drafted"]]
         assert drafted == [node["text"] for node in trace["round"]["nodes"] if node["accepted"]]
