@@ -39,7 +39,7 @@ _LAST = 24
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
 """Variables that choose the libraries' kernels."""
-_VERSION = 3
+_VERSION = 4
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
 
@@ -164,6 +164,9 @@ def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
         other = SequenceInput(1, 0, token_ids[: min(9, num_rows)])
         both = runner.proof_rows([other, SequenceInput(0, base, token_ids[base:], num_logits=depth)])
         yield "beside other sessions", torch.equal(both[1:], wanted)
+        for row in range(max(0, depth - 2), depth):  # of two in a row, one at least shares its call
+            like = [SequenceInput(slot, base + row, [token_ids[base + row]]) for slot in (0, 1)]
+            yield "beside sessions of like length", torch.equal(runner.proof_rows(like)[:1], wanted[row : row + 1])
 
 
 def _in_chunks(runner: Provable, token_ids: Sequence[int], last: int) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
-from specsplit.model.attention.metadata import MaskFunction, evaluate_mask
+from specsplit.model.attention.masks import MaskFunction, evaluate_mask
 from specsplit.model.kv_cache import HeadShape
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
-from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput
+from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput, in_common_spans
 from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
@@ -20,6 +21,7 @@ from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
 """A mebibyte: 64 rows of a vocabulary of 4,096, or one of 150,000."""
+_PLACE = itemgetter(0)
 
 
 class PendingForward(Protocol):
@@ -71,8 +73,10 @@ class Runner:
                 [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers], self.dtype.itemsize
             )
         )
+        # The explicit formula takes one session at a time; on a GPU nothing of this was ever run.
+        can_join = limits is not None and not any(layer.has_formula for layer in eager.layers)
         self._builder = MetadataBuilder(
-            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, limits=limits
+            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, limits=limits, can_join=can_join
         )
 
     @property
@@ -89,7 +93,9 @@ class Runner:
 
         Writes each sequence's rows into its slot. The caller owns the slots' lengths.
         """
-        logits = self.backend.forward(*self._arguments(self._builder.build(sequences)))
+        order = range(len(sequences)) if len(sequences) < 3 else in_common_spans(sequences)
+        ordered = [sequences[place] for place in order]
+        logits = self.backend.forward(*self._arguments(self._builder.build(ordered)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
         if self._eager.kept_ids is not None:
@@ -100,7 +106,8 @@ class Runner:
         self.num_forwards += 1
         if len(sequences) == 1:
             return [logits]
-        return list(logits.split([sequence.num_logits for sequence in sequences]))
+        parts = logits.split([sequence.num_logits for sequence in ordered])
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
 
     def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
         """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specsplit.model.attention.metadata import (
-    AttentionMetadata,
     MaskFunction,
     MetadataBuilder,
     SequenceInput,
     evaluate_mask,
+    in_common_spans,
 )
 from specsplit.model.attention.paths import (
     MOST_ROWS,
@@ -28,13 +29,10 @@ from specsplit.model.attention.paths import (
     end_row,
     slot_rows,
 )
-from tests.support.attention_spans import bias_of, spans_of, tables_of
+from tests.support.attention_spans import CLEARED, FREE, NODES, LabelledSlots, bias_of, spans_of, tables_of
 
 CPU = torch.device("cpu")
 CAPACITY = slot_rows(900)
-NODES = 10_000
-"""Labels: a committed token has its position, a node of the tree its number behind this one."""
-FREE, CLEARED = -1, -2
 
 
 def window_rule(size: int) -> MaskFunction:
@@ -95,7 +93,8 @@ LIMITS = PathLimits(token_multiple=ROW_MULTIPLE, most_tokens=MOST_ROWS, row_byte
 
 
 def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True) -> MetadataBuilder:
-    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=LIMITS if by_path else None)
+    limits = LIMITS if by_path else None
+    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=limits, can_join=by_path)
 
 
 def parents_of(entry: SequenceInput) -> list[int]:
@@ -122,44 +121,6 @@ def expected_view(entry: SequenceInput, node: int, mask: MaskFunction | None) ->
     return labels[positions], positions
 
 
-class Slots:
-    """Slots that hold labels, as a step finds them and changes them."""
-
-    def __init__(self, step: Sequence[SequenceInput]) -> None:
-        self.rows: dict[int, Tensor] = {}
-        for entry in step:
-            rows = torch.full((CAPACITY,), FREE)
-            base, num_earlier = entry.base_length, entry.num_tree_rows - len(entry.token_ids)
-            rows[:base] = torch.arange(base)
-            rows[base : base + num_earlier] = NODES + torch.arange(num_earlier)
-            self.rows[entry.slot] = rows
-
-    def views(self, metadata: AttentionMetadata, labels: Tensor, kind: int) -> list[tuple[Tensor, Tensor]]:
-        """Play the step; return for each of its tokens the labels that it sees, and their rows."""
-        views: list[tuple[Tensor, Tensor]] = []
-        for span in spans_of(metadata):
-            rows = self.rows[span.slot]
-            rows[span.first_row : span.first_row + span.stop - span.start] = labels[span.start : span.stop]
-            if span.is_new:
-                rows[span.first_row + span.stop - span.start : span.end_row] = CLEARED
-            bias = bias_of(metadata, span, kind)
-            if not span.num_paths:
-                views.extend(seen_by(rows, row) for row in bias)
-                continue
-            for path, biases in zip(tables_of(metadata, span)[0], bias.split(span.width), strict=True):
-                as_chain = rows[: span.end_row].clone()
-                as_chain[span.first_row : span.first_row + span.depth] = labels[path]
-                views.extend(seen_by(as_chain, row) for row in biases)
-        if not metadata.tables.numel():
-            return views
-        return [views[place] for place in metadata.tables[: len(labels)].tolist()]
-
-
-def seen_by(labels: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    rows = (bias == 0).nonzero().flatten()
-    return labels[rows].clone(), rows
-
-
 def owners(step: Sequence[SequenceInput]) -> list[tuple[SequenceInput, int]]:
     """Return the sequence and the node of each token, in the order of the sequences."""
     return [
@@ -174,7 +135,7 @@ def check_step(step: Sequence[SequenceInput], of: Sequence[MaskFunction | None],
     owned = owners(step)
     labels = torch.tensor([NODES + node for _, node in owned])
     for kind, mask in enumerate(of):
-        slots = Slots(step)
+        slots = LabelledSlots(step, CAPACITY)
         views = slots.views(metadata, labels, kind)
         for (entry, node), (seen, rows) in zip(owned, views, strict=True):
             expected, positions = expected_view(entry, node, mask)
@@ -186,6 +147,26 @@ def check_step(step: Sequence[SequenceInput], of: Sequence[MaskFunction | None],
             base, num_rows = entry.base_length, entry.base_length + entry.num_tree_rows
             expected = torch.cat([torch.arange(base), NODES + torch.arange(entry.num_tree_rows)])
             assert torch.equal(slots.rows[entry.slot][:num_rows], expected), "every node ends on its own row"
+
+
+@given(st.lists(chains(most=1), min_size=2, max_size=8), builders)
+def test_tokens_of_slots_that_follow_one_another_are_one_span(
+    tokens: list[SequenceInput], of: list[MaskFunction | None]
+) -> None:
+    step = [replace(entry, slot=slot) for slot, entry in enumerate(tokens)]
+    step = [step[place] for place in in_common_spans(step)]
+    check_step(step, of, by_path=True)
+    spans = spans_of(builder(of).build(step))
+    for one, other in pairwise(spans):
+        follows = one.slot + one.num_slots == other.slot and one.end_row == other.end_row
+        assert not follows or one.is_new or other.is_new
+
+
+def test_sessions_of_like_length_share_a_call() -> None:
+    step = [SequenceInput(slot, base, [1]) for slot, base in ((2, 70), (0, 100), (3, 80), (1, 90), (4, 64), (5, 127))]
+    made = builder([None])
+    assert [span.num_slots for span in spans_of(made.build(step))] == [1] * 6
+    assert [span.num_slots for span in spans_of(made.build([step[i] for i in in_common_spans(step)]))] == [4, 1, 1]
 
 
 @given(steps, builders, either)
@@ -217,7 +198,10 @@ def test_spans_cover_the_step_and_are_short(step: list[SequenceInput]) -> None:
             covered.append((span.start, span.stop))
         assert span.start < span.stop
         count = span.stop - span.start
-        if span.num_paths:
+        if span.num_slots > 1:
+            assert count == span.num_slots, "one token of each slot"
+            assert span.end_row <= CAPACITY
+        elif span.num_paths:
             assert span.first_row + span.depth <= span.end_row <= CAPACITY
             assert span.depth <= count
             assert span.width <= MOST_ROWS
@@ -299,7 +283,7 @@ def test_one_more_token_of_a_chain_that_lies_in_the_slot_stands_behind_it() -> N
 def test_a_chain_is_the_same_with_its_parents(entry: SequenceInput, of: list[MaskFunction | None]) -> None:
     explicit = replace(entry, parents=list(range(-1, len(entry.token_ids) - 1)))
     ours, truth = builder(of).build([explicit]), builder(of).build([replace(entry, parents=None)])
-    assert ours.tables.shape == (0,)
+    assert torch.equal(ours.tables, truth.tables)
     assert torch.equal(ours.position_ids, truth.position_ids)
     assert torch.equal(ours.spans, truth.spans)
     assert all(torch.equal(one, other) for one, other in zip(ours.biases, truth.biases, strict=True))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
@@ -28,6 +27,7 @@ from specsplit.model.runner import Runner
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
 from tests.support.packs import DTYPES, require_bits, require_packs
 from tests.support.stage_models import Chain
+from tests.support.torch_threads import threads
 
 FULL = bool(os.environ.get("SPECSPLIT_TEST_ALL"))
 LENGTH = 700
@@ -100,16 +100,6 @@ def runner_of(case: Case) -> tuple[Runner, Tensor]:
     runner, truth = loaded(case)
     require_bits(runner, case[1])
     return runner, truth
-
-
-@contextmanager
-def threads(count: int) -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def take_over(runner: Runner, slot: int, length: int) -> None:
@@ -293,6 +283,22 @@ def test_a_row_beside_other_sessions_is_the_row_alone(case: Case) -> None:
         rng.shuffle(step)
         rows = runner.forward(step)[[entry.slot for entry in step].index(OTHER)]
         assert torch.equal(rows, truth[first : first + count])
+
+
+@of_cases
+def test_rows_of_sessions_of_like_length_are_the_rows_alone(case: Case) -> None:
+    """Tokens of sessions in slots that follow one another, which attend to as many rows, share a call."""
+    runner, truth = runner_of(case)
+    for seed in range(len(SEEDS)):
+        rng = random.Random(f"like {case} {seed}")
+        start = 64 * rng.randrange(LENGTH // 64)
+        rows = [rng.randrange(start + 1, min(start + 64, LENGTH)) for _ in (TEXT, OTHER, THIRD)]
+        for slot in (OTHER, THIRD):
+            take_over(runner, slot, rows[slot])
+        step = [SequenceInput(slot, row, [ids()[row]]) for slot, row in enumerate(rows)]
+        rng.shuffle(step)
+        for entry, logits in zip(step, runner.forward(step), strict=True):
+            assert torch.equal(logits[0], truth[entry.base_length])
 
 
 @of_few

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from specsplit.model.activations import activate
-from specsplit.model.attention.metadata import MaskFunction
+from specsplit.model.attention.masks import MaskFunction
 from specsplit.model.kv_cache import HeadShape
 
 NAME = "specsplit"
@@ -42,6 +42,11 @@ class LayerSpec:
     """Query heads per KV head."""
     key_shape: HeadShape
     value_shape: HeadShape
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether torch has no kernel for it on a CPU."""
+        return bool(self.softcap) or self.key_shape.head_dim != self.value_shape.head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +99,7 @@ def _attend_spans(
     memory: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     scale: tuple[float, float, Tensor | None],
 ) -> Tensor:
-    """Attend span by span, each over as many rows of its slot as `paths.end_row` says.
+    """Write all keys and values, then attend span by span, each over as many rows of its slot as `paths.end_row` says.
 
     `memory` is (keys, values, spans, tables, biases), the last three as in AttentionMetadata; `scale` is (scaling,
     soft-cap or 0, sinks).
@@ -104,21 +109,32 @@ def _attend_spans(
     keys, values, spans, tables, biases = memory
     outputs: list[Tensor] = []
     table: list[list[int]] = spans.tolist()
-    is_alone = len(table) == 1  # its tokens are all of the step's then, and need not be cut out
+    is_alone = len(table) == 1 and table[0][8] == 1  # its tokens are all of the step's then, and need not be cut out
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    for slot, start, stop, first_row, end_row, is_new, offset, width, num_paths, depth, first_entry, per_call in table:
-        # Rows of the slot: [older rows | first_row: this span's | hidden ones, up to end_row).
-        slot_keys, slot_values, count = keys.select(0, slot), values.select(0, slot), stop - start
-        own_k, own_v = (k, v) if is_alone else (k.narrow(1, start, count), v.narrow(1, start, count))
-        slot_keys.narrow(1, first_row, count).copy_(own_k)
-        slot_values.narrow(1, first_row, count).copy_(own_v)
-        if is_new == 1 and first_row + count < end_row:
-            slot_keys.narrow(1, first_row + count, end_row - first_row - count).zero_()
-            slot_values.narrow(1, first_row + count, end_row - first_row - count).zero_()
-        sight = (slot_keys.narrow(1, 0, end_row).unsqueeze(0), slot_values.narrow(1, 0, end_row).unsqueeze(0))
+    num_tokens = q.size(1)
+    # Rows of a slot: [older rows | first_row: a span's own | hidden ones, up to end_row).
+    for span in table:
+        slot, first_row, last_row, end_row, is_new = span[0], span[3], span[3] + span[2] - span[1], span[4], span[5]
+        if is_new == 1 and last_row < end_row:
+            keys.select(0, slot).narrow(1, last_row, end_row - last_row).zero_()
+            values.select(0, slot).narrow(1, last_row, end_row - last_row).zero_()
+        if is_alone:
+            keys.select(0, slot).narrow(1, first_row, num_tokens).copy_(k)
+            values.select(0, slot).narrow(1, first_row, num_tokens).copy_(v)
+    if not is_alone:
+        slots, rows = tables.narrow(0, 0, num_tokens), tables.narrow(0, num_tokens, num_tokens)
+        torch.index_put_(keys.transpose(1, 2), [slots, rows], k.transpose(0, 1))
+        torch.index_put_(values.transpose(1, 2), [slots, rows], v.transpose(0, 1))
+    for (
+        slot, start, stop, first_row, end_row, _, offset, width, num_slots, num_paths, depth, first_entry, per_call
+    ) in table:  # fmt: skip
+        sight = (
+            keys.narrow(0, slot, num_slots).narrow(2, 0, end_row),
+            values.narrow(0, slot, num_slots).narrow(2, 0, end_row),
+        )
         if num_paths == 0:
-            bias = biases.narrow(0, offset, width * end_row).view(1, width, end_row)
-            outputs.append(attend_rows(q if is_alone else q.narrow(1, start, count), sight, bias, scale))
+            bias = biases.narrow(0, offset, num_slots * width * end_row).view(num_slots, width, end_row)
+            outputs.append(attend_rows(q if is_alone else q.narrow(1, start, stop - start), sight, bias, scale))
         else:
             bias = biases.narrow(0, offset, num_paths * width * end_row).view(num_paths, width, end_row)
             nodes = tables.narrow(0, first_entry, num_paths * depth)
@@ -126,11 +142,11 @@ def _attend_spans(
             paths = (k.index_select(1, nodes), v.index_select(1, nodes))
             outputs.append(attend_paths(q.index_select(1, queries), paths, sight, bias, scale, (first_row, per_call)))
             # The paths may have been written over the nodes' own rows.
-            slot_keys.narrow(1, first_row, depth).copy_(own_k.narrow(1, 0, depth))
-            slot_values.narrow(1, first_row, depth).copy_(own_v.narrow(1, 0, depth))
+            keys.select(0, slot).narrow(1, first_row, depth).copy_(k.narrow(1, start, depth))
+            values.select(0, slot).narrow(1, first_row, depth).copy_(v.narrow(1, start, depth))
     out = outputs[0] if is_alone else torch.cat(outputs)
-    if tables.numel() > 0:
-        out = out.index_select(0, tables.narrow(0, 0, q.size(1)))
+    if tables.numel() > 2 * num_tokens:
+        out = out.index_select(0, tables.narrow(0, 2 * num_tokens, num_tokens))
     return out.unsqueeze(0)
 
 
@@ -186,6 +202,8 @@ def _attend_rows(
         q = torch.cat([q, q.narrow(1, 0, missing)], dim=1)
     if width == 1 and num_paths == 1:
         rows, bias = q.reshape(1, num_heads, group, -1), bias.unsqueeze(0)
+    elif width == 1:
+        rows, bias = q.reshape(num_heads, group, num_paths, -1).permute(2, 0, 1, 3), bias.unsqueeze(1)
     elif is_apart:
         rows, bias = q.reshape(num_heads, group, width, -1), bias.unsqueeze(0)
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
@@ -204,8 +222,8 @@ def _attend_rows(
         if not is_apart:
             each = each.expand(-1, -1, width).reshape(1, num_heads, group * width)
         out = (out * activate(mass.float() - each, "sigmoid").unsqueeze(3)).to(out.dtype)
-    if width == 1 and num_paths == 1:
-        return out.reshape(1, q.size(0), out.size(3))
+    if width == 1:
+        return out.reshape(num_paths, q.size(0), out.size(3))
     if is_apart:
         out = out.permute(2, 0, 1, 3)
     else:

@@ -6,31 +6,27 @@ Knows nothing of models; `function` consumes the spans and biases, `runner` the 
     rows of one slot:     [ base_length | earlier levels | token_ids ) free
 
 A span attends to the rows [0, end_row) of its slot, and `end_row` follows from the position of its last token alone, so
-that a row is multiplied with as many keys in any company (docs/adr/0015). Every token is written to its own row, but a
+that a row is multiplied with as many keys in any company (docs/adr/0015). Tokens of several sessions, one of each, are
+one span if they attend to as many rows and their slots follow one another. Every token is written to its own row, but a
 tree is attended to path by path, each path in the rows where it would stand as a chain (`paths`): a call does so in a
 copy of the slot's rows for each of its paths, or, for a single path, in the slot itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.core.record import record
+from specsplit.model.attention.masks import MaskFunction, as_bias, evaluate_mask, level_bias, ramp_of
 from specsplit.model.attention.paths import MOST_ROWS, PathBatch, PathLimits, cut_into_paths, end_row
-from specsplit.sampling.tree_attention import ancestor_mask, is_chain
+from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.tree_attention import positions as tree_positions
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""transformers' own rule: (batch, head, query position, key position) -> may attend."""
-_HIDDEN = float("-inf")
-_NUM_SAMPLES = 33
 
 
 @record
@@ -64,14 +60,17 @@ class AttentionMetadata:
     """One step as tensors, E spans in T tokens.
 
     `token_ids`, `position_ids` [1, T]; `logit_rows` [sum of num_logits].
-    `spans` [E, 12] and `tables` (flat) are on the CPU. A span is (slot, start, stop, first_row, end_row, new, offset,
-    width, num_paths, depth, table, per_call): tokens of the step, the rows they are written to, the rows attended to,
-    whether rows behind its own come into sight with it (these are cleared, since what another session left may be
-    infinite), where its bias begins, and the query tokens, filled up. A tree has one span for each number of rows
-    attended to, each with all its tokens. Such a span has `num_paths` paths: `tables` holds from `table` on the tokens
-    of each [num_paths, depth], then the query tokens of each [num_paths, width]; `per_call` of them share a call. If
-    there is a tree, `tables` begins with the place [T] of each token's result among those of all spans.
-    `biases` holds, per kind of mask, flat biases of 0 or -inf: [width, end_row] for a span, as many for each path.
+    `spans` [E, 13] and `tables` (flat) are on the CPU. A span is (slot, start, stop, first_row, end_row, new, offset,
+    width, num_slots, num_paths, depth, table, per_call): tokens of the step, the rows they are written to, the rows
+    attended to, whether rows behind its own come into sight with it (these are cleared, since what another session left
+    may be infinite), where its bias begins, and the query tokens, filled up. If `num_slots` is not 1, it is one token
+    for each of so many slots from `slot` on. A tree has one span for each number of rows attended to, each with all its
+    tokens. Such a span has `num_paths` paths: `tables` holds from `table` on the tokens of each [num_paths, depth],
+    then the query tokens of each [num_paths, width]; `per_call` of them share a call.
+    Unless the step is a chain, `tables` begins with the slot [T] and the row [T] of each token; if there is a tree, the
+    place [T] of each token's result among those of all spans follows.
+    `biases` holds, per kind of mask, flat biases of 0 or -inf: [width, end_row] for a span, as many for each path or
+    slot.
     """
 
     token_ids: Tensor
@@ -82,9 +81,9 @@ class AttentionMetadata:
     biases: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Span:
-    """Consecutive tokens of the step: of a chain, a level of a tree, or a whole tree with some of its paths."""
+    """Consecutive tokens of the step: of a chain, of a level, a tree with some of its paths, or one of each slot."""
 
     slot: int
     start: int
@@ -97,6 +96,12 @@ class _Span:
     """Set for a level: its rows stand where the tree's rows stand, and see their ancestors only."""
     paths: PathBatch | None = None
     """Set for a tree: the queries are those of its paths."""
+    other_rows: list[int] = field(default_factory=list[int])
+    """The rows of other sessions' tokens, in the slots that follow."""
+
+    @property
+    def num_slots(self) -> int:
+        return 1 + len(self.other_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -112,9 +117,12 @@ class _Step:
     """The lists from which a step's tensors are made."""
 
     limits: PathLimits | None
+    can_join: bool
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     logit_rows: list[int] = field(default_factory=list[int])
+    slots: list[int] = field(default_factory=list[int])
+    rows: list[int] = field(default_factory=list[int])
     spans: list[_Span] = field(default_factory=list[_Span])
 
     def add(self, sequence: SequenceInput) -> None:
@@ -127,15 +135,39 @@ class _Step:
         else:
             self._add_level(sequence, start)
         self.logit_rows.extend(range(start + count - sequence.num_logits, start + count))
+        stop_row = sequence.base_length + sequence.num_tree_rows
+        self.slots.extend([sequence.slot] * count)
+        self.rows.extend(range(stop_row - count, stop_row))
 
     def _add_chain(self, sequence: SequenceInput, start: int) -> None:
         last_row = sequence.base_length + sequence.num_tree_rows
         first_row = last_row - len(sequence.token_ids)
+        if self.can_join and last_row - first_row == 1 and self._join(sequence.slot, first_row):
+            self.positions.append(first_row)
+            return
         for first, stop in _pieces(first_row, last_row):
             begin, end = start + first - first_row, end_row(stop - 1)
-            is_new = first == 0 or end_row(first - 1) < end
+            is_new = _brings_rows_into_sight(first)
             self.spans.append(_Span(sequence.slot, begin, begin + stop - first, first, end, is_new))
         self.positions.extend(range(first_row, last_row))
+
+    def _join(self, slot: int, row: int) -> bool:
+        """Add one token to the span before it if that holds tokens of the slots before this one; return whether."""
+        last = self.spans[-1] if self.spans else None
+        if (
+            last is None
+            or last.num_tokens != last.num_slots
+            or last.slot + last.num_slots != slot
+            or last.end_row != end_row(row)
+            or last.level is not None
+            or last.paths is not None
+            or last.is_new
+            or _brings_rows_into_sight(row)
+        ):
+            return False
+        last.stop += 1
+        last.other_rows.append(row)
+        return True
 
     def _add_level(self, sequence: SequenceInput, start: int) -> None:
         """Add a level of a tree whose earlier rows are in the slot, every node on its own row."""
@@ -157,6 +189,11 @@ class _Step:
         self.positions.extend(tree_positions(base, sequence.parents))
 
 
+def _brings_rows_into_sight(row: int) -> bool:
+    """Return whether a token on this row attends to more rows than the one before it."""
+    return row == 0 or end_row(row - 1) < end_row(row)
+
+
 def _pieces(first_row: int, stop_row: int) -> Iterator[tuple[int, int]]:
     """Cut consecutive rows where the number of rows attended to changes, and into at most MOST_ROWS each."""
     while first_row < stop_row:
@@ -167,11 +204,24 @@ def _pieces(first_row: int, stop_row: int) -> Iterator[tuple[int, int]]:
         first_row = stop
 
 
-def _tables(spans: Sequence[_Span], num_tokens: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+def in_common_spans(sequences: Sequence[SequenceInput]) -> list[int]:
+    """Return an order of the sequences in which as many as possible share a span."""
+    return sorted(range(len(sequences)), key=lambda place: _company(sequences[place]))
+
+
+def _company(sequence: SequenceInput) -> tuple[bool, int, int]:
+    """Return a key that is nearly the same for tokens that may share a span."""
+    last_row = sequence.base_length + sequence.num_tree_rows - 1
+    return len(sequence.token_ids) > 1, end_row(last_row), sequence.slot
+
+
+def _tables(step: _Step) -> tuple[list[tuple[int, int, int]], list[int]]:
     """Return per span (num_paths, depth, table), and the tables of all."""
+    spans, num_tokens = step.spans, len(step.token_ids)
     if all(span.paths is None for span in spans):
-        return [(0, 0, 0)] * len(spans), []
-    tables, shapes = [0] * num_tokens, list[tuple[int, int, int]]()
+        is_alone = len(spans) == 1 and spans[0].num_slots == 1
+        return [(0, 0, 0)] * len(spans), [] if is_alone else [*step.slots, *step.rows]
+    places, tables, shapes = [0] * num_tokens, list[int](), list[tuple[int, int, int]]()
     num_results = 0
     for span in spans:
         if span.paths is None:
@@ -179,20 +229,20 @@ def _tables(spans: Sequence[_Span], num_tokens: int) -> tuple[list[tuple[int, in
             queries = list(range(span.start, span.stop))
         else:
             nodes, queries = span.paths.nodes, [span.start + node for path in span.paths.queries for node in path]
-            shapes.append((len(nodes), len(nodes[0]), len(tables)))
+            shapes.append((len(nodes), len(nodes[0]), 3 * num_tokens + len(tables)))
             tables.extend([span.start + node for path in nodes for node in path])
             tables.extend(queries)
         for place, token in enumerate(queries, num_results):
-            tables[token] = place
+            places[token] = place
         num_results += len(queries)
-    return shapes, tables
+    return shapes, [*step.slots, *step.rows, *places, *tables]
 
 
 class MetadataBuilder:
     """Lays out the steps of one model, whose layers share a few kinds of masks (None = plainly causal).
 
     `capacity` is that of a slot. With `limits` a tree is attended to path by path, for the same bits in any tree;
-    without them it is one span, which takes fewer calls.
+    without them it is one span, which takes fewer calls. With `can_join` tokens of several slots may be one span.
     """
 
     def __init__(
@@ -203,10 +253,11 @@ class MetadataBuilder:
         dtype: torch.dtype,
         device: torch.device,
         limits: PathLimits | None,
+        can_join: bool = False,
     ) -> None:
-        self._masks, self._capacity, self._limits = masks, capacity, limits
+        self._masks, self._capacity, self._limits, self._can_join = masks, capacity, limits, can_join
         self._dtype, self._device = dtype, device
-        found = [_ramp(mask, capacity) for mask in masks]
+        found = [ramp_of(mask, capacity) for mask in masks]
         self._ramps = [None if ramp is None else ramp.to(device=device, dtype=dtype) for ramp in found]
         self._one_token = _OneToken([ramp for ramp in self._ramps if ramp is not None], capacity)
         self._has_ramps = len(masks) > 0 and all(ramp is not None for ramp in self._ramps)
@@ -217,13 +268,13 @@ class MetadataBuilder:
             sequence = sequences[0]
             if len(sequence.token_ids) == 1 and sequence.num_logits == 1 and sequence.is_chain:
                 return self._one_token.updated(sequence)
-        step = _Step(self._limits)
+        step = _Step(self._limits, self._can_join)
         for sequence in sequences:
             step.add(sequence)
         offsets, biases = self._biases(step.spans)
-        shapes, tables = _tables(step.spans, len(step.token_ids))
+        shapes, tables = _tables(step)
         rows = [
-            (*span.numbers, offset, self._width(span), *shape, self._paths_per_call(span))
+            (*span.numbers, offset, self._width(span), span.num_slots, *shape, self._paths_per_call(span))
             for span, offset, shape in zip(step.spans, offsets, shapes, strict=True)
         ]
         return AttentionMetadata(
@@ -242,11 +293,13 @@ class MetadataBuilder:
         """Return the query tokens of a span or of each of its paths, filled up."""
         if span.paths is not None:
             return len(span.paths.queries[0])
+        if span.other_rows:
+            return 1
         return span.num_tokens if self._limits is None else self._limits.filled(span.num_tokens)
 
     def _num_rows(self, span: _Span) -> int:
         """Return the rows of a span's bias."""
-        return self._width(span) * (1 if span.paths is None else len(span.paths.queries))
+        return self._width(span) * (span.num_slots if span.paths is None else len(span.paths.queries))
 
     def _biases(self, spans: Sequence[_Span]) -> tuple[list[int], tuple[Tensor, ...]]:
         """Return where each span's bias begins, and the flat biases of each kind."""
@@ -265,8 +318,10 @@ class MetadataBuilder:
         """Return the bias [rows, end_row] of one span; rows that only fill it up see everything."""
         count, ramp, mask = span.num_tokens, self._ramps[kind], self._masks[kind]
         if span.level is not None:
-            bias = _level_bias(span.level, mask, span.end_row).to(device=self._device, dtype=self._dtype)
-        elif ramp is not None and span.paths is None:
+            base, parents = span.level.base_length, span.level.parents
+            assert parents is not None, "a level names its ancestors"
+            bias = level_bias(base, parents, count, mask, span.end_row).to(device=self._device, dtype=self._dtype)
+        elif ramp is not None and span.paths is None and not span.other_rows:
             # Row by row the ramp moves on by one; the last row's begins first.
             begin = self._capacity - span.first_row - count
             bias = ramp.as_strided((count, span.end_row), (1, 1), begin).flip(0)
@@ -282,7 +337,7 @@ class MetadataBuilder:
             begins = ramp.as_strided((self._capacity, num_rows), (1, 1))
             return begins.index_select(0, self._capacity - 1 - _integers(positions).to(self._device))
         assert mask is not None
-        bias = _as_bias(evaluate_mask(mask, torch.tensor(positions), torch.arange(num_rows)))
+        bias = as_bias(evaluate_mask(mask, torch.tensor(positions), torch.arange(num_rows)))
         return bias.to(device=self._device, dtype=self._dtype)
 
 
@@ -295,7 +350,7 @@ class _OneToken:
     def __init__(self, ramps: Sequence[Tensor], capacity: int) -> None:
         # Arrays and tensors share their memory: an update of the numbers below is an update of the metadata.
         token_ids, position_ids = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-        spans = np.array([[0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1]], np.int64)
+        spans = np.array([[0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1]], np.int64)
         self._token_ids, self._position_ids, self._spans = token_ids[0], position_ids[0], spans[0]
         self._capacity = capacity
         self._metadata = AttentionMetadata(
@@ -313,34 +368,14 @@ class _OneToken:
         self._position_ids[0] = row  # along a chain a row's number is its position
         spans = self._spans
         spans[0], spans[3], spans[4], spans[6] = sequence.slot, row, end_row(row), self._capacity - 1 - row
-        spans[5] = row == 0 or end_row(row - 1) < end_row(row)
+        spans[5] = _brings_rows_into_sight(row)
         return self._metadata
-
-
-def _ramp(mask: MaskFunction | None, capacity: int) -> Tensor | None:
-    """Return the bias [2 * capacity] of a mask that looks at distances only; None for any other mask.
-
-    Key c of the token at position p has the bias ramp[capacity - 1 - p + c]: 0 where it is seen, else -inf.
-    """
-    ramp = torch.full((2 * capacity,), _HIDDEN)
-    if mask is None:
-        ramp[:capacity] = 0
-        return ramp
-    keys = torch.arange(capacity)
-    ramp[:capacity] = _as_bias(evaluate_mask(mask, keys[-1:], keys))[0]
-    # In pairs: a rule of chunks looks like a window to samples that all stand at the ends of chunks.
-    pairs = torch.linspace(0, capacity - 2, _NUM_SAMPLES).long()
-    queries = torch.cat([pairs, pairs + 1])
-    expected = torch.stack([ramp[capacity - 1 - query :][:capacity] for query in queries.tolist()])
-    return ramp if torch.equal(_as_bias(evaluate_mask(mask, queries, keys)), expected) else None
-
-
-def _as_bias(visible: Tensor) -> Tensor:
-    return torch.zeros(visible.shape).masked_fill_(~visible, _HIDDEN)
 
 
 def _positions(span: _Span) -> Sequence[int]:
     """Return the position of each row of a span's bias."""
+    if span.other_rows:
+        return [span.first_row, *span.other_rows]
     if span.paths is None:
         return range(span.first_row, span.first_row + span.num_tokens)
     depths = {node: depth for path in span.paths.nodes for depth, node in reversed([*enumerate(path)])}
@@ -350,24 +385,3 @@ def _positions(span: _Span) -> Sequence[int]:
 def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """Return int64 values by way of numpy, which takes a fraction of torch's time for a few."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
-
-
-def _level_bias(level: SequenceInput, mask: MaskFunction | None, num_columns: int) -> Tensor:
-    """Return the bias [t, num_columns] of a level: committed rows, itself and ancestors, as `mask` allows."""
-    assert level.parents is not None
-    base, num_rows, count = level.base_length, len(level.parents), len(level.token_ids)
-    visible: NDArray[np.bool_] = np.zeros((count, num_columns), dtype=np.bool_)
-    visible[:, :base] = True
-    visible[:, base : base + num_rows] = ancestor_mask(tuple(level.parents)).numpy()[num_rows - count :]
-    if mask is not None:
-        positions = torch.tensor(tree_positions(base, level.parents))
-        keys = torch.cat([torch.arange(base), positions])
-        visible[:, : base + num_rows] &= evaluate_mask(mask, positions[num_rows - count :], keys).numpy()
-    return _as_bias(torch.from_numpy(visible))
-
-
-def evaluate_mask(mask: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether the rule lets queries attend to keys, bool [queries, keys]; both are positions, not rows."""
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    allowed = mask(zero, zero, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
-    return allowed.expand(1, 1, len(queries), len(keys))[0, 0]
