@@ -60,9 +60,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
 
 def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
     code = files.run(
-        {"prompt": "one", "max_new_tokens": 3},
+        {"prompt": "one", "max_new_tokens": 3, "ignore_eos": True},
         "",
-        {"id": "b", "token_ids": [1, 2, 3], "max_new_tokens": 2, "stop": "[1]", "seed": None},
+        {"id": "b", "token_ids": [1, 2, 3], "max_new_tokens": 2, "stop": "[1]", "seed": None, "ignore_eos": True},
         "no JSON",
         "[1]",
         {"id": [1], "prompt": "x"},
