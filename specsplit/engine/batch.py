@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,12 @@ MOST_ROUND_ROWS = 64
 """A forward of more rows without a tree is a piece of a prompt. Chosen: more than a tree with the tail before it."""
 MAX_CALLERS = 16
 """Callers that may wait for one round; one more sends the oldest away."""
+
+
+def at_once(action: Callable[[], Any]) -> Work:
+    """Return work that does `action` without a forward."""
+    return action()
+    yield  # a generator all the same
 
 
 @record
@@ -199,21 +205,22 @@ class Batch:
     `parts` says of some tasks how many of their next rows go; the others go with all.
     """
 
-    __slots__ = ("_start_s", "parts", "sequences", "tasks")
+    __slots__ = ("parts", "sequences", "start_s", "tasks")
 
     def __init__(self, tasks: Sequence[Task], parts: Mapping[Task, int] = _ALL) -> None:
         self.tasks, self.parts = tasks, parts
         self.sequences: list[SequenceInput] = []
-        self._start_s = time.perf_counter()
+        self.start_s = time.perf_counter()
         for task in tasks:
             assert task.sequence is not None, "a task that is ready has one"
             self.sequences.append(task.next_rows(parts[task]) if task in parts else task.sequence)
             task.is_pending = True
-            task.times.waited_s += self._start_s - task.times.ready_s
+            task.times.waited_s += self.start_s - task.times.ready_s
 
-    def end(self, scheduler: str) -> None:
-        """Count the forward for every task, and record it for those that have a span."""
-        elapsed_ms = (time.perf_counter() - self._start_s) * 1e3
+    def end(self, scheduler: str) -> float:
+        """Count the forward for every task, and record it for those that have a span; return the moment."""
+        end_s = time.perf_counter()
+        elapsed_ms = (end_s - self.start_s) * 1e3
         for task, sequence in zip(self.tasks, self.sequences, strict=True):
             task.is_pending = False
             times = task.times
@@ -233,3 +240,4 @@ class Batch:
                     base_length=sequence.base_length,
                     batch_size=len(self.sequences),
                 )
+        return end_s

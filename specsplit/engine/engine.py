@@ -17,9 +17,10 @@ from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
 from specsplit.engine.admission import AdmissionQueue, Opening
+from specsplit.engine.batch import at_once
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure
-from specsplit.engine.scheduler import WorkQueue, WorkStatistics, at_once
+from specsplit.engine.scheduler import WorkQueue, WorkStatistics
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
@@ -85,8 +86,9 @@ class Engine:
         self.pace_steps(StepTimes(dict(step_times)))
 
     def pace_steps(self, times: StepTimes) -> None:
-        """Let steps take so much of long prompts that by these times running sessions keep their pace."""
-        self._work.scheduler.budget.times = times
+        """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""
+        scheduler = self._work.scheduler
+        scheduler.prompts.times = scheduler.verification.times = times
 
     @property
     def num_sessions(self) -> int:

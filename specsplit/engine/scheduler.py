@@ -20,19 +20,15 @@ from specsplit.core.record import record
 from specsplit.core.types import Timings
 from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work
 from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, translated
+from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.queue import SessionQueue
 from specsplit.engine.step_budget import StepBudget
+from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.model.runner import PendingForward, Runner
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def at_once(action: Callable[[], Any]) -> Work:
-    """Return work that does `action` without a forward."""
-    return action()
-    yield  # a generator all the same
 
 
 def _nothing() -> None:
@@ -51,7 +47,7 @@ class Scheduler:
     ) -> None:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
         self.health = DeviceHealth()
-        self.budget = StepBudget()
+        self.prompts, self.verification = StepBudget(), VerificationBudget()
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
         self._running: dict[Task, None] = {}
@@ -98,6 +94,8 @@ class Scheduler:
         try:
             self._advance(task, None)
             while not task.has_ended:
+                if isinstance(task.sequence, OfferedTree):
+                    self.verification.cut((task,))
                 batch = Batch([task])
                 logits = self._run(batch)
                 self._postprocess(batch, logits)
@@ -134,13 +132,14 @@ class Scheduler:
                 self._finish(task, None, None)
             else:
                 ready.append(task)
-        # A forward on this device ends within its step, so only batches elsewhere can take all the room.
+        # A forward on this device ends within its step, so only batches elsewhere take all the room.
         if not ready or len(self._pending) >= self._runner.max_pending:
             return None
         parts = {task: task.num_rows for task in ready if task.num_forwarded}
         if len(ready) > 1 and self._runner.max_pending == 1:  # a chain cuts prompts into packets by itself
-            parts = self.budget.share_out(ready)
+            parts = self.prompts.share_out(ready)
             ready = [task for task in ready if parts.get(task) != 0]
+            self.verification.cut(ready)
         return Batch(ready, parts)
 
     def _run(self, batch: Batch) -> list[Tensor] | None:
@@ -159,7 +158,9 @@ class Scheduler:
         """Give each task its logits, if there are any: it asks for its next forward, or ends; cut ones stay ready."""
         if logits is None:
             return
-        batch.end(self._name)
+        end_s = batch.end(self._name)
+        if len(batch.tasks) > 1:
+            self.verification.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
             if task not in batch.parts or not task.forwarded(batch.parts[task]):
                 self._advance(task, rows)

@@ -1,6 +1,6 @@
-"""The rows of one step: all rounds that are ready, and as much of long prompts as leaves the rounds their pace.
+"""The rows of prompts in one step: as many as leave the rounds that are ready their pace.
 
-    step   [ rounds, whole: nobody stands still | the oldest prompt's next rows | the next one's, if there is room ]
+    step   [ rounds: nobody stands still | the oldest prompt's next rows | the next one's, if there is room ]
 
 Plain arithmetic over numbers of rows; knows no tensors.
 """

@@ -24,9 +24,9 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
-from specsplit.engine.batch import Round
+from specsplit.engine.batch import Round, at_once
 from specsplit.engine.engine import Engine
-from specsplit.engine.scheduler import at_once
+from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.session import MAX_STEP_TOKENS, PrefillReport, WorkerSession, prefill
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
@@ -134,8 +134,9 @@ class TargetEngine(Engine):
         try:
             if isinstance(session.answer, Verdict):
                 return session.answer  # the same round again
-            if proposal.token_ids:
-                _check_numbers(session, proposal)
+            # The target's state between rounds is the last node number.
+            if proposal.token_ids and isinstance(session.kept, int) and proposal.first_node <= session.kept:
+                raise _number_used_again(proposal.first_node, session.kept)
             length = turn.base_length + len(turn.tail)
             # The slot keeps what it shares with the turn, but never the last token: its logits are needed.
             keep = turn.base_length
@@ -146,55 +147,70 @@ class TargetEngine(Engine):
             if len(tail) > MAX_STEP_TOKENS:
                 tail = yield from prefill(session, tail, report)
             tree = parent_indices(proposal) if proposal.token_ids else []
-            logits = yield self._sequence_input(session, tail, proposal, tree)
+            sequence = self._sequence_input(session, tail, proposal, tree)
+            logits = yield sequence
             session.extend(tail)
-            picks = self._picks(session, logits, proposal, tree)
+            accepted: list[int] = []
             if tree:
-                verdict = self._commit(session, length, proposal, tree, picks)
+                first = proposal.first_node
+                session.kept = first + len(tree) - 1
+                numbers: Sequence[int] = range(first, first + len(tree))
+                if isinstance(sequence, OfferedTree):  # a part of it, perhaps
+                    proposal, tree, numbers = sequence.proposal, sequence.parents_left, sequence.numbers
+                picks = self._picks(session, logits, proposal, tree)
+                accepted, verdict = self._commit(session, proposal, tree, numbers, picks)
             else:
                 revision = self._model.runner.revision
+                picks = self._picks(session, logits, proposal, tree)
                 verdict = Verdict((), tuple(picks), session.slot.length, revision=revision)
             if session.num_reused:
                 verdict, session.num_reused = replace(verdict, num_reused=session.num_reused), 0
             assert session.sampler is not None, "the session has begun"
             if session.sampler.params.top_logprobs is not None:
-                verdict = replace(verdict, log_probs=self._log_probs(session.sampler, logits, proposal, verdict))
+                log_probs = self._log_probs(session.sampler, logits, accepted, verdict.token_ids)
+                verdict = replace(verdict, log_probs=log_probs)
             session.answer = verdict
             return verdict
         finally:
             self._sessions.leave(session)
 
     def _commit(
-        self, session: WorkerSession, length: int, proposal: Proposal, tree: Sequence[int], picks: Sequence[int]
-    ) -> Verdict:
-        """Keep the rows of the accepted path, and answer it with the bonus token.
+        self,
+        session: WorkerSession,
+        proposal: Proposal,
+        tree: Sequence[int],
+        numbers: Sequence[int],
+        picks: Sequence[int],
+    ) -> tuple[list[int], Verdict]:
+        """Keep the rows of the accepted path; return its nodes' indices, and the answer with the bonus token.
 
         Rows: [committed, `length` of them | the proposal's nodes] becomes [committed | accepted path | free].
         """
         accepted, token_ids = walk(tree, proposal.token_ids, picks)
         # The bonus token has no row yet: it is forwarded with the next round's tree.
         if accepted:
+            length = session.slot.length
             self._model.runner.cache.move_rows(session.slot.index, [length + node for node in accepted], length)
             session.extend(token_ids[:-1])
-        first, num_nodes = proposal.first_node, len(proposal.token_ids)
-        session.kept = first + num_nodes - 1  # the target's state between rounds: the last node number
-        return Verdict(
-            accepted=tuple([first + node for node in accepted]),
+        return accepted, Verdict(
+            accepted=tuple([numbers[node] for node in accepted]),
             token_ids=tuple(token_ids),
             length=session.slot.length,
-            verified=tuple(range(first, first + num_nodes)),
+            verified=tuple(numbers),
             revision=self._model.runner.revision,
         )
 
-    @staticmethod
     def _sequence_input(
-        session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
+        self, session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
     ) -> SequenceInput:
         """Return the forward of the tail and the tree: rows [base | tail | nodes], the root being the tail's last."""
         last = len(tail) - 1  # the root among the rows behind base_length
         parents = None if is_chain(tree) else [*range(-1, last), *(last + 1 + parent for parent in tree)]
-        token_ids = [*tail, *proposal.token_ids]
-        return SequenceInput(session.slot.index, session.slot.length, token_ids, parents, num_logits=len(tree) + 1)
+        token_ids, slot = [*tail, *proposal.token_ids], session.slot
+        entry = SequenceInput(slot.index, slot.length, token_ids, parents, num_logits=len(tree) + 1)
+        if tree and len(self._sessions) > 1:  # others may have better use for some of its rows
+            return OfferedTree(entry, proposal, tree)
+        return entry
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the target's pick at the root and at every node."""
@@ -215,11 +231,10 @@ class TargetEngine(Engine):
         return picks
 
     def _log_probs(
-        self, sampler: Sampler, logits: Tensor, proposal: Proposal, verdict: Verdict
+        self, sampler: Sampler, logits: Tensor, accepted: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[TokenLogProb, ...]:
-        """Return what the session asked for of the tokens that the verdict emits."""
-        accepted = [number - proposal.first_node for number in verdict.accepted]
-        return sampler.log_probs(logits, accepted, verdict.token_ids)
+        """Return what the session asked for of the tokens that a verdict emits: `accepted` nodes, and the bonus."""
+        return sampler.log_probs(logits, accepted, token_ids)
 
 
 def _prefill_report() -> PrefillReport | None:
@@ -235,15 +250,8 @@ def _prefill_report() -> PrefillReport | None:
     return report
 
 
-def _check_numbers(session: WorkerSession, proposal: Proposal) -> None:
-    """Refuse a tree that uses numbers again: an answer about them could mean either node.
-
-    Raises:
-        InvalidRequest: a number was verified before in this epoch.
-    """
-    last = session.kept if isinstance(session.kept, int) else 0
-    if proposal.first_node <= last:
-        raise InvalidRequest(
-            f"Node {proposal.first_node} was verified before in this epoch; the next number is {last + 1}.",
-            param="first_node",
-        )
+def _number_used_again(number: int, last: int) -> InvalidRequest:
+    """Return the error of a tree that uses numbers again: an answer about them could mean either node."""
+    return InvalidRequest(
+        f"Node {number} was verified before in this epoch; the next number is {last + 1}.", param="first_node"
+    )

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.exactness import Exactness
+from specsplit.engine.batch import at_once
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.scheduler import Scheduler, WorkQueue, at_once
+from specsplit.engine.scheduler import Scheduler, WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape, PendingChainForward

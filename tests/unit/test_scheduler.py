@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
-from specsplit.engine.batch import Round
-from specsplit.engine.scheduler import WorkQueue, at_once
+from specsplit.engine.batch import Round, at_once
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model

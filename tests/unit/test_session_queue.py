@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from specsplit.core.errors import InvalidRequest, StaleEpoch, StaleRound
-from specsplit.engine.batch import MAX_CALLERS, Round
-from specsplit.engine.scheduler import WorkQueue, at_once
+from specsplit.engine.batch import MAX_CALLERS, Round, at_once
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.loader import LoadedModel, load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
+from specsplit.engine.batch import at_once
 from specsplit.engine.executor import Executor
-from specsplit.engine.scheduler import WorkQueue, at_once
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
 from specsplit.stages.chain.loop_share import LoopShare

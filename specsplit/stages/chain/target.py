@@ -14,7 +14,7 @@ from typing import cast
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket, ModelDamaged
-from specsplit.core.types import Proposal, SessionParams, TokenLogProb, Verdict
+from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
 from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
@@ -51,11 +51,10 @@ class ChainTarget(TargetEngine):
             raise self._damaged()
         return tuple(values)
 
-    @staticmethod
     def _sequence_input(
-        session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
+        self, session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
     ) -> SequenceInput:
-        entry, sampler = TargetEngine._sequence_input(session, tail, proposal, tree), session.sampler
+        entry, sampler = super()._sequence_input(session, tail, proposal, tree), session.sampler
         assert sampler is not None
         return ChainInput(
             entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, HeadRequest(sampler.params)
@@ -69,11 +68,11 @@ class ChainTarget(TargetEngine):
         return picks
 
     def _log_probs(
-        self, sampler: Sampler, logits: Tensor, proposal: Proposal, verdict: Verdict
+        self, sampler: Sampler, logits: Tensor, accepted: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[TokenLogProb, ...]:
         """Return what the last stage answered for the tokens that the verdict emits."""
         log_probs = _answer(logits).log_probs
-        if len(log_probs) != len(verdict.token_ids):
+        if len(log_probs) != len(token_ids):
             raise InvalidPacket("The last stage answered log-probabilities of other tokens than the verdict's.")
         return log_probs
 
