@@ -18,7 +18,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench research-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench research-test browser-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -67,6 +67,10 @@ bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two
 research-test: $(TOOLS)  ## Run the tests of benchmarks/research: training the pair and the studies (not part of CI)
 	$(PIP) --editable '.[research]'
 	$(BIN)/python -m pytest -q benchmarks/research/tests
+
+browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser, which has to be installed (not part of CI)
+	$(PIP) --editable '.[browser]'
+	$(BIN)/python -m pytest -q tests/browser
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
