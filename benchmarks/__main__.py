@@ -179,6 +179,56 @@ def sweep(
     _measure(partial(sweep_run.run, settings, output), of_sweep)
 
 
+@app.command()
+@_with_setup
+def load(
+    setup: dict[str, Any],
+    systems: Names = "plain,pingpong,auto,generate",
+    clients: Annotated[str, typer.Option(help="Clients of closed loops, separated by commas.")] = "1,4,8,16",
+    requests: Annotated[int, typer.Option(min=1, help="Requests at each number of clients.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="How many; they come again with other seeds.")] = 16,
+    new_tokens: Annotated[str, typer.Option(help="New tokens of the requests in turn, separated by commas.")] = "64",
+    temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
+    threads: Threads = 1,
+    sessions: Annotated[int | None, typer.Option(min=1, help="KV slots of our systems; as many as clients.")] = None,
+    queue: Annotated[int | None, typer.Option(min=0, help="Places before the slots of MODE@loopback.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second of an open loop.")] = None,
+    overload: Annotated[
+        float | None, typer.Option(min=0.01, help="The same, in multiples of the closed loops'.")
+    ] = None,
+    arrivals: Annotated[int, typer.Option(min=2, help="Requests of an open loop.")] = 200,
+    ttft_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest time to the first token.")] = 1000,
+    itl_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest mean time per token after it.")] = 50,
+    url: Annotated[str | None, typer.Option(help="Drive this server, such as http://127.0.0.1:8000/v1.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its model; by default the first that it names.")] = None,
+    key: Annotated[str | None, typer.Option(help="Its API key.", envvar="OPENAI_API_KEY")] = None,
+    output: Output = None,
+) -> None:
+    """Put closed loops of clients, and Poisson arrivals, on our modes, batched generate or the server of --url."""
+    report.check_output(output)
+    require_bench_extra()
+    from benchmarks.load import run as load_run
+    from benchmarks.load.settings import ENDPOINT, Endpoint, Limits, LoadSettings
+    from benchmarks.research.load_section import of_load
+
+    console = report.new_console()
+    sizes, lengths = _ints(clients), _ints(new_tokens)
+    axes = {"clients": sizes, "lengths": lengths, "temperatures": _floats(temperature), "threads": threads}
+    counts = {
+        "num_requests": requests,
+        "num_arrivals": arrivals,
+        "num_prompts": prompts,
+        "num_new_tokens": max(lengths),
+    }
+    setup |= {"sessions": sessions or max(sizes), "queue": queue, "rate": rate, "overload": overload}
+    asked = {"systems": (ENDPOINT,) if url else _names(systems), "endpoint": Endpoint(url, model, key) if url else None}
+    settings = LoadSettings(limits=Limits(ttft_ms / 1e3, itl_ms / 1e3), **asked, **axes, **counts, **setup)
+    found = _whole(load_run.run(settings, report.Progress(console)))
+    report.show_section(console, of_load(found, Path("this"), "load"))
+    report.emit(found, output)
+    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
+
+
 def _measure(measure: Callable[..., Found | None], section: Callable[..., Section]) -> None:
     """Measure, show what was found and write it as one line."""
 

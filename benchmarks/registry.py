@@ -71,9 +71,9 @@ def find(name: str, setup: Setup) -> Entry:
     if name.startswith(_SERVER):
         entry = _server(name)
     elif name == BARE:
-        entry = Entry(name, "in process", partial(_serve_alone, "benchmarks.peers.bare_forward:load", name))
+        entry = Entry(name, "in process", partial(serve_alone, "benchmarks.peers.bare_forward:load", name))
     elif name in _WAYS:
-        make = partial(_serve_alone, "benchmarks.peers.transformers_ways:load", name)
+        make = partial(serve_alone, "benchmarks.peers.transformers_ways:load", name)
         entry = Entry(name, "in process", make, needs_draft=name.startswith("assisted"))
     elif name in names():
         entry = _mode(name, mode, place)
@@ -98,21 +98,26 @@ def _check(entry: Entry, place: str, setup: Setup) -> None:
 
 
 def _mode(name: str, mode: str, place: str) -> Entry:
-    has_lookup, is_beside_draft = NO_LOOKUP not in name, WITH_DRAFT in name
-    needs_draft = mode not in DRAFTLESS or is_beside_draft
+    needs_draft = mode not in DRAFTLESS or WITH_DRAFT in name
 
     def make(setup: Setup) -> Factory:
-        chosen = ServedMode(name, mode, setup.shape, setup.lookup and has_lookup, is_beside_draft=is_beside_draft)
+        chosen = served_mode(name, mode, setup)
         if place == "loopback":
-            return partial(_open, "benchmarks.peers.ours_remote:Loopback", chosen, setup.threads, setup.pair)
+            return partial(open_served, "benchmarks.peers.ours_remote:Loopback", chosen, setup.threads, setup.pair)
         if place == "remote":
             addresses = {"target": setup.target_address, "draft": setup.draft_address if needs_draft else None}
             known = {role: address for role, address in addresses.items() if address is not None}
-            return partial(_open, "benchmarks.peers.ours_remote:Services", chosen, known)
+            return partial(open_served, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
     where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
     return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
+
+
+def served_mode(name: str, mode: str, setup: Setup) -> ServedMode:
+    """Return the mode of a system of ours, with the trees of the set-up and the variant that its name says."""
+    has_lookup = setup.lookup and NO_LOOKUP not in name
+    return ServedMode(name, mode, setup.shape, has_lookup, is_beside_draft=WITH_DRAFT in name)
 
 
 def _server(name: str) -> Entry:
@@ -122,7 +127,7 @@ def _server(name: str) -> Entry:
             f"{name!r} names no server; write openai:http://HOST:PORT/v1, and #MODEL behind it if need be.",
             param="systems",
         )
-    factory = partial(_open_alone, "benchmarks.peers.openai_completions:connect", name, url, model or None)
+    factory = partial(open_alone, "benchmarks.peers.openai_completions:connect", name, url, model or None)
     return Entry(name, "a server", lambda setup: factory)
 
 
@@ -140,20 +145,24 @@ class Alone:
         """Return how a server is asked."""
         return asdict(self.systems[0].dialect)
 
+    def drive(self, load: Any, tasks: Any) -> Any:
+        """Put a load on the system; see benchmarks/load."""
+        return self.systems[0].drive(load, tasks)
 
-def _open(name: str, *arguments: Any) -> AbstractContextManager[Served]:
+
+def open_served(name: str, *arguments: Any) -> AbstractContextManager[Served]:
     """Import what `name` says as MODULE:OBJECT, and call it."""
     return resolve_name(name)(*arguments)
 
 
-def _open_alone(name: str, *arguments: Any) -> AbstractContextManager[Served]:
+def open_alone(name: str, *arguments: Any) -> AbstractContextManager[Served]:
     return nullcontext(Alone((resolve_name(name)(*arguments),)))
 
 
-def _serve_alone(load: str, name: str, setup: Setup) -> Factory:
-    return partial(_open_alone, load, name, setup.threads, setup.pair)
+def serve_alone(load: str, name: str, setup: Setup) -> Factory:
+    return partial(open_alone, load, name, setup.threads, setup.pair)
 
 
 def serve_modes(threads: int, modes: Sequence[ServedMode], pair: Pair | None = None) -> Factory:
     """Serve modes of the orchestrator in one process, over one pair."""
-    return partial(_open, "benchmarks.peers.ours:InProcess", threads, tuple(modes), pair or Pair())
+    return partial(open_served, "benchmarks.peers.ours:InProcess", threads, tuple(modes), pair or Pair())

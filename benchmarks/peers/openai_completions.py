@@ -7,18 +7,25 @@ and names no model that lies in a folder.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.load.clients import Load, Outcome
+from benchmarks.load.settings import ENDPOINT, Endpoint
 from benchmarks.systems import Sample, Task
-from specsplit.core.errors import InvalidRequest, MissingExtra, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import InvalidRequest, MissingExtra, Overloaded, WorkerFailed, WorkerUnreachable
 
 _TIMEOUT_S = 600.0
 _EXTRA_FIELDS = {"ignore_eos": True, "return_token_ids": True}
 _REFUSED = (400, 422)
 """The HTTP statuses of a request that the server does not take."""
+_HAS_NO_ROOM = (429, 503)
+_RETRY_S = 1.0
+"""When to come back to a server that has no room and does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ _DIALECTS = (Dialect(), Dialect(goes_past_eos=False), Dialect(takes_token_ids=Fa
 """From the one that makes the server comparable to the one that any server takes."""
 
 
-def connect(name: str, url: str, model: str | None = None) -> Completions:
+def connect(name: str, url: str, model: str | None = None, key: str | None = None) -> Completions:
     """Return `model`, or the first one that the server at `url` (such as http://127.0.0.1:8000/v1) names.
 
     Raises:
@@ -46,7 +53,8 @@ def connect(name: str, url: str, model: str | None = None) -> Completions:
         openai: Any = importlib.import_module("openai")
     except ModuleNotFoundError as error:
         raise MissingExtra("The openai package is not installed: pip install openai.") from error
-    client = openai.OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S, max_retries=0)
+    options = {"base_url": url, "api_key": key or "none", "timeout": _TIMEOUT_S, "max_retries": 0}
+    client = openai.OpenAI(**options)
     chosen = model or first_model(client, url)
     errors = (openai.OpenAIError, *_transport_errors())
     return Completions(name, client, chosen, errors, dialect_of(client, chosen, errors))
@@ -110,7 +118,7 @@ class Completions:
     ) -> None:
         self.name = name
         self.dialect = dialect
-        self._client, self._model, self._errors = client, model, errors
+        self._client, self._model, self.errors = client, model, errors
 
     def generate(self, task: Task) -> Sample:
         """Stream one completion, past its end-of-sequence tokens where the server can.
@@ -123,44 +131,105 @@ class Completions:
             raise InvalidRequest("A completions server is compared without penalties only.")
         if task.text is None and not self.dialect.takes_token_ids:
             raise InvalidRequest(f"{self.name} takes no token ids, so it cannot be compared with --chat.", param="chat")
+        answer = Answer(self.name, task)
         try:
-            return self._streamed(task)
-        except self._errors as error:
+            for chunk in self.ask(task):
+                answer.add(chunk)
+        except self.errors as error:
             raise WorkerFailed(f"{self.name} failed on {task.id}: {error}") from error
+        return answer.sample()
 
-    def _streamed(self, task: Task) -> Sample:
-        arrivals: list[tuple[float, int]] = []
-        token_ids: list[int] = []
-        num_tokens = 0
-        start_s = time.perf_counter()
-        for chunk in _open(self._client, self._model, task, self.dialect):
-            now_s = time.perf_counter() - start_s
-            if chunk.usage is not None:
-                num_tokens = chunk.usage.completion_tokens
-            told = _told_tokens(chunk)
-            if told or (chunk.choices and chunk.choices[0].text):
-                arrivals.append((now_s, max(1, len(told))))
-                token_ids.extend(told)
-        wall_s = time.perf_counter() - start_s
+    def ask(self, task: Task, client: Any = None) -> Any:
+        """Return the stream of one completion, or of an asynchronous `client` something to wait for."""
+        return _open(client or self._client, self._model, task, self.dialect)
+
+
+class Answer:
+    """The chunks of a stream as they come."""
+
+    def __init__(self, name: str, task: Task) -> None:
+        self._name, self._task = name, task
+        self._arrivals: list[tuple[float, int]] = []
+        self._token_ids: list[int] = []
+        self._num_tokens = 0
+        self._start_s = time.perf_counter()
+
+    def add(self, chunk: Any) -> None:
+        """Note when the chunk came, and its tokens as far as it tells them."""
+        now_s = time.perf_counter() - self._start_s
+        if chunk.usage is not None:
+            self._num_tokens = chunk.usage.completion_tokens
+        told = _told_tokens(chunk)
+        if told or (chunk.choices and chunk.choices[0].text):
+            self._arrivals.append((now_s, max(1, len(told))))
+            self._token_ids.extend(told)
+
+    def sample(self) -> Sample:
+        """Return the whole answer.
+
+        Raises:
+            WorkerFailed: it is empty.
+        """
+        wall_s, arrivals = time.perf_counter() - self._start_s, self._arrivals
         if not arrivals:
-            raise WorkerFailed(f"{self.name} answered {task.id} with nothing.")
-        num_tokens = num_tokens or sum(count for _, count in arrivals)
-        are_known = len(token_ids) == num_tokens
+            raise WorkerFailed(f"{self._name} answered {self._task.id} with nothing.")
+        num_tokens = self._num_tokens or sum(count for _, count in arrivals)
+        are_known = len(self._token_ids) == num_tokens
         decode_s = arrivals[-1][0] - arrivals[0][0]
         return Sample(
             wall_s,
-            tuple(token_ids) if are_known else None,
+            tuple(self._token_ids) if are_known else None,
             decode_s if decode_s > 0 else None,
             arrivals=tuple(arrivals),
             num_tokens=num_tokens,
         )
 
 
+class LoadedEndpoint:
+    """One model of one server, with a stream for each request.
+
+    Raises what `connect` raises.
+    """
+
+    name = ENDPOINT
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._server = connect(f"The server at {endpoint.url}", endpoint.url, endpoint.model, endpoint.key)
+        self._options = {"base_url": endpoint.url, "api_key": endpoint.key or "none"}
+
+    def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
+        """Put the load on the server until every request has ended."""
+        return asyncio.run(self._drive(load, tasks))
+
+    async def _drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
+        openai: Any = importlib.import_module("openai")
+        async with openai.AsyncOpenAI(**self._options, timeout=_TIMEOUT_S, max_retries=0) as client:
+            return await load.run(lambda task: self._send(client, task), tasks)
+
+    async def _send(self, client: Any, task: Task) -> Sample:
+        answer = Answer(self._server.name, task)
+        try:
+            async for chunk in await self._server.ask(task, client):
+                answer.add(chunk)
+        except self._server.errors as error:
+            if getattr(error, "status_code", None) in _HAS_NO_ROOM:
+                raise Overloaded(f"{self._server.name} has no room ({error}).", _retry_after_s(error)) from error
+            raise WorkerFailed(f"{self._server.name} failed on {task.id}: {error}") from error
+        return answer.sample()
+
+
+def _retry_after_s(error: Any) -> float:
+    try:
+        return float(error.response.headers["retry-after"])
+    except (KeyError, ValueError):
+        return _RETRY_S
+
+
 def _open(client: Any, model: str, task: Task, dialect: Dialect) -> Any:
     sampling = task.sampling
     return client.completions.create(
         model=model,
-        prompt=list(task.prompt_ids) if dialect.takes_token_ids else task.text,
+        prompt=list(task.prompt_ids) if dialect.takes_token_ids and task.prompt_ids else task.text,
         max_tokens=task.num_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Self
 
 from benchmarks.limits import Costs
+from benchmarks.load.clients import Load, Outcome
+from benchmarks.load.settings import LoadSettings
 from benchmarks.peers import costs
 from benchmarks.settings import Pair, ServedMode
 from benchmarks.systems import Sample, Task
@@ -55,9 +57,9 @@ class OnLoop(ABC):
 class InProcess(OnLoop):
     """Both models and their engines; the systems share them."""
 
-    def __init__(self, threads: int, modes: Sequence[ServedMode], pair: Pair) -> None:
+    def __init__(self, threads: int, modes: Sequence[ServedMode], pair: Pair, sessions: int = 1) -> None:
         super().__init__()
-        self._settings = _settings(threads, modes, pair)
+        self._settings = _settings(threads, modes, pair, sessions)
         self._models = load_models(self._settings)
         self._modes = modes
 
@@ -110,10 +112,11 @@ class InProcess(OnLoop):
         return self._loop.run(costs.measure(self._workers, context_tokens, travels=False))
 
 
-def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair) -> Settings:
+def _settings(threads: int, modes: Sequence[ServedMode], pair: Pair, sessions: int) -> Settings:
     """Return the settings that load what the modes need; if all are one, it has its engines as it likes them."""
+    loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "sessions": sessions}
     # Every run begins with its prompt's forwards, as those of the systems beside it do.
-    loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "prefix_reuse": "off"}
+    loading["prefix_reuse"] = "off"
     is_one = len({each.mode for each in modes}) == 1 and not modes[0].is_beside_draft
     mode = modes[0].mode if is_one else "auto"
     nodes = max((mode.shape.nodes or 1 for mode in modes), default=1)
@@ -168,3 +171,19 @@ def request_of(task: Task) -> Request:
         seed=task.seed,
         ignore_eos=True,
     )
+
+
+class LoadedEngines(InProcess):
+    """One mode over engines in this process; requests beyond its slots wait for their turn, as in a Pipeline."""
+
+    def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
+        super().__init__(settings.threads, (mode,), settings.pair, settings.sessions)
+        self._turns = asyncio.Semaphore(settings.sessions)
+
+    def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
+        """Put the load on the mode until every request has ended."""
+        return self._loop.run(load.run(self._send, tasks))
+
+    async def _send(self, task: Task) -> Sample:
+        async with self._turns:
+            return await self.systems[0].timed(request_of(task))

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from benchmarks.limits import Costs
+from benchmarks.load.clients import Load, Outcome
+from benchmarks.load.settings import LoadSettings
 from benchmarks.peers import bare_exchange, costs
-from benchmarks.peers.ours import OnLoop, Ours
+from benchmarks.peers.ours import OnLoop, Ours, request_of
 from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
 from benchmarks.settings import Pair, ServedMode, Shape
+from benchmarks.systems import Task
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
@@ -37,8 +40,8 @@ def worker(role: str, threads: int, pair: Pair, *more: str) -> WorkerProcess:
     return WorkerProcess(*worker_arguments(role, threads, pair), *more)
 
 
-async def connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Workers:
-    """Connect to workers, by role, until the stack is closed.
+async def connect(stack: AsyncExitStack, addresses: Mapping[str, str], *, waits_when_full: bool = True) -> Workers:
+    """Connect to workers, by role, until the stack is closed; unless it waits, a full target's refusal is an error.
 
     Raises:
         LinkError: a worker cannot be reached.
@@ -48,7 +51,7 @@ async def connect(stack: AsyncExitStack, addresses: Mapping[str, str]) -> Worker
         draft=DraftSettings(address=addresses.get("draft")),
         orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
     )
-    return await stack.enter_async_context(remote_workers(settings))
+    return await stack.enter_async_context(remote_workers(settings, waits_when_full=waits_when_full))
 
 
 class WithWorkers(OnLoop):
@@ -130,6 +133,26 @@ class Loopback(Services):
             for role in last
             for index, direction in enumerate(("sent", "received"))
         }
+
+
+class LoadedServices(WithWorkers):
+    """One mode over worker processes of its own; a request that finds slots and queue full is refused."""
+
+    def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
+        super().__init__({})
+        self._mode = mode
+        roles = ("target", "draft") if mode.loads_draft else ("target",)
+        queue = () if settings.queue is None else ("--queue", str(settings.queue))
+        self._start(roles, settings.threads, settings.pair, "--sessions", str(settings.sessions), *queue)
+
+    async def _open(self) -> None:
+        await super()._open()
+        workers = await connect(self._scope, self._addresses, waits_when_full=False)
+        self.systems = [Ours(self._mode, self._loop, workers)]
+
+    def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
+        """Put the load on the workers until every request has ended."""
+        return self._loop.run(load.run(lambda task: self.systems[0].timed(request_of(task)), tasks))
 
 
 def _counts(proxies: dict[str, Proxy]) -> dict[str, tuple[int, int]]:

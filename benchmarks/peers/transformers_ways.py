@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.load.clients import ClosedLoop, Outcome, of_sample
 from benchmarks.settings import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
@@ -111,3 +112,53 @@ def _sampling(task: Task) -> dict[str, Any]:
     if sampling.is_greedy:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+
+class BatchedGenerate:
+    """`generate` on batches of as many requests as there are clients: no scheduler and no round cost anything.
+
+    A batch begins when the one before has ended, is padded on the left, and runs to the end of its longest text.
+    """
+
+    def __init__(self, name: str, threads: int, pair: Pair) -> None:
+        self.name = name
+        self._model = load_model("target", pair)
+        self._threads = threads
+
+    def drive(self, load: ClosedLoop, tasks: Sequence[Task]) -> list[Outcome]:
+        """Do the tasks in batches, and return each text up to its own length."""
+        torch.set_num_threads(self._threads)
+        began_s = time.perf_counter()
+        outcomes: list[Outcome] = []
+        for first in range(0, len(tasks), load.clients):
+            due_s = time.perf_counter() - began_s
+            samples = self._batch(tasks[first : first + load.clients])
+            outcomes += [of_sample(each, first + row, due_s) for row, each in enumerate(samples)]
+        return outcomes
+
+    @torch.inference_mode()
+    def _batch(self, tasks: Sequence[Task]) -> list[Sample]:
+        torch.manual_seed(tasks[0].seed)
+        longest = max(len(task.prompt_ids) for task in tasks)
+        padding = [longest - len(task.prompt_ids) for task in tasks]
+        start_s = time.perf_counter()
+        prompts = [[0] * pad + list(task.prompt_ids) for pad, task in zip(padding, tasks, strict=True)]
+        masks = [[0] * pad + [1] * (longest - pad) for pad in padding]
+        arrivals = _Arrivals(start_s)
+        output = self._model.generate(
+            torch.tensor(prompts, device=self._model.device),
+            attention_mask=torch.tensor(masks, device=self._model.device),
+            use_cache=True,
+            max_new_tokens=max(task.num_tokens for task in tasks),
+            streamer=arrivals,
+            **_sampling(tasks[0]),
+        )
+        times_s = [at_s for at_s, _ in arrivals.seen[1:]]  # the first thing put is the prompts
+        return [
+            Sample(
+                times_s[task.num_tokens - 1],
+                tuple(row[longest : longest + task.num_tokens]),
+                arrivals=tuple((at_s, 1) for at_s in times_s[: task.num_tokens]),
+            )
+            for task, row in zip(tasks, output.tolist(), strict=True)
+        ]

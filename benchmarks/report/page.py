@@ -18,6 +18,7 @@ from benchmarks.report.tables import Section
 from benchmarks.research import sections as studies
 from benchmarks.research.calibration.section import of_calibration
 from benchmarks.research.drafts.section import of_draft_kinds
+from benchmarks.research.load_section import of_load
 from benchmarks.research.rounds import trace
 from benchmarks.research.rounds.section import of_profile, of_trace
 from benchmarks.results_file import RUN, SWEEP
@@ -26,12 +27,13 @@ from specsplit.core.errors import InvalidRequest, InvalidSettings
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 Record = Mapping[str, Any]
 _KINDS = (
-    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `bars`, `profile`, `calibration`, `coupling_study`, "
-    "`draft_kinds`, `stage_sessions` or `exactness`, nor a trace file"
+    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `bars`, `load`, `profile`, `calibration`, "
+    "`coupling_study`, `draft_kinds`, `stage_sessions` or `exactness`, nor a trace file"
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "smoke": sections.of_cells,
     "bars": sections.of_cells,
+    "load": of_load,
     "profile": of_profile,
     "sweep-tree": studies.of_tree,
     "coupling_study": studies.of_coupling,
@@ -45,7 +47,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "draft_kinds": of_draft_kinds,
 }
 _LINE = TypeAdapter(dict[str, Any])
-_LINES_OF_THEIR_OWN = ("coupling_study", "stage_sessions", "exactness")
+_LINES_OF_THEIR_OWN = ("load", "coupling_study", "stage_sessions", "exactness")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 

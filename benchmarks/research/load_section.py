@@ -1,0 +1,81 @@
+"""The section of the page for a line of `load`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import plots
+from benchmarks.report.plots import Plot
+from benchmarks.report.sections import warn
+from benchmarks.report.tables import NONE, Record, Section, models_of, shown, spread
+
+_RATES = ("load", "tokens/s", "over generate", "over fewest", "over peak", "in limits")
+_WAITS = ("load", "ttft ms", "itl ms", "e2e ms", "refused", "refused in ms")
+
+
+def of_load(record: Record, path: Path, name: str) -> Section:
+    """Return the section of a line of `load`: rates, goodput and waits of every system under every load."""
+    settings, limits = record["settings"], record["settings"]["limits"]
+    section = Section(f"{path.name}: load")
+    if not record["is_complete"]:
+        section.warn("Not whole: it was interrupted.")
+    warn(section, record, record)
+    place = settings["endpoint"]
+    systems = f"The server at {place['url']}" if place else models_of(settings)
+    section.text(
+        f"{systems}, {settings['threads']} threads, {settings['sessions']} slots, {settings['num_requests']} requests "
+        f"of {shown(settings['lengths'])} new tokens at each number of clients, {record['num_rounds']} alternating "
+        f"rounds. In the limits: first token within {limits['ttft_s'] * 1e3:g} ms, then {limits['itl_s'] * 1e3:g} ms "
+        "a token at most. Over generate: transformers' on batches of as many; over fewest: the fewest clients; over "
+        "peak: an open loop over the best closed one."
+    )
+    points: Sequence[Record] = record["points"]
+    listed = [(f"{load_name(point)}, {name}", each) for point in points for name, each in point["systems"].items()]
+    section.table("Rates, medians with ranges", _RATES, [_rates(*each) for each in listed])
+    section.table("Waits, p50/p90/p99 of all rounds", _WAITS, [_waits(*each) for each in listed])
+    for point in points:
+        wrong = {system: each for system, each in point["texts"].items() if each["num_different"]}
+        for system, each in wrong.items():
+            told = f"{each['num_different']} of {each['num_compared']} texts differ"
+            section.warn(f"{system}, {load_name(point)}: {told} from plain decoding's.")
+        for system, each in point["systems"].items():
+            if each["num_failed"]:
+                section.warn(f"{system}, {load_name(point)}: {each['num_failed']} requests failed: {each['errors'][0]}")
+    for temperature in dict.fromkeys(point["temperature"] for point in points):
+        section.add([_plot(name, temperature, [each for each in points if each["temperature"] == temperature])])
+    section.origin(record)
+    return section
+
+
+def load_name(point: Record) -> str:
+    """Return the conditions of a load in words."""
+    count = point["clients"]
+    loop = f"{count} client{'s' if count > 1 else ''}" if count else "open loop"
+    return f"T {point['temperature']:g}, {loop}"
+
+
+def _rates(name: str, system: Record) -> list[str]:
+    ratios = (system.get(each) for each in ("over_generate", "over_fewest_clients", "over_peak"))
+    return [name, spread(system["tokens_per_s"], 0), *map(spread, ratios), f"{system['good_share']['median']:.0%}"]
+
+
+def _waits(name: str, system: Record) -> list[str]:
+    waits = [_ms(system[each]) for each in ("ttft_s", "itl_s", "e2e_s")]
+    return [name, *waits, f"{system['refused_share']['median']:.0%}", _ms(system["refused_s"])]
+
+
+def _ms(quantiles: Record | None) -> str:
+    return "/".join(f"{value * 1e3:.3g}" for value in quantiles.values()) if quantiles else NONE
+
+
+def _plot(name: str, temperature: float, points: Sequence[Record]) -> Plot:
+    closed = [point for point in points if point["clients"]]
+    systems = list(closed[0]["systems"])
+    series = {
+        each: [(point["clients"], point["systems"][each]["tokens_per_s"]) for point in closed] for each in systems
+    }
+    title = f"Tokens per second over clients, T {temperature:g}"
+    return Plot(
+        f"{name}-clients-{temperature:g}".replace(".", "-"), title, plots.lines(title, series, "clients", "tokens/s")
+    )
