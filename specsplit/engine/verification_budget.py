@@ -1,6 +1,6 @@
 """One verification budget over all sessions: the likeliest nodes of all trees go, as many as give the most tokens.
 
-    tokens per second of k nodes = (sessions + P(node 1) + ... + P(node k)) / seconds of a step with k nodes
+    tokens per second = (sessions + P(node) of all that go) / seconds of the step
 
 Plain arithmetic; knows no tensors.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
 
 from specsplit.engine.batch import Batch, Task
 from specsplit.engine.offered_tree import OfferedTree
@@ -17,20 +17,35 @@ from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 IDLE = 8.0
 """Times as long as its forward that a step's period counts at most. Chosen: beyond it nobody was there to verify."""
+TREE_MEMORY = 0.9
+"""Weight of the past in what a tree costs, per step that has some. Chosen: a memory of 10 steps."""
+TREE_FORGIVENESS = 0.99
+"""Factor on that cost for each step that verified none of the trees offered. Chosen: they are retried after dozens."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What goes of one session's tree."""
+
+    least: float = math.inf
+    num_nodes: int = 0
+    tokens: float = 0.0
+    """The sum of P over its nodes."""
 
 
 class VerificationBudget:
     """Weighs the nodes of all sessions that are ready against each other and against their rows.
 
-    Before `times` are measured nothing is cut. What a step takes beside its rows is measured as it runs, a share for
-    each session: its attention, and the time until its next round is here.
+    Before `times` are measured nothing is cut. What a step takes beside its rows is measured as it runs: for each
+    session (its attention, and the time until its next round is here), and for each that has a tree at all.
     """
 
     def __init__(self, times: StepTimes | None = None) -> None:
         self.times = times
         """Seconds of a forward of one session by its rows."""
-        self._beside_s = RunningMedian()
-        """Seconds a step takes for each session, beside its rows."""
+        self._session_s = RunningMedian()
+        self.tree_s = 0.0
+        """Seconds that a session's having a tree takes, beside its rows."""
         self._last_end_s = -math.inf
 
     def cut(self, tasks: Sequence[Task]) -> None:
@@ -40,32 +55,76 @@ class VerificationBudget:
             return
         trees = [offer.path_log_probs for _, offer in offers]
         rounds = [task.num_rows for task in tasks if not task.can_be_cut]
-        least = self.least_path(self.times, trees, sum(rounds) - sum(map(len, trees)), len(rounds))
-        for task, offer in offers:
-            task.sequence = offer.cut(least)
+        least = self.least_paths(self.times, trees, sum(rounds) - sum(map(len, trees)), len(rounds))
+        for (task, offer), each in zip(offers, least, strict=True):
+            task.sequence = offer.cut(each)
+        if min(least) == math.inf:
+            self.tree_s *= TREE_FORGIVENESS
 
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step of several sessions that ended now; one with a part of a prompt says nothing of verifies."""
         period_s = min(end_s - self._last_end_s, IDLE * (end_s - batch.start_s))
         self._last_end_s = end_s
-        if self.times is not None and not batch.parts:
-            rows = sum(len(sequence.token_ids) for sequence in batch.sequences)
-            self._beside_s.observe(max(period_s - self.times.seconds(rows), 0.0) / len(batch.tasks))
+        if self.times is None or batch.parts:
+            return
+        rows, num_sessions = sum(len(sequence.token_ids) for sequence in batch.sequences), len(batch.sequences)
+        beside_s = period_s - self.times.seconds(rows)
+        num_trees = sum(sequence.num_logits > 1 for sequence in batch.sequences)
+        if not num_trees:
+            self._session_s.observe(max(beside_s, 0.0) / num_sessions)
+        elif beside_s < IDLE * (end_s - batch.start_s) / 2:
+            tree_s = max(beside_s - num_sessions * self._session_s.value, 0.0) / num_trees
+            self.tree_s += (tree_s - self.tree_s) * (1 - TREE_MEMORY)
 
-    def least_path(self, times: StepTimes, trees: Sequence[Sequence[float]], rows: int, num_sessions: int) -> float:
-        """Return the least log-probability of a path that is worth a row of a step; infinity if no node is.
+    def least_paths(
+        self, times: StepTimes, trees: Sequence[Sequence[float]], rows: int, num_sessions: int
+    ) -> list[float]:
+        """Return for each tree the least log-probability of a path that is worth its row; infinity if none is.
 
         `trees` are the paths' log-probabilities of the sessions' nodes, and `rows` are those of the step without
         them: the roots of all its sessions, and the tails before them.
         """
-        ranked = sorted(chain.from_iterable(trees), reverse=True)
-        curve, beside_s = times.curve(rows + len(ranked)), self._beside_s.value * num_sessions
-        tokens, least = float(num_sessions), math.inf
-        best = tokens / (curve[rows] + beside_s)
+        num_nodes = sum(map(len, trees))
+        beside_s = num_sessions * self._session_s.value
+        curve = [seconds + beside_s for seconds in times.curve(rows + num_nodes)[rows : rows + num_nodes + 1]]
+        plain = num_sessions / curve[0]
+        # A tree that would not pay if its rows were free is none of those that are ranked.
+        pays = [sum(map(math.exp, tree)) > plain * self.tree_s for tree in trees]
+        kept = self._best_prefix(curve, [tree if is_in else () for tree, is_in in zip(trees, pays, strict=True)], plain)
+        self._drop_trees(curve, kept, num_sessions)
+        return [each.least for each in kept]
+
+    def _best_prefix(self, curve: Sequence[float], trees: Sequence[Sequence[float]], plain: float) -> list[_Kept]:
+        """Return what goes if the likeliest nodes of all do; `curve` is the seconds of a step by number of nodes."""
+        ranked = sorted(((path, tree) for tree, paths in enumerate(trees) for path in paths), reverse=True)
+        best, tokens, trees_s, least = plain, plain * curve[0], 0.0, math.inf
+        seen: set[int] = set()
         # A whole stair of the curve may pay where its first node does not, so the search goes on beyond a loss.
-        for row, path in enumerate(ranked, rows + 1):
+        for count, (path, tree) in enumerate(ranked, 1):
             tokens += math.exp(path)
-            rate = tokens / (curve[row] + beside_s)
+            if tree not in seen:
+                seen.add(tree)
+                trees_s += self.tree_s
+            rate = tokens / (curve[count] + trees_s)
             if rate > best:
                 best, least = rate, path
-        return least
+        return [_part(tree, least) for tree in trees]
+
+    def _drop_trees(self, curve: Sequence[float], kept: list[_Kept], num_sessions: int) -> None:
+        """Take out the trees without which the others give more tokens per second."""
+        tokens, nodes = num_sessions + sum(each.tokens for each in kept), sum(each.num_nodes for each in kept)
+        num_trees = sum(each.num_nodes > 0 for each in kept)
+        for index in sorted(range(len(kept)), key=lambda each: kept[each].tokens):
+            each = kept[index]
+            if not each.num_nodes:
+                continue
+            rate = tokens / (curve[nodes] + num_trees * self.tree_s)
+            without = (tokens - each.tokens) / (curve[nodes - each.num_nodes] + (num_trees - 1) * self.tree_s)
+            if without > rate:
+                tokens, nodes, num_trees = tokens - each.tokens, nodes - each.num_nodes, num_trees - 1
+                kept[index] = _Kept()
+
+
+def _part(tree: Sequence[float], least: float) -> _Kept:
+    paths = [path for path in tree if path >= least]
+    return _Kept(least, len(paths), sum(map(math.exp, paths))) if paths else _Kept()
