@@ -18,7 +18,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench research-test browser-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one 
 
 bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
 	$(BIN)/python -m benchmarks figures
+
+bench-load: $(RUNS)  ## Put 1 to 16 clients on the embedded pair, beside batched generate (12 minutes), one JSON line last
+	$(BIN)/python -m benchmarks load --temperature 0,1 --clients 1,8,16 --new-tokens 48
 
 research-test: $(TOOLS)  ## Run the tests of benchmarks/research: training the pair and the studies (not part of CI)
 	$(PIP) --editable '.[research]'

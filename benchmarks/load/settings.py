@@ -75,9 +75,11 @@ class LoadSettings(Setup):
                     f"{name} takes no load; our modes, MODE@loopback and generate do, and a server named with --url.",
                     param="systems",
                 )
-        if self.num_requests < max(self.clients):
+        uneven = next((size for size in self.clients if self.num_requests % size), None)
+        if uneven is not None:
             raise InvalidRequest(
-                f"--requests ({self.num_requests}) must be at least the most of --clients, {max(self.clients)}.",
+                f"--requests ({self.num_requests}) must be a multiple of each of --clients, and {uneven} does not "
+                "divide it: else generate's last batch would be smaller than the others.",
                 param="requests",
             )
         if min(self.temperatures) < 0 or min(self.lengths) < 2:

@@ -160,7 +160,7 @@ def test_a_point_says_what_it_is_beside_its_limit_and_its_peak():
     [
         ({"systems": ("beam",)}, "no system 'beam'"),
         ({"systems": ("assisted",)}, "takes no load"),
-        ({"num_requests": 1}, "--requests"),
+        ({"num_requests": 3}, "--requests"),
         ({"lengths": (1,)}, "--new-tokens 2"),
         ({"rate": 1.0, "overload": 2.0}, "--rate and --overload"),
     ],
@@ -227,7 +227,7 @@ def test_an_endpoint_is_driven_with_texts_and_its_refusals_are_read():
 
 def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
     path = tmp_path / "load.jsonl"
-    sizes = ["--clients", "1,3", "--requests", "4", "--prompts", "2", "--new-tokens", "2,3", "--rounds", "2"]
+    sizes = ["--clients", "1,2", "--requests", "4", "--prompts", "2", "--new-tokens", "2,3", "--rounds", "2"]
     sizes += ["--rate", "1000", "--arrivals", "5"]
     with serving(Habits()) as habits:
         place = ["--url", habits.url, "--key", "very-secret", "--output", str(path)]
@@ -236,7 +236,7 @@ def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
     assert path.read_text(encoding="utf-8") == found.stdout
     assert "very-secret" not in found.stdout
     record = json.loads(found.stdout)
-    assert [point["clients"] for point in record["points"]] == [1, 3, None]
+    assert [point["clients"] for point in record["points"]] == [1, 2, None]
     assert [point["systems"]["endpoint"]["num_done"] for point in record["points"]] == [8, 8, 10]
     assert (record["is_complete"], record["num_rounds"], record["settings"]["endpoint"]["model"]) == (True, 2, None)
     (section,) = page.build([path], lambda name: None, needs_commit=False)
