@@ -24,7 +24,6 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
 
 Record = dict[str, Any]
-_NUM_WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +86,10 @@ class Bench:
         ]
 
     def warm_up(self) -> None:
-        """Have every system do two requests that are not recorded."""
+        """Have every system do a request for each client of the greatest load; they are not recorded."""
+        most = max(self._settings.clients)
         for child in self._children.values():
-            child.ask("drive", ClosedLoop(_NUM_WARM_UPS), self.tasks(self.points[0])[:_NUM_WARM_UPS])
+            child.ask("drive", ClosedLoop(most), self.tasks(self.points[0])[:most])
 
     def round(self, number: int, tick: Tick, should_stop: Callable[[], bool]) -> Round | None:
         """Put every load on every system; None if it was interrupted."""
