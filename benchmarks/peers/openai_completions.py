@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,11 @@ from benchmarks.load.settings import ENDPOINT, Endpoint
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, MissingExtra, Overloaded, WorkerFailed, WorkerUnreachable
 
+Errors = tuple[type[Exception], ...]
+Fields = Mapping[str, bool]
 _TIMEOUT_S = 600.0
-_EXTRA_FIELDS = {"ignore_eos": True, "return_token_ids": True}
+_PAST_EOS: Fields = {"ignore_eos": True}
+_EXTRA: Fields = {**_PAST_EOS, "return_token_ids": True}
 _REFUSED = (400, 422)
 """The HTTP statuses of a request that the server does not take."""
 _HAS_NO_ROOM = (429, 503)
@@ -42,7 +45,9 @@ _DIALECTS = (Dialect(), Dialect(goes_past_eos=False), Dialect(takes_token_ids=Fa
 """From the one that makes the server comparable to the one that any server takes."""
 
 
-def connect(name: str, url: str, model: str | None = None, key: str | None = None) -> Completions:
+def connect(
+    name: str, url: str, model: str | None = None, key: str | None = None, extra: Fields = _EXTRA
+) -> Completions:
     """Return `model`, or the first one that the server at `url` (such as http://127.0.0.1:8000/v1) names.
 
     Raises:
@@ -57,10 +62,10 @@ def connect(name: str, url: str, model: str | None = None, key: str | None = Non
     client = openai.OpenAI(**options)
     chosen = model or first_model(client, url)
     errors = (openai.OpenAIError, *_transport_errors())
-    return Completions(name, client, chosen, errors, dialect_of(client, chosen, errors))
+    return Completions(name, client, chosen, errors, dialect_of(client, chosen, errors, extra))
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
+def _transport_errors() -> Errors:
     """Return what an openai client before version 3 lets through while a stream is read."""
     try:
         httpx: Any = importlib.import_module("httpx")
@@ -89,7 +94,7 @@ def first_model(client: Any, url: str) -> str:
     return str(models[0].id)
 
 
-def dialect_of(client: Any, model: str, errors: tuple[type[Exception], ...]) -> Dialect:
+def dialect_of(client: Any, model: str, errors: Errors, extra: Fields = _EXTRA) -> Dialect:
     """Return the first dialect in which the server continues a prompt by one token.
 
     Raises:
@@ -99,7 +104,7 @@ def dialect_of(client: Any, model: str, errors: tuple[type[Exception], ...]) -> 
     task = Task("a first try", (1,), 1, text="a")
     for dialect in _DIALECTS:
         try:
-            for _ in _open(client, model, task, dialect):
+            for _ in _open(client, model, task, dialect, extra):
                 pass
         except errors as error:
             if getattr(error, "status_code", None) not in _REFUSED:
@@ -113,9 +118,7 @@ def dialect_of(client: Any, model: str, errors: tuple[type[Exception], ...]) -> 
 class Completions:
     """One model of one server; `errors` are what the client raises."""
 
-    def __init__(
-        self, name: str, client: Any, model: str, errors: tuple[type[Exception], ...], dialect: Dialect = _DIALECTS[0]
-    ) -> None:
+    def __init__(self, name: str, client: Any, model: str, errors: Errors, dialect: Dialect = _DIALECTS[0]) -> None:
         self.name = name
         self.dialect = dialect
         self._client, self._model, self.errors = client, model, errors
@@ -139,9 +142,9 @@ class Completions:
             raise WorkerFailed(f"{self.name} failed on {task.id}: {error}") from error
         return answer.sample()
 
-    def ask(self, task: Task, client: Any = None) -> Any:
+    def ask(self, task: Task, client: Any = None, extra: Fields = _EXTRA) -> Any:
         """Return the stream of one completion, or of an asynchronous `client` something to wait for."""
-        return _open(client or self._client, self._model, task, self.dialect)
+        return _open(client or self._client, self._model, task, self.dialect, extra)
 
 
 class Answer:
@@ -194,7 +197,9 @@ class LoadedEndpoint:
     name = ENDPOINT
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._server = connect(f"The server at {endpoint.url}", endpoint.url, endpoint.model, endpoint.key)
+        name = f"The server at {endpoint.url}"
+        # Token ids are of no use here, and a server that cannot tell them may well go past the end of its text.
+        self._server = connect(name, endpoint.url, endpoint.model, endpoint.key, _PAST_EOS)
         self._options = {"base_url": endpoint.url, "api_key": endpoint.key or "none"}
 
     def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
@@ -209,7 +214,7 @@ class LoadedEndpoint:
     async def _send(self, client: Any, task: Task) -> Sample:
         answer = Answer(self._server.name, task)
         try:
-            async for chunk in await self._server.ask(task, client):
+            async for chunk in await self._server.ask(task, client, _PAST_EOS):
                 answer.add(chunk)
         except self._server.errors as error:
             if getattr(error, "status_code", None) in _HAS_NO_ROOM:
@@ -225,7 +230,7 @@ def _retry_after_s(error: Any) -> float:
         return _RETRY_S
 
 
-def _open(client: Any, model: str, task: Task, dialect: Dialect) -> Any:
+def _open(client: Any, model: str, task: Task, dialect: Dialect, extra: Fields) -> Any:
     sampling = task.sampling
     return client.completions.create(
         model=model,
@@ -236,7 +241,7 @@ def _open(client: Any, model: str, task: Task, dialect: Dialect) -> Any:
         seed=task.seed,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body=_EXTRA_FIELDS if dialect.goes_past_eos else {},
+        extra_body=extra if dialect.goes_past_eos else {},
     )
 
 

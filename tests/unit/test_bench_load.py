@@ -218,7 +218,8 @@ def test_an_endpoint_is_driven_with_texts_and_its_refusals_are_read():
         system = LoadedEndpoint(Endpoint(habits.url))
         outcomes = system.drive(ClosedLoop(2), tasks)
         assert [(each.num_tokens, len(each.arrivals)) for each in outcomes] == [(3, 3)] * 4
-        assert habits.asked[-1]["prompt"] == "def f("
+        assert (habits.asked[-1]["prompt"], habits.asked[-1]["ignore_eos"]) == ("def f(", True)
+        assert "return_token_ids" not in habits.asked[-1], "our own gateway refuses it"
         habits.status = 503
         assert [each.retry_after_s for each in system.drive(OpenLoop(1e6), tasks)] == [1.0] * 4
         habits.status = 500
