@@ -25,7 +25,7 @@ TREE_FORGIVENESS = 0.99
 
 @dataclass(slots=True)
 class _Kept:
-    """What goes of one session's tree."""
+    """The part of one session's tree that goes."""
 
     least: float = math.inf
     num_nodes: int = 0
