@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.gateway.lmtp.websocket import MAX_FRAME_BYTES
 
 HEADERS_S = 10.0
 """A connection without a whole request head for so long is closed; one that was never used, too."""
@@ -53,6 +55,10 @@ class LimitedProtocol(H11Protocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._stop_waiting()  # from here on it is no HTTP
+        super().handle_websocket_upgrade(event)
 
     def _close(self) -> None:
         self._waiting = None
@@ -101,7 +107,8 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncGenerator[Htt
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_FRAME_BYTES,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -1,0 +1,159 @@
+"""The frames of LMTP: `TYPE`, a space, and JSON. A client sends an object, the server a list of items.
+
+The real client drops MSG items of a stream and then waits for ever, so errors of a stream are TOKEN items.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import FinishReason, Identity, SamplingParams, TokenLogProb
+
+Item = dict[str, Any]
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+MAX_TOP_LOGPROBS = 20
+
+
+class Stream(BaseModel):
+    """The fields that every request has. Those that we do not know are ignored, as the original server does."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    stream_id: int = Field(strict=True)
+    model: str | None = None
+
+
+class Generate(Stream):
+    """GENERATE: continue the prompt."""
+
+    prompt: Annotated[list[TokenId], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] = 32
+    temperature: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, strict=True)] | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)] | None = None
+    ignore_eos: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        if value and min(value) < 0:
+            raise ValueError("a token id below 0")
+        return value
+
+    def sampling(self, vocab_size: int) -> SamplingParams:
+        """Return how tokens are picked; biases of ids outside the vocabulary, which LMQL reserves, are left out.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        return SamplingParams(
+            self.temperature or 0.0,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            _biases(self.logit_bias, vocab_size),
+        )
+
+
+class Score(Stream):
+    """SCORE: the log-probabilities of `scored` behind the prompt."""
+
+    prompt: list[TokenId] = Field(default_factory=list[int])
+    scored: Annotated[list[TokenId], Field(min_length=1)]
+    logit_bias: dict[int, float] | None = None
+
+    def biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+        """Return the biases of ids in the vocabulary."""
+        return _biases(self.logit_bias, vocab_size)
+
+
+class ModelInfo(Stream):
+    """MODEL_INFO: what the server knows of a model; its `data` says nothing that we use."""
+
+
+COMMANDS: Mapping[str, type[Stream]] = {"GENERATE": Generate, "SCORE": Score, "MODEL_INFO": ModelInfo}
+
+
+def _biases(given: Mapping[int, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((token, bias) for token, bias in (given or {}).items() if token < vocab_size))
+
+
+def split_frame(frame: str) -> tuple[str, dict[str, Any]]:
+    """Return a frame's type and its object.
+
+    Raises:
+        InvalidRequest: it is no frame of LMTP.
+    """
+    command, _, payload = frame.partition(" ")
+    if command not in COMMANDS:
+        shown = command[:40]
+        raise InvalidRequest(f"There is no message {shown!r}; there are {', '.join(COMMANDS)}.")
+    try:
+        fields = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"What follows {command} is no JSON.") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"What follows {command} is no JSON object.")
+    return command, fields  # pyright: ignore[reportUnknownVariableType]
+
+
+def parse(command: str, fields: Mapping[str, Any]) -> Stream:
+    """Return the request of a frame.
+
+    Raises:
+        InvalidRequest: a field is missing or malformed; it is named.
+    """
+    try:
+        return COMMANDS[command].model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{command}: {where}: {first['msg']}.", param=where) from error
+
+
+def frame(kind: str, items: Sequence[Item]) -> str:
+    """Return the frame of these items."""
+    return f"{kind} {json.dumps(items, separators=(',', ':'))}"
+
+
+def token_item(stream_id: int, token: int, found: TokenLogProb, finish_reason: FinishReason | None) -> Item:
+    """Return one token of a stream, without likeliest tokens."""
+    log_prob = found.log_prob if math.isfinite(found.log_prob) else -1e30
+    return {"token": token, "stream_id": stream_id, "logprob": log_prob, "finish_reason": finish_reason}
+
+
+def top_logprobs(token: int, found: TokenLogProb) -> dict[str, float]:
+    """Return the chosen token's log-probability, then those of the likeliest ones, by ids as texts."""
+    return {str(token): found.log_prob} | {str(each): value for each, value in found.top}
+
+
+def error_item(stream_id: int, message: str) -> Item:
+    """Return what ends a stream that failed."""
+    return {"stream_id": stream_id, "error": message}
+
+
+def info_item(stream_id: int, name: str, identity: Identity) -> Item:
+    """Return what is known of a model."""
+    info = {
+        "model": name,
+        "model_type": identity.model,
+        "vocab_size": identity.vocab_size,
+        "context": identity.context,
+        "weights_hash": identity.weights_hash,
+    }
+    return {"stream_id": stream_id, "model_info": info}

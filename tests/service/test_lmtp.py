@@ -1,0 +1,151 @@
+"""LMTP over the gateway's socket, spoken by LMQL's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from lmql.models.lmtp.errors import LMTPStreamError
+from lmql.models.lmtp.lmtp_client import LMTPWebSocketClient
+from transformers import AutoModelForCausalLM
+
+from specsplit import Pipeline
+from specsplit.core.defaults import EMBEDDED
+from specsplit.gateway.keys import new_key
+from specsplit.model.files import resolve
+from tests.support.gateways import GatewayProcess
+
+KEY, LINE = new_key("alice")
+PROMPT = [100, 200, 300, 400]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
+    options = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--api-key-file", str(folder / "keys"))
+    started = GatewayProcess(folder, *options)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Generator[Pipeline]:
+    with Pipeline(dtype="fp32", threads=1, context=512) as made:
+        yield made
+
+
+@asynccontextmanager
+async def client(gateway: GatewayProcess, **headers: str) -> AsyncGenerator[Any]:
+    sent = {"authorization": f"Bearer {KEY}", **headers}
+    async with aiohttp.ClientSession(headers=sent) as http, http.ws_connect(f"{gateway.url}/lmtp") as socket:
+        made = LMTPWebSocketClient("embedded", socket)
+        made.connect()
+        yield made
+        made.handler.cancel()
+
+
+async def collect(stream: Any) -> list[dict[str, Any]]:
+    return [item async for item in stream]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_the_text_is_that_of_a_pipeline(gateway: GatewayProcess, pipeline: Pipeline, temperature: float) -> None:
+    async with client(gateway) as lmtp:
+        items = await collect(lmtp.generate(PROMPT, max_tokens=24, temperature=temperature, seed=5, top_logprobs=3))
+    expected = pipeline.generate(PROMPT, max_new_tokens=24, temperature=temperature, seed=5)
+    assert tuple(item["token"] for item in items) == expected.token_ids
+    assert [item["finish_reason"] for item in items] == [None] * (len(items) - 1) + [expected.finish_reason]
+    for item in items:
+        first, *rest = item["top_logprobs"].items()
+        assert first == (str(item["token"]), item["logprob"])
+        assert 2 <= len(rest) <= 3
+        assert [value for _, value in rest] == sorted((value for _, value in rest), reverse=True)
+
+
+async def test_streams_interleave_and_each_keeps_its_order(gateway: GatewayProcess, pipeline: Pipeline) -> None:
+    prompts = [[50 + number, 60, 70] for number in range(8)]
+    async with client(gateway) as lmtp:
+        streams = [
+            lmtp.generate(prompt, max_tokens=16, temperature=1.0, seed=number) for number, prompt in enumerate(prompts)
+        ]
+        found = await asyncio.gather(*map(collect, streams))
+    for number, (prompt, items) in enumerate(zip(prompts, found, strict=True)):
+        expected = pipeline.generate(prompt, max_new_tokens=16, temperature=1.0, seed=number)
+        assert tuple(item["token"] for item in items) == expected.token_ids
+
+
+async def test_scores_are_those_of_transformers(gateway: GatewayProcess) -> None:
+    scored = [11, 22, 33, 44]
+    async with client(gateway) as lmtp:
+        items = await collect(lmtp.score(PROMPT, scored))
+        alone = await collect(lmtp.score([], scored))
+    model = AutoModelForCausalLM.from_pretrained(resolve(EMBEDDED, "target")[0], dtype=torch.float32).eval()
+
+    def expected(ids: list[int]) -> list[float]:
+        with torch.inference_mode():
+            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        return [rows[at - 1, ids[at]].item() for at in range(1, len(ids))]
+
+    assert [item["token"] for item in items] == scored
+    assert [item["logprob"] for item in items] == pytest.approx(expected([*PROMPT, *scored])[-4:], abs=1e-4)
+    assert [item["finish_reason"] for item in items] == [None, None, None, "stop"]
+    assert all("top_logprobs" not in item for item in items)
+    assert alone[0]["logprob"] == 0.0
+    assert [item["logprob"] for item in alone[1:]] == pytest.approx(expected(scored), abs=1e-4)
+
+
+async def test_a_mask_of_biases_decides_the_token(gateway: GatewayProcess) -> None:
+    # LMQL reserves ids behind the vocabulary, and masks them like the others.
+    async with client(gateway) as lmtp:
+        items = await collect(lmtp.generate(PROMPT, max_tokens=2, logit_bias={"77": 100, "4100": 100}))
+    assert [item["token"] for item in items] == [77, 77]
+
+
+async def test_the_model_is_described(gateway: GatewayProcess) -> None:
+    async with client(gateway) as lmtp:
+        answer = await lmtp.request("MODEL_INFO", {})
+    assert answer["model_info"]["vocab_size"] == 4096
+    assert answer["model_info"]["context"] == 512
+    assert answer["model_info"]["model"] == "embedded"
+
+
+async def test_what_is_wrong_ends_its_own_stream_only(gateway: GatewayProcess) -> None:
+    async with client(gateway) as lmtp:
+        running = asyncio.create_task(collect(lmtp.generate(PROMPT, max_tokens=200, ignore_eos=True)))
+        with pytest.raises(LMTPStreamError, match="prompt"):
+            await collect(lmtp.generate([None]))
+        with pytest.raises(LMTPStreamError, match="vocabulary"):
+            await collect(lmtp.generate([5000]))
+        with pytest.raises(LMTPStreamError, match="scored"):
+            await collect(lmtp.score(PROMPT, []))
+        with pytest.raises(LMTPStreamError, match="less than or equal to 20"):
+            await collect(lmtp.generate(PROMPT, top_logprobs=21))
+        lmtp.model_identifier = "another"
+        with pytest.raises(LMTPStreamError, match="There is no model 'another'"):
+            await collect(lmtp.generate(PROMPT))
+        assert len(await running) == 200
+
+
+async def test_a_client_that_leaves_frees_its_slots(gateway: GatewayProcess) -> None:
+    for _ in range(3):  # each takes all eight slots
+        async with client(gateway) as lmtp:
+            streams = [lmtp.generate([10 + each], max_tokens=400, ignore_eos=True) for each in range(8)]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+    async with client(gateway) as lmtp:
+        assert len(await collect(lmtp.generate(PROMPT, max_tokens=2, ignore_eos=True))) == 2
+
+
+async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(gateway: GatewayProcess) -> None:
+    for headers in ({"authorization": "Bearer wrong"}, {"origin": "http://elsewhere.example"}):
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+            async with client(gateway, **headers):
+                pass
+    own = gateway.url
+    async with client(gateway, origin=own) as lmtp:
+        assert await lmtp.request("MODEL_INFO", {})

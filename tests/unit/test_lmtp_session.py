@@ -1,0 +1,181 @@
+"""A client of LMTP over a pipe in memory: its frames, its mistakes, and what it may do at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+
+from specsplit.core.types import Identity
+from specsplit.gateway.lmtp import session as sessions
+from specsplit.gateway.lmtp.session import LmtpSession
+from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import EOS, FakeTarget, FakeTokenizer
+
+NUM_FUZZED = 20_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 400
+
+
+class Pipe:
+    """A client's end: what it was sent, and its session."""
+
+    def __init__(self, target: FakeTarget, identity: Identity) -> None:
+        tokenizer = FakeTokenizer()
+        orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
+        model = ServedModel("small", identity, tokenizer, target, lambda _: orchestrator)
+        self.target = target
+        self.frames: list[tuple[str, list[dict[str, Any]]]] = []
+        self.session = LmtpSession(ModelTable([model]), self._take)
+
+    async def _take(self, frame: str) -> None:
+        kind, _, items = frame.partition(" ")
+        self.frames.append((kind, json.loads(items)))
+
+    def items(self, stream_id: int) -> list[dict[str, Any]]:
+        return [item for _, items in self.frames for item in items if item.get("stream_id") == stream_id]
+
+    async def send(self, command: str, **fields: Any) -> None:
+        await self.session.handle(f"{command} {json.dumps(fields)}")
+
+    async def ask(self, command: str, **fields: Any) -> list[dict[str, Any]]:
+        """Send a request, wait for its end and return its items."""
+        await self.send(command, stream_id=1, **fields)
+        await self.session.wait()
+        return self.items(1)
+
+
+@pytest.fixture
+async def pipe() -> Pipe:
+    target = FakeTarget(context=64)
+    return Pipe(target, await target.ping())
+
+
+async def test_never_more_items_than_asked_for_and_the_last_says_why(pipe: Pipe) -> None:
+    items = await pipe.ask("GENERATE", prompt=[1, 2], max_tokens=7, ignore_eos=True)
+    assert [item["finish_reason"] for item in items] == [None] * 6 + ["length"]
+    assert all(set(item) == {"token", "stream_id", "logprob", "finish_reason", "top_logprobs"} for item in items)
+    assert all(kind == "TOKEN" for kind, _ in pipe.frames)
+
+
+async def test_an_end_of_sequence_is_sent_and_called_stop(pipe: Pipe) -> None:
+    reasons: set[str] = set()
+    for number in range(40):
+        await pipe.send("GENERATE", stream_id=number, prompt=[number], max_tokens=40)
+        await pipe.session.wait()
+        *before, last = pipe.items(number)
+        assert (last["token"] == EOS) == (last["finish_reason"] == "stop")
+        assert EOS not in [item["token"] for item in before]
+        reasons.add(last["finish_reason"])
+    assert reasons == {"stop", "length"}
+
+
+async def test_the_end_of_the_context_is_an_end(pipe: Pipe) -> None:
+    items = await pipe.ask("GENERATE", prompt=[1] * 60, max_tokens=20, ignore_eos=True)
+    assert items[-1]["finish_reason"] == "length"
+    assert len(items) <= 4
+
+
+@pytest.mark.parametrize(
+    ("command", "fields", "said"),
+    [
+        ("GENERATE", {"prompt": []}, "prompt"),
+        ("GENERATE", {"prompt": [None]}, "prompt.0"),
+        ("GENERATE", {"prompt": [True]}, "prompt.0"),
+        ("GENERATE", {"prompt": [9999]}, "vocabulary"),
+        ("GENERATE", {"prompt": [1] * 99}, "context"),
+        ("GENERATE", {}, "prompt"),
+        ("GENERATE", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ("GENERATE", {"prompt": [1], "temperature": -1}, "temperature"),
+        ("GENERATE", {"prompt": [1], "temperature": "hot"}, "temperature"),
+        ("GENERATE", {"prompt": [1], "logit_bias": {"x": 1}}, "logit_bias"),
+        ("GENERATE", {"prompt": [1], "logit_bias": {"-1": 1}}, "logit_bias"),
+        ("GENERATE", {"prompt": [1], "model": "large"}, "There is no model 'large'"),
+        ("SCORE", {"prompt": [1], "scored": []}, "scored"),
+        ("SCORE", {"prompt": [1], "scored": [9999]}, "vocabulary"),
+    ],
+)
+async def test_a_mistake_is_the_streams_last_item(pipe: Pipe, command: str, fields: dict[str, Any], said: str) -> None:
+    items = await pipe.ask(command, **fields)
+    assert len(items) == 1
+    assert said in items[0]["error"]
+    assert pipe.frames[-1][0] == "TOKEN", "the real client drops a MSG and waits for ever"
+    assert (await pipe.ask("GENERATE", prompt=[1], max_tokens=1))[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    ["", "GENERATE", "GENERATE {", "GENERATE []", "GENERATE " + "[" * 100_000, "HELLO {}", 'SCORE {"prompt":[1]}'],
+)
+async def test_what_is_no_request_is_answered_and_the_client_stays(pipe: Pipe, frame: str) -> None:
+    await pipe.session.handle(frame)
+    assert pipe.frames[-1][0] == "MSG"
+    assert pipe.frames[-1][1][0]["error"]
+    assert (await pipe.ask("GENERATE", prompt=[1], max_tokens=1))[-1]["finish_reason"]
+
+
+async def test_a_number_that_is_open_is_not_given_twice(pipe: Pipe) -> None:
+    await pipe.send("GENERATE", stream_id=1, prompt=[1], max_tokens=20, ignore_eos=True)
+    items = await pipe.ask("GENERATE", prompt=[1], max_tokens=20, ignore_eos=True)
+    errors = [item for item in items if "error" in item]
+    assert len(errors) == 1
+    assert "open already" in errors[0]["error"]
+    assert len(items) == 21
+    assert (await pipe.ask("GENERATE", prompt=[1], max_tokens=1))[-1]["finish_reason"]
+
+
+async def test_too_many_streams_are_refused(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_STREAMS", 3)
+    for stream_id in range(2, 6):
+        await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=4, ignore_eos=True)
+    await pipe.session.wait()
+    assert "error" in pipe.items(5)[0]
+    assert all(len(pipe.items(stream_id)) == 4 for stream_id in (2, 3, 4))
+
+
+async def test_closing_ends_every_stream_and_says_so(pipe: Pipe) -> None:
+    for stream_id in (1, 2):
+        await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=50, ignore_eos=True)
+    await asyncio.sleep(0)
+    await pipe.session.close("The server is shutting down.")
+    assert [pipe.items(stream_id)[-1].get("error") for stream_id in (1, 2)] == ["The server is shutting down."] * 2
+    assert pipe.session.num_open == 0
+    assert not pipe.target.slots
+
+
+async def test_any_frame_is_answered_and_a_stream_beside_it_unharmed(pipe: Pipe) -> None:
+    expected = [
+        item["token"] for item in await pipe.ask("GENERATE", prompt=[7], seed=3, max_tokens=12, ignore_eos=True)
+    ]
+    rng = random.Random(5)
+    values: list[Any] = [None, True, -1, 0, 3, 1e308, "x", [], [1], [None], {}, {"1": 2}, float("nan"), "\ud800", 2**70]
+    names = [
+        "prompt",
+        "scored",
+        "stream_id",
+        "model",
+        "max_tokens",
+        "temperature",
+        "logit_bias",
+        "top_logprobs",
+        "seed",
+    ]
+    for number in range(NUM_FUZZED):
+        fields = {name: rng.choice(values) for name in rng.sample(names, rng.randint(0, len(names)))}
+        frame = f"{rng.choice(['GENERATE', 'SCORE', 'MODEL_INFO'])} {json.dumps(fields)}"
+        if rng.random() < 0.3:
+            at = rng.randrange(len(frame))
+            frame = frame[:at] + chr(rng.randrange(1, 0x300)) + frame[at + rng.randint(0, 2) :]
+        await pipe.session.handle(frame)
+        if number % 100 == 0:
+            await pipe.session.wait()
+            pipe.frames.clear()
+            await pipe.send("GENERATE", stream_id=1 << 40, prompt=[7], seed=3, max_tokens=12, ignore_eos=True)
+            await pipe.session.wait()
+            assert [item["token"] for item in pipe.items(1 << 40)] == expected
+    await pipe.session.wait()
+    assert not pipe.target.slots
