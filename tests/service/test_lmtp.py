@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import lmql
 import pytest
 import torch
 from lmql.models.lmtp.errors import LMTPStreamError
@@ -21,15 +24,14 @@ from specsplit.model.files import resolve
 from tests.support.gateways import GatewayProcess
 
 KEY, LINE = new_key("alice")
+AUTHORISED = {"authorization": f"Bearer {KEY}"}
 PROMPT = [100, 200, 300, 400]
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
-    folder = tmp_path_factory.mktemp("gateway")
-    (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
-    options = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--api-key-file", str(folder / "keys"))
-    started = GatewayProcess(folder, *options)
+    options = ("--dtype", "fp32", "--threads", "1", "--context", "512")
+    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), *options)
     yield started
     started.close()
 
@@ -42,8 +44,7 @@ def pipeline() -> Generator[Pipeline]:
 
 @asynccontextmanager
 async def client(gateway: GatewayProcess, **headers: str) -> AsyncGenerator[Any]:
-    sent = {"authorization": f"Bearer {KEY}", **headers}
-    async with aiohttp.ClientSession(headers=sent) as http, http.ws_connect(f"{gateway.url}/lmtp") as socket:
+    async with aiohttp.ClientSession(headers=headers) as http, http.ws_connect(f"{gateway.url}/lmtp") as socket:
         made = LMTPWebSocketClient("embedded", socket)
         made.connect()
         yield made
@@ -141,11 +142,29 @@ async def test_a_client_that_leaves_frees_its_slots(gateway: GatewayProcess) -> 
         assert len(await collect(lmtp.generate(PROMPT, max_tokens=2, ignore_eos=True))) == 2
 
 
-async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(gateway: GatewayProcess) -> None:
-    for headers in ({"authorization": "Bearer wrong"}, {"origin": "http://elsewhere.example"}):
-        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
-            async with client(gateway, **headers):
-                pass
-    own = gateway.url
-    async with client(gateway, origin=own) as lmtp:
-        assert await lmtp.request("MODEL_INFO", {})
+async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(gateway: GatewayProcess, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(LINE + "\n", encoding="utf-8")
+    (target,) = re.findall(r"The target serves at (\S+),", gateway.stderr)
+    locked = GatewayProcess(tmp_path, "--target", f"embedded={target}", "--api-key-file", str(tmp_path / "keys"))
+    try:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {**AUTHORISED, "origin": "http://elsewhere.example"}):
+            with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+                async with client(locked, **headers):
+                    pass
+        async with client(locked, **AUTHORISED, origin=locked.url) as lmtp:
+            assert await lmtp.request("MODEL_INFO", {})
+    finally:
+        locked.close()
+
+
+async def test_a_constrained_query_and_a_distribution_of_lmql(gateway: GatewayProcess, pipeline: Pipeline) -> None:
+    folder = resolve(EMBEDDED, "target")[0]
+    model = lmql.model("embedded", endpoint=f"{gateway.ready['address']}/lmtp", tokenizer=str(folder))
+    found = await lmql.run('argmax "def add(a, b):\\n    [BODY]" where len(TOKENS(BODY)) < 8', model=model)
+    prompt = pipeline.generate("def add(a, b):\n    ", max_new_tokens=1).prompt_token_ids
+    # LMQL puts the token with id 0 before every prompt.
+    expected = pipeline.generate([0, *prompt], max_new_tokens=7, temperature=0.0)
+    assert found.variables["BODY"] == expected.text
+    query = 'argmax "the language is[NAME]" distribution NAME in [" python", " C", " java"]'
+    (weighed,) = await lmql.run(query, model=model)
+    assert weighed.distribution_values == [" python", " C", " java"]
