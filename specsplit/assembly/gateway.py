@@ -20,7 +20,7 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import GatewaySettings, OrchestratorSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
-from specsplit.gateway.app import Gateway, create_app
+from specsplit.gateway.app import Gateway, create_app, create_lmtp_app
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
@@ -37,6 +37,8 @@ class RunningGateway:
 
     server: HttpServer
     gateway: Gateway
+    lmtp: HttpServer | None = None
+    """The port of LMTP alone, if there is one."""
 
     @property
     def address(self) -> str:
@@ -49,7 +51,8 @@ class RunningGateway:
     async def drain(self, grace_s: float) -> None:
         """Take no new request, give those under way `grace_s` seconds to end, then end them."""
         self.gateway.is_draining = True
-        await self.server.drain(grace_s)
+        servers = [self.server] if self.lmtp is None else [self.server, self.lmtp]
+        await asyncio.gather(*(server.drain(grace_s) for server in servers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ async def serving_gateway(
     """
     chosen = settings.gateway
     host, port = parse_address(chosen.http, listening=True)
-    keys = _keys(chosen, host)
+    lmtp_at = None if chosen.lmtp is None else parse_address(chosen.lmtp, listening=True)
+    keys = _keys(chosen, [host] if lmtp_at is None else [host, lmtp_at[0]])
     links = _links(settings)
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
@@ -96,7 +100,10 @@ async def serving_gateway(
             detail=chosen.per_request_spec_decode_metrics,
         )
         server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
-        yield RunningGateway(server, gateway)
+        lmtp = None
+        if lmtp_at is not None:
+            lmtp = await stack.enter_async_context(serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp"))
+        yield RunningGateway(server, gateway, lmtp)
 
 
 @asynccontextmanager
@@ -124,7 +131,7 @@ def _orchestrator(workers: Workers, settings: OrchestratorSettings, mode: Mode |
     return workers.orchestrator(settings if mode is None else settings.model_copy(update={"mode": mode}))
 
 
-def _keys(settings: GatewaySettings, host: str) -> KeyRing | None:
+def _keys(settings: GatewaySettings, hosts: Sequence[str]) -> KeyRing | None:
     """Return the keys that are let in, None if nobody needs one.
 
     Raises:
@@ -132,9 +139,10 @@ def _keys(settings: GatewaySettings, host: str) -> KeyRing | None:
     """
     if settings.api_key_file is not None:
         return KeyRing.from_file(Path(settings.api_key_file))
-    if not settings.allow_anonymous and not _is_loopback(host):
+    if not settings.allow_anonymous and not all(map(_is_loopback, hosts)):
+        which = f"--lmtp {settings.lmtp}" if _is_loopback(hosts[0]) else f"--http {settings.http}"
         raise InvalidSettings(
-            f"--http {settings.http} can be reached from other machines: name the keys that are let in with "
+            f"{which} can be reached from other machines: name the keys that are let in with "
             "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
         )
     return None

@@ -34,6 +34,8 @@ def run(given: Mapping[str, Any]) -> int:
     set_up_logging(is_service=True)
     settings = effective.settings
     check_listen(settings.gateway.http)
+    if settings.gateway.lmtp is not None:
+        check_listen(settings.gateway.lmtp)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:
@@ -45,4 +47,5 @@ def run(given: Mapping[str, Any]) -> int:
 
 
 def _describe(running: RunningGateway) -> dict[str, Any]:
-    return {"role": "gateway", "models": running.model_names}
+    lmtp = {"lmtp": running.lmtp.address} if running.lmtp is not None else {}
+    return {"role": "gateway", "models": running.model_names, **lmtp}

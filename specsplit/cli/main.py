@@ -191,6 +191,7 @@ def target(
 def serve(
     ctx: typer.Context,
     http: options.Http = defaults.HTTP,
+    lmtp: options.Lmtp = None,
     api_key_file: options.ApiKeyFile = None,
     allow_anonymous: options.AllowAnonymous = False,
     max_body_mib: options.MaxBodyMib = 1,

@@ -173,6 +173,9 @@ StepTimeout = Annotated[
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
+Lmtp = Annotated[
+    str | None, _option("--lmtp", _GATEWAY, "Address for LMTP alone; /lmtp of --http has it too.", metavar="HOST:PORT")
+]
 Http = Annotated[str, _option("--http", _GATEWAY, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")]
 Targets = Annotated[
     list[str] | None,

@@ -183,8 +183,8 @@ class GatewaySettings(_Frozen):
     targets: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
     drafts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
     api_key_file: str | None = None
+    lmtp: Annotated[str, AfterValidator(_address)] | None = None
     allow_anonymous: bool = False
-    """Whether to listen off loopback without keys."""
     max_body_mib: Positive = 1
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     retry: Seconds | None = None

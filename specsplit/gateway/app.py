@@ -12,7 +12,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from specsplit.core.errors import SpecSplitError
 from specsplit.gateway.answers import Answers, Format
@@ -21,7 +20,7 @@ from specsplit.gateway.chat import ChatFormat, conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing
-from specsplit.gateway.lmtp.websocket import serve_websocket
+from specsplit.gateway.lmtp.websocket import LmtpApp
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.page import PAGE_PATHS, page_routes
@@ -33,7 +32,6 @@ from specsplit.orchestrator.request import Request as GenerationRequest
 MAX_BODY_BYTES = 1 << 20
 _OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 """Paths that need no key: probes have none, and the page asks for one."""
-LMTP_PATHS = ("/lmtp", "/lmtp/")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -82,29 +80,22 @@ def create_app(gateway: Gateway) -> ASGIApp:
     return _Door(app, gateway)
 
 
+def create_lmtp_app(gateway: Gateway, path: str) -> ASGIApp:
+    """Return what answers LMTP's clients at `path` alone."""
+    return LmtpApp(gateway.models, gateway.keys, path, is_open=lambda: not gateway.is_draining)
+
+
 class _Door:
     """Lets in whoever has a key, and gives every request an id that its answer names."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
-        self._app, self._gateway, self._keys = app, gateway, gateway.keys
+        self._app, self._keys, self._lmtp = app, gateway.keys, create_lmtp_app(gateway, "/lmtp")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await self._open_websocket(WebSocket(scope, receive, send))
+            await self._lmtp(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
-
-    async def _open_websocket(self, socket: WebSocket) -> None:
-        caller: str | None = ""
-        if self._keys is not None:
-            caller = self._keys.caller(socket.headers.get("authorization", ""))
-        # A page of another site may open a WebSocket here, so what names its origin has to be from here.
-        origin = socket.headers.get("origin")
-        is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
-        if socket.url.path not in LMTP_PATHS or caller is None or is_foreign or self._gateway.is_draining:
-            await socket.close()  # before it is accepted: the client gets a 403
-            return
-        await serve_websocket(socket, self._gateway.models, caller)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)

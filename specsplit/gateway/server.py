@@ -97,13 +97,13 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncGenerator[HttpServer]:
-    """Serve `app` at an address for the length of the block; port 0 picks a free one.
+async def serving_http(app: ASGIApp, host: str, port: int, option: str = "--http") -> AsyncGenerator[HttpServer]:
+    """Serve `app` at the address of `option` for the length of the block; port 0 picks a free one.
 
     Raises:
         InvalidSettings: nothing can listen there.
     """
-    listener = _listen(host, port)
+    listener = _listen(host, port, option)
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
@@ -129,11 +129,11 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncGenerator[Htt
         listener.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, option: str) -> socket.socket:
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InvalidSettings(f"Nothing can listen at {host}:{port} ({reason}); choose another --http.") from error
+        raise InvalidSettings(f"Nothing can listen at {host}:{port} ({reason}); choose another {option}.") from error

@@ -30,7 +30,7 @@ PROMPT = [100, 200, 300, 400]
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
-    options = ("--dtype", "fp32", "--threads", "1", "--context", "512")
+    options = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--lmtp", "127.0.0.1:0")
     started = GatewayProcess(tmp_path_factory.mktemp("gateway"), *options)
     yield started
     started.close()
@@ -157,9 +157,18 @@ async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(gateway: Ga
         locked.close()
 
 
+async def test_the_port_of_lmtp_speaks_nothing_else(gateway: GatewayProcess) -> None:
+    own = f"http://{gateway.ready['lmtp']}"
+    async with aiohttp.ClientSession() as http:
+        answer = await http.get(f"{own}/v1/models")
+        assert (answer.status, answer.headers["upgrade"]) == (426, "websocket")
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+            await http.ws_connect(f"{own}/elsewhere")
+
+
 async def test_a_constrained_query_and_a_distribution_of_lmql(gateway: GatewayProcess, pipeline: Pipeline) -> None:
     folder = resolve(EMBEDDED, "target")[0]
-    model = lmql.model("embedded", endpoint=f"{gateway.ready['address']}/lmtp", tokenizer=str(folder))
+    model = lmql.model("embedded", endpoint=gateway.ready["lmtp"], tokenizer=str(folder))
     found = await lmql.run('argmax "def add(a, b):\\n    [BODY]" where len(TOKENS(BODY)) < 8', model=model)
     prompt = pipeline.generate("def add(a, b):\n    ", max_new_tokens=1).prompt_token_ids
     # LMQL puts the token with id 0 before every prompt.

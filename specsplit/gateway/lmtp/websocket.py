@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.session import LmtpSession
 from specsplit.gateway.models import ModelTable
 
@@ -14,7 +18,32 @@ MAX_FRAME_BYTES = 16 << 20
 """The longest frame that a client may send."""
 
 
-async def serve_websocket(socket: WebSocket, models: ModelTable, caller: str) -> None:
+class LmtpApp:
+    """Takes WebSockets at one path from clients that have a key; of HTTP it knows nothing else."""
+
+    def __init__(self, models: ModelTable, keys: KeyRing | None, path: str, *, is_open: Callable[[], bool]) -> None:
+        self._models, self._keys, self._is_open = models, keys, is_open
+        self._paths = {path, path.rstrip("/") + "/"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            said = "This port speaks LMTP over WebSockets; OpenAI's API is at the address of --http.\n"
+            await PlainTextResponse(said, 426, {"upgrade": "websocket"})(scope, receive, send)
+            return
+        socket = WebSocket(scope, receive, send)
+        caller: str | None = ""
+        if self._keys is not None:
+            caller = self._keys.caller(socket.headers.get("authorization", ""))
+        # A page of another site may open a WebSocket here, so what names its origin has to be from here.
+        origin = socket.headers.get("origin")
+        is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
+        if socket.url.path not in self._paths or caller is None or is_foreign or not self._is_open():
+            await socket.close()  # before it is accepted: the client gets a 403
+        else:
+            await _serve(socket, self._models, caller)
+
+
+async def _serve(socket: WebSocket, models: ModelTable, caller: str) -> None:
     """Answer a client until it leaves; its streams end with it."""
     await socket.accept()
 
