@@ -79,7 +79,34 @@ async def serving_gateway(
     host, port = parse_address(chosen.http, listening=True)
     lmtp_at = None if chosen.lmtp is None else parse_address(chosen.lmtp, listening=True)
     keys = _keys(chosen, [host] if lmtp_at is None else [host, lmtp_at[0]])
-    links = _links(settings)
+    async with AsyncExitStack() as stack:
+        models = await stack.enter_async_context(serving_models(settings, worker_arguments, note))
+        gateway = Gateway(
+            models=models,
+            version=__version__,
+            keys=keys,
+            max_body_bytes=chosen.max_body_mib << 20,
+            detail=chosen.per_request_spec_decode_metrics,
+        )
+        server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
+        lmtp = None
+        if lmtp_at is not None:
+            lmtp = await stack.enter_async_context(serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp"))
+        yield RunningGateway(server, gateway, lmtp)
+
+
+@asynccontextmanager
+async def serving_models(
+    settings: Settings, worker_arguments: Sequence[str] = (), note: Note | None = None
+) -> AsyncGenerator[ModelTable]:
+    """Have the models there for the length of the block, over workers elsewhere or started with `worker_arguments`.
+
+    Raises:
+        InvalidSettings: names of workers that do not fit together.
+        WorkerFailed: a worker started here ended before it served.
+        LinkError, ModelError: a target elsewhere cannot be reached, or its tokenizer not be read.
+    """
+    chosen, links = settings.gateway, _links(settings)
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
         if started.target is not None:
@@ -92,18 +119,7 @@ async def serving_gateway(
         _refuse_repeated(model.name for model in models)
         for model in models:
             stack.callback(asyncio.create_task(model.watch()).cancel)
-        gateway = Gateway(
-            models=ModelTable(models),
-            version=__version__,
-            keys=keys,
-            max_body_bytes=chosen.max_body_mib << 20,
-            detail=chosen.per_request_spec_decode_metrics,
-        )
-        server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
-        lmtp = None
-        if lmtp_at is not None:
-            lmtp = await stack.enter_async_context(serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp"))
-        yield RunningGateway(server, gateway, lmtp)
+        yield ModelTable(models)
 
 
 @asynccontextmanager

@@ -223,6 +223,26 @@ def serve(
     raise typer.Exit(_interruptible(run, ctx))
 
 
+@app.command()
+def lmtp(
+    ctx: typer.Context,
+    stdio: options.Stdio,
+    target_model: options.TargetModel = defaults.EMBEDDED,
+    draft_model: options.DraftModel = None,
+    dtype: options.DtypeOption = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    target: options.Targets = None,
+    draft: options.Drafts = None,
+    mode: options.ModeOption = defaults.MODE,
+) -> None:
+    """Speak LMTP with one client over stdin and stdout, one frame a line, until stdin ends; see also serve --lmtp."""
+    from specsplit.cli.lmtp import run
+
+    raise typer.Exit(_interruptible(run, ctx))
+
+
 @app.command(epilog=STAGE_EXAMPLES)
 def stage(
     ctx: typer.Context,

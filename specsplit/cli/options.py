@@ -173,6 +173,7 @@ StepTimeout = Annotated[
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
+Stdio = Annotated[bool, typer.Option("--stdio", help="Frames come on stdin and go to stdout.")]
 Lmtp = Annotated[
     str | None, _option("--lmtp", _GATEWAY, "Address for LMTP alone; /lmtp of --http has it too.", metavar="HOST:PORT")
 ]

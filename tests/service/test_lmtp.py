@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +23,9 @@ from specsplit import Pipeline
 from specsplit.core.defaults import EMBEDDED
 from specsplit.gateway.keys import new_key
 from specsplit.model.files import resolve
+from tests.support.forked import ForkedProcess
 from tests.support.gateways import GatewayProcess
+from tests.support.processes import LIMIT_S, environment
 
 KEY, LINE = new_key("alice")
 AUTHORISED = {"authorization": f"Bearer {KEY}"}
@@ -177,3 +181,31 @@ async def test_a_constrained_query_and_a_distribution_of_lmql(gateway: GatewayPr
     query = 'argmax "the language is[NAME]" distribution NAME in [" python", " C", " java"]'
     (weighed,) = await lmql.run(query, model=model)
     assert weighed.distribution_values == [" python", " C", " java"]
+
+
+def test_a_process_speaks_it_over_its_pipes(pipeline: Pipeline) -> None:
+    command = ("lmtp", "--stdio", "--dtype", "fp32", "--threads", "1", "--context", "512")
+    process = ForkedProcess(
+        "specsplit",
+        *command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(OMP_NUM_THREADS="1"),
+    )
+    asked = [
+        {"stream_id": each, "prompt": [each, 60], "max_tokens": 12, "seed": 3, "temperature": 1} for each in (1, 2)
+    ]
+    lines = ["no frame", *(f"GENERATE {json.dumps(each)}" for each in asked)]
+    try:
+        # Nothing comes after these lines, and both streams are finished all the same.
+        output, _ = process.communicate("\n".join(lines).encode(), timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    frames = [line.split(" ", 1) for line in output.decode().splitlines()]
+    assert frames[0][0] == "MSG"
+    items = [item for kind, payload in frames if kind == "TOKEN" for item in json.loads(payload)]
+    for each in (1, 2):
+        expected = pipeline.generate([each, 60], max_new_tokens=12, temperature=1.0, seed=3)
+        assert tuple(item["token"] for item in items if item["stream_id"] == each) == expected.token_ids
