@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specsplit.cli import render
@@ -25,12 +25,8 @@ def run(given: Mapping[str, Any]) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=False)
         return 0
-    try:
+    with gateway_extra("serve"):
         from specsplit.assembly.gateway import serving_gateway
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"specsplit serve needs {error.name}: install it with pip install 'specsplit[gateway]'."
-        ) from error
     set_up_logging(is_service=True)
     settings = effective.settings
     check_listen(settings.gateway.http)
@@ -44,6 +40,21 @@ def run(given: Mapping[str, Any]) -> int:
     with tracing(given):
         event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
     return 0
+
+
+@contextmanager
+def gateway_extra(command: str) -> Generator[None]:
+    """Name the remedy if an import of the block lacks a package.
+
+    Raises:
+        MissingExtra: one is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"specsplit {command} needs {error.name}: install it with pip install 'specsplit[gateway]'."
+        ) from error
 
 
 def _describe(running: RunningGateway) -> dict[str, Any]:

@@ -114,12 +114,16 @@ def validated(schema: type[B], value: dict[str, Any]) -> B:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        # Only the first complaint is shown: the next ones may follow from it.
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        rule = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        name, said = first_complaint(error)
+        if error.errors()[0]["type"] == "extra_forbidden":
             raise ApiError(400, f"{name} is not a field of this request.", param=name, code="unknown_field") from error
-        rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
-        said = f"{name or 'The request'} {rule[:1].lower()}{rule[1:]}."
         raise ApiError(400, said, param=name or None) from error
+
+
+def first_complaint(error: ValidationError) -> tuple[str, str]:
+    """Return the field that is wrong, empty for the whole, and a sentence; the next ones may follow from the first."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    rule = first["msg"].removeprefix("Value error, ")
+    rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
+    return name, f"{name or 'The request'} {rule[:1].lower()}{rule[1:]}."

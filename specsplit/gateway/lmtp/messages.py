@@ -6,18 +6,17 @@ The real client drops MSG items of a stream and then waits for ever, so errors o
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import FinishReason, Identity, SamplingParams, TokenLogProb
+from specsplit.core.types import MAX_TOP_LOGPROBS, FinishReason, Identity, SamplingParams, TokenLogProb
+from specsplit.gateway.body import first_complaint
 
 Item = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, strict=True)]
-MAX_TOP_LOGPROBS = 20
 
 
 class Stream(BaseModel):
@@ -45,20 +44,13 @@ class Generate(Stream):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_bias(cls, value: dict[int, float] | None) -> dict[int, float] | None:
-        if value and min(value) < 0:
-            raise ValueError("a token id below 0")
-        return value
-
     def sampling(self, vocab_size: int) -> SamplingParams:
         """Return how tokens are picked; biases of ids outside the vocabulary, which LMQL reserves, are left out.
 
         Raises:
             InvalidRequest: a value is out of range.
         """
-        return SamplingParams(
+        chosen = SamplingParams(
             self.temperature or 0.0,
             self.top_p,
             self.top_k,
@@ -66,8 +58,9 @@ class Generate(Stream):
             self.presence_penalty,
             self.frequency_penalty,
             self.repetition_penalty,
-            _biases(self.logit_bias, vocab_size),
+            tuple((self.logit_bias or {}).items()),
         )
+        return chosen.within(vocab_size)
 
 
 class Score(Stream):
@@ -77,20 +70,12 @@ class Score(Stream):
     scored: Annotated[list[TokenId], Field(min_length=1)]
     logit_bias: dict[int, float] | None = None
 
-    def biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
-        """Return the biases of ids in the vocabulary."""
-        return _biases(self.logit_bias, vocab_size)
-
 
 class ModelInfo(Stream):
     """MODEL_INFO: what the server knows of a model; its `data` says nothing that we use."""
 
 
 COMMANDS: Mapping[str, type[Stream]] = {"GENERATE": Generate, "SCORE": Score, "MODEL_INFO": ModelInfo}
-
-
-def _biases(given: Mapping[int, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((token, bias) for token, bias in (given or {}).items() if token < vocab_size))
 
 
 def split_frame(frame: str) -> tuple[str, dict[str, Any]]:
@@ -121,9 +106,8 @@ def parse(command: str, fields: Mapping[str, Any]) -> Stream:
     try:
         return COMMANDS[command].model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(f"{command}: {where}: {first['msg']}.", param=where) from error
+        name, said = first_complaint(error)
+        raise InvalidRequest(f"{command}: {said}", param=name) from error
 
 
 def frame(kind: str, items: Sequence[Item]) -> str:
@@ -133,8 +117,7 @@ def frame(kind: str, items: Sequence[Item]) -> str:
 
 def token_item(stream_id: int, token: int, found: TokenLogProb, finish_reason: FinishReason | None) -> Item:
     """Return one token of a stream, without likeliest tokens."""
-    log_prob = found.log_prob if math.isfinite(found.log_prob) else -1e30
-    return {"token": token, "stream_id": stream_id, "logprob": log_prob, "finish_reason": finish_reason}
+    return {"token": token, "stream_id": stream_id, "logprob": found.log_prob, "finish_reason": finish_reason}
 
 
 def top_logprobs(token: int, found: TokenLogProb) -> dict[str, float]:

@@ -128,8 +128,8 @@ class LmtpSession:
         if not prompt:  # nothing is known of a first token
             prompt, scored, values = scored[:1], scored[1:], [TokenLogProb(0.0)]
         if scored:
-            orchestrator = model.orchestrator(None)
-            values += (await orchestrator.score(prompt, scored, asked.biases(model.identity.vocab_size))).tokens
+            biases = tuple((asked.logit_bias or {}).items())
+            values += (await model.orchestrator(None).score(prompt, scored, biases)).tokens
         last = len(values) - 1
         await self._answer(
             "TOKEN",

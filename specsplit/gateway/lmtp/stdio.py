@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 import sys
@@ -25,7 +26,8 @@ async def serve_stdio(models: ModelTable, source: BinaryIO | None = None, sink: 
 
     async def send(frame: str) -> None:
         # On a thread: a client that does not read must not stop those parts of the process that talk to workers.
-        await asyncio.to_thread(write, frame.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has left, and reads nothing any more
+            await asyncio.to_thread(write, frame.encode() + b"\n")
 
     session = LmtpSession(models, send)
     try:
