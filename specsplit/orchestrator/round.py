@@ -124,8 +124,8 @@ class Rounds:
         source.observe(result)
         if number:
             if plan.decision is not None:
-                round_s = asyncio.get_running_loop().time() - began_s
-                stats.observe_round(plan.decision, mode, len(verdict.token_ids), round_s)
+                ended_s = asyncio.get_running_loop().time()
+                stats.observe_round(plan.decision, mode, len(verdict.token_ids), began_s, ended_s)
             if trouble is not None and self.mode in ("auto", "stream"):
                 events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
         self.number = number + 1

@@ -78,6 +78,18 @@ class LookupIndex:
         for grams in self._grams:
             grams.extend(self._token_ids, start)
 
+    @property
+    def longest_hit(self) -> int:
+        """How many of the kept lengths, the shortest first, have an n-gram that occurred before; 0 if none does.
+
+        It costs nothing, and says before any search how good the best occurrence is.
+        """
+        for count in range(len(self._grams), 0, -1):
+            previous = self._grams[count - 1].previous
+            if previous and previous[-1] != NO_POSITION:
+                return count
+        return 0
+
     def candidates(self, max_nodes: int, max_depth: int, max_branching: int, after: Sequence[int] = ()) -> LookupTree:
         """Return a tree of likely continuations of the committed tokens followed by `after`, which are not committed.
 

@@ -17,6 +17,9 @@ from specsplit.speculation.constants import (
     FIRST_HIT_RATE,
     FORGIVENESS,
     HIT_RATE_MEMORY,
+    LOOKUP_RETRY,
+    LOOKUP_YIELD,
+    LOOKUP_YIELD_STEP,
     MAX_RATE_FACTOR,
     MAX_STALL,
     MIN_RATE_FACTOR,
@@ -129,15 +132,45 @@ class LookupShare:
         return max(alone, (self._num_alone + self._num_taken) / (self._num_alone / alone + self._taken_s))
 
 
+class LookupYield:
+    """The tokens that a lookup in a plain round brings, by the longest n-gram that had occurred before.
+
+    Where they are few (its trees do not fit the text, or the target cuts them since many sessions share it), few rounds
+    look up, and the others cost what plain decoding does.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[int, float] = {}
+        """Accepted nodes of a lookup, the mean by kind of hit; older lookups count less."""
+        self._num_skipped: dict[int, int] = {}
+
+    def is_worth_asking(self, longest_hit: int) -> bool:
+        """Return whether to look up in a plain round; a kind of hit that does not pay is tried now and then."""
+        if not longest_hit:
+            return False
+        if self._num_tokens.get(longest_hit, 1.0) >= LOOKUP_YIELD:
+            return True
+        num_skipped = self._num_skipped.get(longest_hit, 0) + 1
+        self._num_skipped[longest_hit] = num_skipped % LOOKUP_RETRY
+        return num_skipped == LOOKUP_RETRY
+
+    def observe(self, longest_hit: int, num_accepted: int) -> None:
+        """Count a lookup in a plain round: the nodes that were verified and accepted."""
+        mean = self._num_tokens.get(longest_hit, 1.0)
+        self._num_tokens[longest_hit] = mean + LOOKUP_YIELD_STEP * (num_accepted - mean)
+
+
 class ProbeAllowance:
-    """The seconds that probes of a draft not in use may take: a share of the rounds without it, less what they took."""
+    """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took."""
 
     def __init__(self) -> None:
         self._left_s = 0.0
+        self._counted_until_s = -math.inf
 
-    def earn(self, round_s: float) -> None:
-        """Count a round without the draft."""
-        self._left_s += PROBE_SHARE * round_s
+    def earn(self, began_s: float, ended_s: float) -> None:
+        """Count a round without the draft; of rounds that run at once their common time counts once."""
+        self._left_s += PROBE_SHARE * max(0.0, ended_s - max(began_s, self._counted_until_s))
+        self._counted_until_s = max(ended_s, self._counted_until_s)
 
     def spend(self, probe_s: float) -> None:
         """Count a probe, with all the text that the draft had to take in for it."""
@@ -201,6 +234,7 @@ class SpeculationStats:
         self.times = WorkerTimes()
         self.acceptance = Acceptance()
         self.probes = ProbeAllowance()
+        self.lookup_yield = LookupYield()
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
         self._lookup_share = LookupShare()
@@ -231,10 +265,13 @@ class SpeculationStats:
         """Count a round that was drafted ahead: whether its outcome was in the tree."""
         self._hit_rate += (is_hit - self._hit_rate) * (1 - HIT_RATE_MEMORY)
 
-    def observe_round(self, decision: Decision, mode: RoundMode, num_tokens: int, seconds: float) -> None:
+    def observe_round(
+        self, decision: Decision, mode: RoundMode, num_tokens: int, began_s: float, ended_s: float
+    ) -> None:
         """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
+        seconds = ended_s - began_s
         if not decision.nodes:
-            self.probes.earn(seconds)
+            self.probes.earn(began_s, ended_s)
         if mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
             self._predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
@@ -243,6 +280,9 @@ class SpeculationStats:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
         verify = self.times.verify
         if not self.plans or verify is None:
+            return
+        if not found.cells:
+            self._lookup_share.observe(1, 0, 0.0)
             return
         log_probs = self.acceptance.log_probs
         paths: list[float] = []

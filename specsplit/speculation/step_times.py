@@ -23,6 +23,7 @@ from specsplit.speculation.constants import (
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
+    PLAIN_FORGIVENESS,
     RATIO_WINDOW,
     ROW_COST,
     ROW_GRID,
@@ -56,6 +57,9 @@ class StepTimes:
     Beyond the grid the last slope goes on. An observation counts for the nearest grid point, as a ratio to what was
     measured at the start. The point follows the median of its last ratios, from the third on, and its neighbours
     follow by part of its correction, since most causes (a longer context, a busier machine) are common to all.
+    The first point, that of a plain forward, is slowed by its own observations alone: a tree costs more than its rows,
+    and a plain forward believed slow is never run, so that nobody would see the mistake. Forwards of other sizes lead
+    it slowly back to what was measured at the start, so that it is tried again.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -148,7 +152,10 @@ class StepTimes:
         step = max(CORRECTION_STEP, 1 / (self._num_observed[nearest] - MIN_OBSERVED + 1))
         for point, weight in enumerate(self._weights[nearest]):
             is_new = point == nearest or self._num_observed[point] < MIN_OBSERVED
-            self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
+            if point or not nearest:
+                self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
+        if nearest:
+            self._corrections[0] *= PLAIN_FORGIVENESS
         self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
         self._curve = []
 

@@ -103,7 +103,7 @@ def test_times_follow_what_is_observed_and_neighbours_follow_in_part():
     ratios = {rows: times.grid[rows] / STAIRCASE[rows] for rows in STAIRCASE}
     assert ratios[5] == pytest.approx(2, rel=0.01)
     assert 1.2 < ratios[40] < ratios[17] < 2
-    assert 1.2 < ratios[1] < 2
+    assert ratios[1] == 1, "only plain forwards make one look slower"
 
 
 def test_the_first_observations_correct_a_wrong_start_at_once():

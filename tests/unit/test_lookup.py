@@ -99,6 +99,23 @@ def test_the_longest_match_comes_first_and_shorter_ones_branch_off():
     assert list(tree.ranks) == [0, 0, 1, 0, 2, 0]
 
 
+def test_the_longest_hit_is_known_before_any_search():
+    index = LookupIndex()
+    assert index.longest_hit == 0
+    text = list(range(10, 30))
+    for token_ids, expected in (
+        (text, 0),
+        ([10], 1),
+        ([11], 1),
+        ([12], 2),
+        ([13, 14, 15, 16, 17], 2),
+        ([18], 3),
+        ([99], 0),
+    ):
+        index.extend(token_ids)
+        assert index.longest_hit == expected
+
+
 def test_of_equal_matches_the_most_recent_comes_first():
     tree = LookupIndex([7, 1, 7, 2, 7, 3, 7]).candidates(max_nodes=2, max_depth=1, max_branching=2)
     assert list(tree.nodes.token_ids) == [3, 2]

@@ -9,10 +9,11 @@ import pytest
 
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.acceptance import lookup_cells
+from specsplit.speculation.constants import LOOKUP_RETRY
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import WorkerTimes
+from specsplit.speculation.statistics import LookupYield, ProbeAllowance, SpeculationStats
+from specsplit.speculation.step_times import StepTimes, WorkerTimes
 from specsplit.speculation.token_tree import TokenTree
 
 TARGET = Identity(
@@ -74,18 +75,56 @@ def test_rounds_that_lookup_took_over_tell_nothing_of_those_without_it():
     stats = begun()
     before = decided(stats)
     for _ in range(100):
-        stats.observe_round(before, "lookup", 9, 0.01)
+        stats.observe_round(before, "lookup", 9, 0.0, 0.01)
     assert decided(stats).without_lookup == before.without_lookup
     for _ in range(100):
-        stats.observe_round(before, "plain", 2, 0.01)
+        stats.observe_round(before, "plain", 2, 0.0, 0.01)
     assert decided(stats).without_lookup > 1.5 * before.without_lookup
+
+
+def test_a_kind_of_hit_that_brings_nothing_is_looked_up_now_and_then():
+    lookup_yield = LookupYield()
+    assert lookup_yield.is_worth_asking(2)
+    for _ in range(40):
+        lookup_yield.observe(1, 0)
+        lookup_yield.observe(2, 1)
+    assert [lookup_yield.is_worth_asking(1) for _ in range(2 * LOOKUP_RETRY)].count(True) == 2
+    assert all(lookup_yield.is_worth_asking(2) for _ in range(LOOKUP_RETRY)), "other kinds are not touched"
+    assert not lookup_yield.is_worth_asking(0), "there is nothing to look up"
+    lookup_yield.observe(1, 3)
+    assert lookup_yield.is_worth_asking(1), "one good lookup is enough to come back"
+
+
+def test_rounds_at_the_same_time_pay_for_probes_once():
+    alone, together = ProbeAllowance(), ProbeAllowance()
+    alone.earn(0.0, 10.0)
+    for number in range(16):
+        together.earn(number / 16, 10.0)
+    for allowance in (alone, together):
+        assert allowance.pays_for(0.1)
+        assert not allowance.pays_for(0.101)
+
+
+def test_slow_trees_do_not_make_a_plain_forward_look_slow():
+    times = StepTimes({1: 0.003, 3: 0.003, 9: 0.004})
+    for _ in range(20):
+        times.observe(9, 0.008)
+    assert times.seconds(9) == pytest.approx(0.008, rel=0.05)
+    assert times.seconds(3) > 0.004, "a tree of another size is likely slow, too"
+    assert times.seconds(1) == 0.003
+    for _ in range(20):
+        times.observe(1, 0.006)
+    assert times.seconds(1) == pytest.approx(0.006, rel=0.05)
+    for _ in range(1000):
+        times.observe(9, 0.008)
+    assert times.seconds(1) < 0.0035, "what was slow a thousand rounds ago is worth another try"
 
 
 def test_lookup_always_has_plain_decoding_to_beat():
     stats = begun()
     before = decided(stats)
     for _ in range(100):
-        stats.observe_round(before, "plain", 1, 0.1)
+        stats.observe_round(before, "plain", 1, 0.0, 0.1)
     after = decided(stats)
     assert after.tokens_per_s < 0.5 * before.tokens_per_s
     assert after.without_lookup == before.without_lookup

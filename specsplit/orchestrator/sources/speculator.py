@@ -44,6 +44,8 @@ class Speculator:
         self._history, self._lookup = history, lookup
         self._loop = asyncio.get_running_loop()
         self._trial = _LookupTrial()
+        self._longest_hit: int | None = None
+        """What the last round's lookup, which a plain plan asked for, had to go on; None without one."""
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
 
@@ -71,9 +73,15 @@ class Speculator:
         limit, decision = plan.limit, plan.decision
         if limit is None:
             return [], False
-        self.look_up(limit)
         if decision is None:
+            self.look_up(limit)
             return [], False
+        if plan.budget is not None or self._is_lookup_worth_asking():
+            self.look_up(limit)
+        else:
+            self._trial.begin(LookupTree())
+            if not self.tree.cells:
+                return [], False
         tokens_per_s = decision.without_lookup
         nodes = self.best(limit, tokens_per_s)
         if not nodes:
@@ -86,6 +94,15 @@ class Speculator:
         nodes = self.best(limit, rate)
         numbers = self.tree.drafted.numbers
         return nodes, 0 in [numbers[node] for node in nodes]
+
+    def _is_lookup_worth_asking(self) -> bool:
+        """Return whether a plain round looks up; `advance` counts what that brings."""
+        if self._lookup is None:
+            return False
+        longest_hit = self._lookup.longest_hit
+        is_asked = self.stats.lookup_yield.is_worth_asking(longest_hit)
+        self._longest_hit = longest_hit if is_asked else None
+        return is_asked
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
         """Return the nodes to verify; with a rate, only those that are worth their rows at it."""
@@ -171,6 +188,9 @@ class Speculator:
             self.draft.observe(token_ids, tuple(filter(None, numbers)), result.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
+            if self._longest_hit is not None:
+                stats.lookup_yield.observe(self._longest_hit, result.num_accepted)
+                self._longest_hit = None
         # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
         stats.observe_tree(tree, token_ids)
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
