@@ -54,8 +54,8 @@ ROW_GRID = (1, 2, 3, 5, 9, 17, 33)
 """Rows of the points of a curve that nobody measured at the start. Chosen: as workers measure, one point an octave."""
 ROW_COST = 0.04
 """Forwards of one row that a further row adds before anything is known. Measured: 10 to 20 rows double it on a CPU."""
-PLAIN_FORGIVENESS = 0.998
-"""Factor on the correction of a plain forward for each forward of another size. Chosen: it halves in 350 rounds."""
+PLAIN_FORGIVENESS = 0.999
+"""Factor on the correction of a plain forward for each forward of another size. Chosen: it halves in 700 rounds."""
 RATIO_WINDOW = 5
 """Observations whose median corrects a point of the curve. Chosen: outlasts two stalls in a row."""
 MIN_OBSERVED = 3

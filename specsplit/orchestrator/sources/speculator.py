@@ -44,8 +44,6 @@ class Speculator:
         self._history, self._lookup = history, lookup
         self._loop = asyncio.get_running_loop()
         self._trial = _LookupTrial()
-        self._longest_hit: int | None = None
-        """What the last round's lookup, which a plain plan asked for, had to go on; None without one."""
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
 
@@ -101,7 +99,7 @@ class Speculator:
             return False
         longest_hit = self._lookup.longest_hit
         is_asked = self.stats.lookup_yield.is_worth_asking(longest_hit)
-        self._longest_hit = longest_hit if is_asked else None
+        self._trial.longest_hit = longest_hit if is_asked else None
         return is_asked
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
@@ -188,9 +186,9 @@ class Speculator:
             self.draft.observe(token_ids, tuple(filter(None, numbers)), result.verify_s)
         if self._lookup is not None:
             self._lookup.extend(token_ids)
-            if self._longest_hit is not None:
-                stats.lookup_yield.observe(self._longest_hit, result.num_accepted)
-                self._longest_hit = None
+            if self._trial.longest_hit is not None:
+                stats.lookup_yield.observe(self._trial.longest_hit, result.num_accepted)
+                self._trial.longest_hit = None
         # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
         stats.observe_tree(tree, token_ids)
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
@@ -280,6 +278,8 @@ class _LookupTrial:
     def __init__(self) -> None:
         self.committed: list[int] = []
         """Tokens committed since lookup was asked."""
+        self.longest_hit: int | None = None
+        """What a lookup for a plain plan had to go on, until its round has ended; None without one."""
         self._found: LookupTree | None = None
 
     def begin(self, found: LookupTree) -> None:
