@@ -279,7 +279,7 @@ class _LookupTrial:
         self.committed: list[int] = []
         """Tokens committed since lookup was asked."""
         self.longest_hit: int | None = None
-        """What a lookup for a plain plan had to go on, until its round has ended; None without one."""
+        """The hit of a lookup for a plain plan, until its round has ended; None without one."""
         self._found: LookupTree | None = None
 
     def begin(self, found: LookupTree) -> None:

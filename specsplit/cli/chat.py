@@ -1,0 +1,51 @@
+"""`specsplit chat` on the command line. Imports nothing heavy, since `--help` waits for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specsplit.cli import options
+from specsplit.core import defaults
+
+EXAMPLES = """Examples:
+
+specsplit chat
+
+specsplit chat --target-model ./large --draft-model ./small --system 'Answer in one sentence.'
+
+specsplit chat --endpoint http://127.0.0.1:8000
+"""
+ENV_API_KEY = "SPECSPLIT_API_KEY"
+app = typer.Typer()
+
+
+@app.command("chat", epilog=EXAMPLES)
+def chat(
+    ctx: typer.Context,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text itself, without a chat template.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="Instructions to the model.", metavar="TEXT")] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option("--endpoint", help=f"Use an OpenAI endpoint; its key is in {ENV_API_KEY}.", metavar="URL"),
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
+    temperature: options.Temperature = defaults.TEMPERATURE,
+    top_p: options.TopP = defaults.TOP_P,
+    seed: options.Seed = None,
+    mode: options.ModeOption = defaults.MODE,
+    target_model: options.TargetModel = defaults.EMBEDDED,
+    draft_model: options.DraftModel = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = defaults.DEVICE,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    config: options.Config = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+) -> None:
+    """Talk with a model in the terminal; what the draft proposed is underlined."""
+    from specsplit.cli.chat_session import run
+
+    raise typer.Exit(run(options.given(ctx)))

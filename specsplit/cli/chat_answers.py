@@ -1,0 +1,269 @@
+"""Where the answers of a chat come from: draft and target, here or elsewhere, or an OpenAI endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
+
+from specsplit.assembly.requests import make_request, request_settings
+from specsplit.assembly.workers import Workers
+from specsplit.cli import render
+from specsplit.cli.chat_turn import Conversation
+from specsplit.core.errors import InvalidSettings, LinkError, WorkerFailed
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.orchestrator.request import Piece
+
+CONNECT_S = 10.0
+"""Seconds to reach an endpoint. Chosen: a user in front of a terminal waits no longer."""
+_NAMES_THERE = {"max_new_tokens": "max_tokens"}
+_Event = dict[str, Any] | Exception | None
+"""An event of the server, what went wrong, or the end."""
+
+
+@dataclass(slots=True)
+class ChatStats:
+    """Counts over all answers of a chat."""
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    last: str = ""
+    """The line that ended the last answer."""
+
+    def add(self, num_tokens: int, seconds: float, summary: str) -> None:
+        """Count an answer."""
+        self.num_answers += 1
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+        self.last = summary
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts by what they count."""
+        rate = self.num_tokens / self.seconds if self.seconds else 0.0
+        return {"answers": self.num_answers, "tokens": self.num_tokens, "tok/s": f"{rate:.1f}"}
+
+
+class Answers(Protocol):
+    """Gives the pieces of an answer as they come."""
+
+    stats: ChatStats
+
+    def stream(
+        self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Sequence[Piece]]:
+        """Answer `text` behind the conversation, and count the answer at its end.
+
+        Raises:
+            InvalidRequest, InvalidSettings: it cannot be asked for.
+            SpecSplitError: it failed.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class WorkerAnswers:
+    """Answers of workers that this process runs or knows."""
+
+    workers: Workers
+    settings: OrchestratorSettings
+    stats: ChatStats
+
+    async def stream(
+        self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Sequence[Piece]]:
+        """See `Answers`."""
+        chosen, tokenizer = request_settings(self.settings, parameters), self.workers.tokenizer
+        prompt = (
+            tokenizer.encode(conversation.raw_prompt(text))
+            if conversation.is_raw
+            else tokenizer.encode_messages(conversation.asking(text))
+        )
+        began_s = time.monotonic()
+        async with aclosing(self.workers.orchestrator(chosen).stream(make_request(tokenizer, prompt, chosen))) as all_:
+            async for chunk in all_:
+                yield chunk.pieces
+                if chunk.result is not None:
+                    summary = render.summary(chunk.result)
+                    self.stats.add(len(chunk.result.token_ids), time.monotonic() - began_s, summary)
+
+
+@dataclass(slots=True)
+class EndpointAnswers:
+    """Answers of a server that speaks OpenAI's HTTP, such as `specsplit serve`; that one's show what was drafted."""
+
+    url: str
+    key: str | None
+    settings: OrchestratorSettings
+    stats: ChatStats
+    _model: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def meet(self) -> str:
+        """Ask for its models; return the name of the first one, which answers.
+
+        Raises:
+            InvalidSettings: the URL is none.
+            LinkError, WorkerFailed: it cannot be reached, or serves no model.
+        """
+        connection = self._connect()
+        try:
+            connection.request("GET", f"{self._base}/models", headers=self._headers)
+            listed = _answered(connection.getresponse(), self.url)
+            self._model = json.loads(listed.read())["data"][0]
+        except (OSError, http.client.HTTPException) as error:
+            raise LinkError(f"The endpoint {self.url} cannot be reached ({error}).") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise WorkerFailed(f"The endpoint {self.url} lists no models as OpenAI's does.") from error
+        finally:
+            connection.close()
+        return str(self._model["id"])
+
+    async def stream(
+        self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Sequence[Piece]]:
+        """See `Answers`."""
+        body = self._body(conversation, text, parameters)
+        path = f"{self._base}/{'completions' if conversation.is_raw else 'chat/completions'}"
+        events = asyncio.Queue[_Event]()
+        loop, began_s, num_tokens = asyncio.get_running_loop(), time.monotonic(), 0
+        reader = _EventReader(
+            self._connect(), lambda event: loop.is_closed() or loop.call_soon_threadsafe(events.put_nowait, event)
+        )
+        reader.post(path, body, self._headers)
+        try:
+            while (event := await events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                usage: Mapping[str, int] = event.get("usage") or {}
+                num_tokens = usage.get("completion_tokens", num_tokens)
+                for choice in event.get("choices", ()):
+                    yield _pieces(choice)
+        finally:
+            reader.leave()
+        seconds = time.monotonic() - began_s
+        self.stats.add(num_tokens, seconds, f"{num_tokens} tokens | {num_tokens / seconds:.1f} tok/s")
+
+    @property
+    def _base(self) -> str:
+        path = urlsplit(self.url).path.rstrip("/")
+        return path if path.endswith("/v1") else f"{path}/v1"
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return {"Content-Type": "application/json", **key}
+
+    def _connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidSettings(f"--endpoint needs a URL such as http://127.0.0.1:8000, not {self.url}.")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname, parts.port, timeout=CONNECT_S)
+
+    def _body(self, conversation: Conversation, text: str, parameters: Mapping[str, Any]) -> bytes:
+        chosen = request_settings(self.settings, parameters)
+        given = {name: getattr(chosen, name) for name in ("max_new_tokens", "temperature", "top_p", *parameters)}
+        asked: dict[str, Any] = {_NAMES_THERE.get(name, name): value for name, value in given.items()}
+        asked |= {"model": self._model["id"], "stream": True, "stream_options": {"include_usage": True}}
+        if chosen.seed is not None:
+            asked["seed"] = chosen.seed
+        if self._model.get("owned_by") == "specsplit":
+            asked["speculative"] = {"trace": True}
+        prompt = (
+            {"prompt": conversation.raw_prompt(text)}
+            if conversation.is_raw
+            else {"messages": conversation.asking(text)}
+        )
+        return json.dumps(asked | prompt).encode()
+
+
+class _EventReader(threading.Thread):
+    """Sends a request and puts its events, then None or what went wrong."""
+
+    def __init__(self, connection: http.client.HTTPConnection, put: Callable[[_Event], object]) -> None:
+        super().__init__(name="specsplit-endpoint", daemon=True)
+        self._connection, self._put = connection, put
+        self._where = f"{connection.host}:{connection.port}"
+        self._request: tuple[str, bytes, dict[str, str]] | None = None
+        self._socket: socket.socket | None = None
+        self._has_left = threading.Event()
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        """Begin."""
+        self._request = path, body, dict(headers)
+        self.start()
+
+    def leave(self) -> None:
+        """End the request, so that the server frees what it holds."""
+        self._has_left.set()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        try:
+            self._read()
+            self._put(None)
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            if not self._has_left.is_set():
+                self._put(LinkError(f"The endpoint {self._where} broke off ({error})."))
+        except WorkerFailed as error:
+            self._put(error)
+
+    def _read(self) -> None:
+        assert self._request is not None, "begun with one"
+        path, body, headers = self._request
+        self._connection.connect()
+        connected = self._socket = self._connection.sock
+        assert connected is not None, "connected above"
+        connected.settimeout(None)  # a long prompt may wait for its turn
+        if self._has_left.is_set():
+            return
+        self._connection.request("POST", path, body, headers)
+        for line in _answered(self._connection.getresponse(), self._where):
+            if line.startswith(b"data: {"):
+                event: dict[str, Any] = json.loads(line[6:])
+                if "error" in event:
+                    raise WorkerFailed(_message(event, "It failed."))
+                self._put(event)
+
+
+def _answered(response: http.client.HTTPResponse, where: str) -> http.client.HTTPResponse:
+    """Return the response.
+
+    Raises:
+        WorkerFailed: it is an error; its message is told.
+    """
+    if response.status == http.client.OK:
+        return response
+    said = response.read()
+    try:
+        raise WorkerFailed(_message(json.loads(said), f"{where} answered {response.status}."))
+    except ValueError:
+        raise WorkerFailed(f"{where} answered {response.status} {response.reason}.") from None
+
+
+def _message(answer: Any, otherwise: str) -> str:
+    found = answer
+    for name in ("error", "message"):
+        if isinstance(found, dict):
+            found = cast("dict[str, Any]", found).get(name)
+    return render.visible(found) if isinstance(found, str) else otherwise
+
+
+def _pieces(choice: Mapping[str, Any]) -> list[Piece]:
+    """Return the text of one choice of an event, in pieces that say what was drafted where the server tells."""
+    trace = choice.get("speculative")
+    if trace is not None:
+        return [(piece["text"], piece["drafted"]) for piece in trace["pieces"]]
+    delta: Mapping[str, Any] = choice.get("delta") or {}
+    return [(choice.get("text") or delta.get("content") or "", False)]

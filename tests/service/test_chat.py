@@ -1,0 +1,195 @@
+"""`specsplit chat` as a user runs it: in a terminal, over pipes, and against an endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from specsplit import Pipeline
+from specsplit.core.defaults import EMBEDDED
+from specsplit.model.files import resolve
+from specsplit.model.tokenizer import TransformersTokenizer
+from tests.support.gateways import GatewayProcess
+from tests.support.processes import LIMIT_S, environment
+
+OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512")
+PROMPT = "\x1b[0m>"
+MESSAGES = ("Write a loop max_tokens=20 seed=5", "Now another one. max_tokens=16 seed=6 temperature=0.7")
+
+
+def chat(*arguments: str, lines: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specsplit", "chat", *arguments],
+        input="".join(f"{line}\n" for line in lines),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(OMP_NUM_THREADS="1"),
+        check=False,
+    )
+
+
+def saved(path: Path) -> list[str]:
+    return [message["content"] for message in json.loads(path.read_text())]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Return what plain decoding says to the messages, each behind those before it."""
+    tokenizer = TransformersTokenizer(AutoTokenizer.from_pretrained(resolve(EMBEDDED, "target")[0]), ())
+    with Pipeline(dtype="fp32", threads=1, context=512, mode="plain") as pipeline:
+        asked = [{"role": "user", "content": "Write a loop"}]
+        first = pipeline.generate(tokenizer.encode_messages(asked), max_new_tokens=20, seed=5).text
+        asked += [{"role": "assistant", "content": first}, {"role": "user", "content": "Now another one."}]
+        ids = tokenizer.encode_messages(asked)
+        return [first, pipeline.generate(ids, max_new_tokens=16, seed=6, temperature=0.7).text]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
+    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), *OPTIONS)
+    yield started
+    started.close()
+
+
+def test_answers_follow_the_whole_conversation(tmp_path: Path, expected: list[str]):
+    path = tmp_path / "chat.json"
+    done = chat(*OPTIONS, lines=(*MESSAGES, "/nope", "Hi top_p=7", f"/save {path}", "/stats", "/quit", "unread"))
+    assert done.returncode == 0, done.stderr
+    assert saved(path) == ["Write a loop", expected[0], "Now another one.", expected[1]]
+    assert done.stdout.startswith(expected[0]), "stdout has the answers and nothing else"
+    assert "2 answers | " in done.stderr
+    assert "There is no command /nope" in done.stderr
+    assert done.stderr.count("Error: ") == 2, "a wrong parameter ends no chat and leaves no message"
+
+
+def test_an_endpoint_gives_the_same_answers(tmp_path: Path, gateway: GatewayProcess, expected: list[str]):
+    path = tmp_path / "chat.json"
+    done = chat("--endpoint", gateway.url, lines=(*MESSAGES, f"/save {path}", "Hi top_p=7"))
+    assert done.returncode == 0, done.stderr
+    assert saved(path) == ["Write a loop", expected[0], "Now another one.", expected[1]]
+    assert "Model embedded at" in done.stderr
+    assert "20 tokens | " in done.stderr
+    assert "Error: " in done.stderr
+
+
+def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
+    path = tmp_path / "chat.json"
+    with Pipeline(dtype="fp32", threads=1, context=512, mode="plain") as pipeline:
+        first = pipeline.generate("def add(a, b):", max_new_tokens=8).text
+        second = pipeline.generate(f"def add(a, b):{first}# ", max_new_tokens=8).text
+    done = chat(*OPTIONS, "--raw", "--max-new-tokens", "8", lines=("def add(a, b):", "# ", f"/save {path}"))
+    assert saved(path) == ["def add(a, b):", first, "# ", second], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--endpoint", "ftp://x"), "--endpoint needs a URL"),
+        (("--endpoint", "http://127.0.0.1:9"), "cannot be reached"),
+        (("--endpoint", "http://x", "--target", "x:1"), "--endpoint and --target exclude each other"),
+        (("--temperature", "-1"), "temperature"),
+    ],
+)
+def test_what_cannot_be_chatted_with_is_one_sentence(arguments: tuple[str, ...], said: str):
+    done = chat(*arguments)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_an_endpoint_that_breaks_off_ends_the_answer_only():
+    class Broken(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(b'{"data": [{"id": "m\\u001b[31m"}]}')
+
+        def do_POST(self) -> None:
+            self._send(
+                b'data: {"choices": [{"delta": {"content": "Hal"}}]}\n\ndata: {"error": {"message": "It broke."}}\n\n'
+            )
+
+        def _send(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        done = chat("--endpoint", f"http://127.0.0.1:{server.server_port}", lines=("Hi", "/stats"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0
+    assert done.stdout == "Hal\n"
+    assert "Error: It broke." in done.stderr
+    assert "\x1b" not in done.stderr, "names of a peer cannot command the terminal"
+
+
+class Terminal:
+    """A chat in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "specsplit", "chat", *arguments],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env=environment(OMP_NUM_THREADS="1", TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"),
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, text: str, after: int = 0) -> int:
+        """Wait until the terminal has shown `text`; return how much it has shown by then."""
+        ends_s = time.monotonic() + LIMIT_S
+        while text not in self.seen[after:]:
+            assert time.monotonic() < ends_s, self.seen
+            if select.select([self._master], [], [], 0.1)[0]:
+                self.seen += os.read(self._master, 65536).decode(errors="replace")
+        return len(self.seen)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program():
+    terminal = Terminal("--dtype", "fp32", "--threads", "1")
+    try:
+        terminal.wait_for(PROMPT)
+        terminal.type("Write a long text max_tokens=3000 ignore_eos=true temperature=1\r")
+        shown = terminal.wait_for("\x1b[4;36m")
+        terminal.process.send_signal(signal.SIGINT)
+        shown = terminal.wait_for("Ended.", shown)
+        terminal.wait_for(PROMPT, shown)
+        terminal.type("Hi max_tokens=3\r")
+        shown = terminal.wait_for("3 tokens (length)", shown)
+        terminal.wait_for(PROMPT, shown)
+        terminal.type("\x1b[A")  # the last line again
+        terminal.wait_for("Hi max_tokens=3", shown)
+        terminal.type("\x03")
+        terminal.wait_for("Ctrl-D or /quit leaves.", shown)
+        terminal.type("\x04")
+        assert terminal.process.wait(LIMIT_S) == 0, terminal.seen
+    finally:
+        terminal.close()

@@ -1,0 +1,67 @@
+"""Lines of `specsplit chat`: parameters behind a message, commands, and what the conversation holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
+from specsplit.core.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "parameters"),
+    [
+        ("Hello there", "Hello there", {}),
+        ("Hello there temperature=1.2 max_tokens=5", "Hello there", {"temperature": 1.2, "max_new_tokens": 5}),
+        ("Hi seed=3  ", "Hi", {"seed": 3}),
+        ('Go on stop="a b"', "Go on", {"stop": "a b"}),
+        ("temperature=0", "", {"temperature": 0}),
+        ("what is x=3", "what is x=3", {}),
+        ("temperature=1 is warm", "temperature=1 is warm", {}),
+        ("Hi top_p=abc", "Hi", {"top_p": "abc"}),
+        ("twice seed=1 seed=2", "twice", {"seed": 2}),
+        ("a trailing blank stays ", "a trailing blank stays ", {}),
+    ],
+)
+def test_parameters_stand_behind_the_message(line: str, text: str, parameters: dict[str, Any]):
+    assert split_parameters(line) == (text, parameters)
+
+
+def test_a_conversation_has_a_message_only_once_it_is_answered():
+    conversation = Conversation("Be brief.")
+    asked = conversation.asking("Hi")
+    assert [message["role"] for message in asked] == ["system", "user"]
+    assert not conversation.messages
+    conversation.add("Hi", "Hello")
+    assert [message["content"] for message in conversation.asking("And?")] == ["Be brief.", "Hi", "Hello", "And?"]
+    assert Conversation(is_raw=True).raw_prompt("def f") == "def f"
+    assert conversation.raw_prompt("x") == "Be brief.HiHellox"
+
+
+def test_commands_change_the_conversation(tmp_path: Path):
+    conversation = Conversation()
+    conversation.add("Hi", "Hello")
+    assert run_command(conversation, "/seed 7", {}) == "seed: 7"
+    assert conversation.parameters == {"seed": 7}
+    assert run_command(conversation, "/seed off", {}) == "seed: drawn for each answer"
+    assert run_command(conversation, "/system Be kind.", {}) == "system: Be kind."
+    assert run_command(conversation, "/system", {}) == "system: Be kind."
+    assert run_command(conversation, "/stats", {"answers": 1, "tokens": 9}) == "1 answers | 9 tokens"
+    said = run_command(conversation, f"/save {tmp_path / 'chat.json'}", {})
+    assert said is not None
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert [message["content"] for message in saved] == ["Be kind.", "Hi", "Hello"]
+    run_command(conversation, "/clear", {})
+    assert not conversation.messages
+    assert conversation.system == "Be kind."
+    assert run_command(conversation, "/quit", {}) is None
+
+
+@pytest.mark.parametrize("line", ["/nope", "/", "/seed x", "/save", "/save /nowhere/at/all.json"])
+def test_a_wrong_command_is_one_sentence(line: str):
+    with pytest.raises(InvalidRequest, match=r"\.$"):
+        run_command(Conversation(), line, {})
