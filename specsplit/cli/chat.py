@@ -17,7 +17,6 @@ specsplit chat --target-model ./large --draft-model ./small --system 'Answer in 
 
 specsplit chat --endpoint http://127.0.0.1:8000
 """
-ENV_API_KEY = "SPECSPLIT_API_KEY"
 app = typer.Typer()
 
 
@@ -28,7 +27,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="Instructions to the model.", metavar="TEXT")] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option("--endpoint", help=f"Use an OpenAI endpoint; its key is in {ENV_API_KEY}.", metavar="URL"),
+        typer.Option("--endpoint", help="Use an OpenAI endpoint; its key is in SPECSPLIT_API_KEY.", metavar="URL"),
     ] = None,
     max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
     temperature: options.Temperature = defaults.TEMPERATURE,

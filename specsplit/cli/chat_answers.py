@@ -1,4 +1,4 @@
-"""Where the answers of a chat come from: draft and target, here or elsewhere, or an OpenAI endpoint."""
+"""The answers of a chat come from draft and target, here or elsewhere, or from an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def _answered(response: http.client.HTTPResponse, where: str) -> http.client.HTT
     """Return the response.
 
     Raises:
-        WorkerFailed: it is an error; its message is told.
+        WorkerFailed: it is an error, whose message this one has.
     """
     if response.status == http.client.OK:
         return response

@@ -13,7 +13,6 @@ from typing import Any
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.cli import render
-from specsplit.cli.chat import ENV_API_KEY
 from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
 from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
 from specsplit.cli.logs import set_up_logging
@@ -22,6 +21,7 @@ from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.orchestrator.request import Piece
 
+ENV_API_KEY = "SPECSPLIT_API_KEY"
 _NOT_SETTINGS = ("raw", "system", "endpoint", "config")
 _WORKER_OPTIONS = ("target", "draft", "target_model", "draft_model")
 ReadLine = Callable[[], Awaitable[str]]
@@ -63,7 +63,7 @@ async def _chat(settings: Settings, conversation: Conversation, endpoint: str | 
 
 
 async def _converse(conversation: Conversation, answers: Answers, stats: ChatStats, text: render.TextStream) -> int:
-    """Read lines and do what they say, until one leaves; an error is told, and the chat goes on."""
+    """Read lines and do what they say, until one leaves; the chat goes on behind an error."""
     read_line = _line_reader()
     while True:
         try:
@@ -127,7 +127,7 @@ def _line_reader() -> ReadLine:
         except ModuleNotFoundError:
             render.dim_note("For history and editing: pip install 'specsplit[chat]'.")
         else:
-            session: PromptSession[str] = PromptSession("> ", enable_history_search=True)
+            session: PromptSession[str] = PromptSession("> ")
             return session.prompt_async
     prompt = "> " if sys.stdin.isatty() else ""
 

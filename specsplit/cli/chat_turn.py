@@ -1,4 +1,4 @@
-"""What a chat holds and what a line of it says: a message, parameters behind it, or a command. Knows no terminal."""
+"""The state of a chat, and the meaning of a line: a message, parameters behind it, or a command. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMETERS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""What may stand behind a message as name=value; `max_tokens` is another name of max_new_tokens."""
+"""The names that may stand behind a message as name=value; `max_tokens` is another one of max_new_tokens."""
 _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 _LAST_PARAMETER = re.compile(r"(?:^|\s)(?P<name>[a-z_]+)=(?P<value>\"[^\"]*\"|\S+)\s*$")
 HELP = """\
