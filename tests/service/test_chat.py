@@ -187,9 +187,9 @@ class Terminal:
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program():
     terminal = Terminal("--dtype", "fp32", "--threads", "1")
     try:
-        terminal.wait_for(PROMPT)
+        shown = terminal.wait_for(PROMPT)
         terminal.type("Write a long text max_tokens=3000 ignore_eos=true temperature=1\r")
-        shown = terminal.wait_for("\x1b[4;36m")
+        shown = terminal.wait_for("\x1b[4;36m", shown)
         terminal.process.send_signal(signal.SIGINT)
         shown = terminal.wait_for("Ended.", shown)
         terminal.wait_for(PROMPT, shown)
