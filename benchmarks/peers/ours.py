@@ -18,10 +18,10 @@ from benchmarks.systems import Sample, Task
 from specsplit.assembly.models import load_models
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.workers import Workers
-from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.engine import event_loop
 from specsplit.engine.session import MAX_STEP_TOKENS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.request import Request, Result

@@ -29,10 +29,10 @@ from benchmarks.statistics import Estimate, median
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.workers import Workers
-from specsplit.core import event_loop
 from specsplit.core.defaults import Mode
 from specsplit.core.settings import Settings, load_settings
 from specsplit.core.types import SamplingParams
+from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request, Result
 from specsplit.speculation import acceptance, cost_model, round_plan, statistics
 from specsplit.speculation.statistics import SpeculationStats

@@ -18,7 +18,7 @@ from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitErro
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
-from specsplit.core.user_cache import user_cache
+from specsplit.model.user_cache import user_cache
 from specsplit.rpc.connectivity import why_unreachable
 
 T = TypeVar("T")

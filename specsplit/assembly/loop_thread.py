@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from specsplit.core.event_loop import new_event_loop
+from specsplit.engine.event_loop import new_event_loop
 
 T = TypeVar("T")
 FinishedTask = asyncio.Task[None]

@@ -16,9 +16,9 @@ from specsplit.cli import render
 from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
 from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
 from specsplit.cli.logs import set_up_logging
-from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
+from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Piece
 
 ENV_API_KEY = "SPECSPLIT_API_KEY"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import specsplit
 from specsplit.cli.doctor_checks import Check, exactness_check
-from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
+from specsplit.engine import event_loop
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
 from specsplit.rpc.connectivity import why_unreachable
 

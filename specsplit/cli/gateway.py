@@ -10,9 +10,9 @@ from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, tracing
-from specsplit.core import event_loop
 from specsplit.core.errors import MissingExtra
 from specsplit.core.settings import load_settings
+from specsplit.engine import event_loop
 
 if TYPE_CHECKING:
     from specsplit.assembly.gateway import RunningGateway

@@ -9,8 +9,8 @@ from specsplit.cli import render
 from specsplit.cli.gateway import gateway_extra
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.serve import NOT_SETTINGS, tracing
-from specsplit.core import event_loop
 from specsplit.core.settings import load_settings
+from specsplit.engine import event_loop
 
 
 def run(given: Mapping[str, Any]) -> int:

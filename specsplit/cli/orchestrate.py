@@ -24,10 +24,10 @@ from specsplit.cli import prompts_file, render
 from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
 from specsplit.core.settings import Settings, load_settings
+from specsplit.engine import event_loop
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
 from specsplit.telemetry.setup import trace_to_file

@@ -30,10 +30,10 @@ from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.core import event_loop
 from specsplit.core.defaults import Role
 from specsplit.core.sections import TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
+from specsplit.engine import event_loop
 from specsplit.telemetry.setup import trace_to_file
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from typing import Any
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import NOT_SETTINGS, check_listen, end_with_parent, serve_until_signal, terminable, tracing
-from specsplit.core import event_loop
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
+from specsplit.engine import event_loop
 from specsplit.stages.serve import load_stage, serving_stage
 
 

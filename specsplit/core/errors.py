@@ -22,6 +22,7 @@ SpecSplitError
 │   ├── DeadlineExceeded        no answer in time
 │   ├── WorkerFailed            it answered that its own code failed
 │   ├── PeerMismatch            another role or protocol version than was asked for
+│   ├── AccessDenied            our identity may not make this call, or the session is another identity's
 │   ├── CorruptPacket           a stage packet was damaged on its way
 │   └── InvalidPacket           a stage packet that arrived whole says what cannot be
 └── SessionError                the session contract between orchestrator and worker
@@ -134,6 +135,10 @@ class WorkerFailed(LinkError):
 
 class PeerMismatch(LinkError):
     """The other process has another role or protocol version than was asked for."""
+
+
+class AccessDenied(LinkError):
+    """The identity that our certificate proves may not make this call, or the session belongs to another one."""
 
 
 class SessionError(SpecSplitError):

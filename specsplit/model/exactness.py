@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
-from specsplit.core.user_cache import user_cache
 from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.packed_linear import pack, packed_product
 from specsplit.model.kv_cache import KVCache
+from specsplit.model.user_cache import user_cache
 
 _WIDTHS = (1024, 512, 256)
 """Inputs of a product, the widest first."""

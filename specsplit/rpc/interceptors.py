@@ -1,4 +1,4 @@
-"""The frame around every call on a server: exception boundary, time limit, drain, trace. Knows no message.
+"""The frame around every call on a server: who calls, exception boundary, time limit, drain, trace. Knows no message.
 
 The client's part (deadline, trace context) is in `channel`, since an interceptor there would cost a task a call.
 """
@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.rpc.status_pb2 import Status
 
-from specsplit.core.errors import DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import AccessDenied, DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
+from specsplit.rpc.auth import Guard
 from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.rounds import ServedRounds
 from specsplit.rpc.status import of_call, status_of
@@ -46,11 +47,12 @@ def draining() -> WorkerUnreachable:
 
 
 class Boundary(grpc.aio.ServerInterceptor):
-    """Runs each call of our services; health and reflection pass through untouched."""
+    """Runs each call of our services; health and reflection pass through once the guard has admitted their caller."""
 
-    def __init__(self, max_call_s: float, budget: ByteBudget | None = None) -> None:
+    def __init__(self, max_call_s: float, budget: ByteBudget | None = None, guard: Guard | None = None) -> None:
         self._max_call_s = max_call_s
         self._budget = budget or ByteBudget()
+        self._guard = guard or Guard(is_secure=False)
         self._answered: frozenset[str] | None = None
         """Methods that are not refused while the server drains; None while it does not drain."""
         self._num_running = 0
@@ -84,11 +86,13 @@ class Boundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the handler of one call of our services."""
+        """Wrap the handler of one call."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_SERVICES):
-            return handler
+        if handler is None:
+            return None
+        if not method.startswith(OUR_SERVICES):
+            return self._guarded(handler, method) if self._guard.is_secure else handler
         metadata: Metadata = cast(Any, handler_call_details).invocation_metadata or ()
         if method in _OF_ROUNDS:
             one = cast(Callable[[bytes], Awaitable[bytes]], handler.stream_stream)
@@ -121,6 +125,37 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         return cast(Any, grpc.unary_unary_rpc_method_handler)(serve_unary)
 
+    async def _admit(self, context: Context, method: str) -> None:
+        """End the call with its status if its caller may not make it."""
+        try:
+            self._guard.admit(context, method)
+        except AccessDenied as error:
+            _log.warning("refused a call from %s: %s", context.peer(), error)
+            await context.abort_with_status(of_call(status_of(error)))
+
+    def _guarded(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handler of a service that is none of ours."""
+        inner: Any = handler
+        serve = next(
+            behaviour
+            for behaviour in (inner.unary_unary, inner.unary_stream, inner.stream_unary, inner.stream_stream)
+            if behaviour is not None
+        )
+
+        async def answer(request: Any, context: Context) -> Any:
+            await self._admit(context, method)
+            return await serve(request, context)
+
+        async def answer_all(request: Any, context: Context) -> AsyncGenerator[Any]:
+            await self._admit(context, method)
+            async for response in serve(request, context):
+                yield response
+
+        kind = f"{'stream' if inner.request_streaming else 'unary'}_{'stream' if inner.response_streaming else 'unary'}"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        coders = {"request_deserializer": inner.request_deserializer, "response_serializer": inner.response_serializer}
+        return make(answer_all if inner.response_streaming else answer, **coders)
+
     async def _serve_rounds(
         self,
         one: Callable[[bytes], Awaitable[bytes]],
@@ -139,6 +174,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             name = _OF_ROUNDS[method]
             return await self._counted(partial(one, request), len(request), name, trace, self._max_call_s)
 
+        await self._admit(context, method)
         try:
             await ServedRounds(read, context.write, serve).run(self._ending_rounds)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
@@ -156,6 +192,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         limit_s: float | None,
     ) -> T:
         """Run one call, whose error becomes its status; `limit_s` is None for a stream both ways."""
+        await self._admit(context, method)
         # Such a stream lasts as long as its session, so no limit would be right for it.
         outcome = await self._counted(serve, num_bytes, method.rpartition("/")[2], metadata, limit_s)
         if isinstance(outcome, Status):

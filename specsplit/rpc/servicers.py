@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,6 +19,7 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity, Turn, WorkerLoad
 from specsplit.rpc import calls, codec
+from specsplit.rpc.auth import SessionOwners
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -59,6 +60,7 @@ class WorkerService(ABC):
         A ping says what `front` says, and a drain sends away whoever waits there.
         """
         self._worker, self._num_sessions, self._front = worker, num_sessions, front
+        self._owners = SessionOwners()
         self._is_draining = False
 
     @property
@@ -73,6 +75,10 @@ class WorkerService(ABC):
         }
         return grpc.method_handlers_generic_handler(self.name, {**self._methods(), **common})
 
+    def keep_owners(self, ttl_s: float) -> None:
+        """Remember whose a session is for longer than the engine keeps it after its last use, which is `ttl_s`."""
+        self._owners = SessionOwners(2.0 * ttl_s)
+
     def refuse(self) -> None:
         """Open no new session; open ones go on."""
         self._is_draining = True
@@ -86,13 +92,22 @@ class WorkerService(ABC):
     @abstractmethod
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]: ...
 
-    def _check_open(self, turn: Turn) -> None:
+    def _using(self, turn: Turn) -> AbstractContextManager[None]:
+        """Use the turn's session for the length of the block.
+
+        Raises:
+            WorkerUnreachable: it is a new one, and the worker drains.
+            AccessDenied: on entry, if it is another identity's.
+        """
         # A session that goes on in a new epoch has a base, so only a new session is refused.
         if self._is_draining and turn.opening is not None and turn.base_length == 0:
             raise draining()
+        return self._owners.using(turn.session)
 
     async def _end_session(self, request: common_pb2.EndSessionRequest) -> common_pb2.EndSessionResponse:
-        await self._worker.close(codec.decode_session(request.session))
+        session = codec.decode_session(request.session)
+        with self._owners.using(session, is_last=True):
+            await self._worker.close(session)
         return common_pb2.EndSessionResponse()
 
     async def _ping(self, request: common_pb2.PingRequest) -> common_pb2.PingResponse:
@@ -123,8 +138,8 @@ class DraftService(WorkerService):
 
     async def _generate_drafts(self, request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
         turn, known_nodes, budget = calls.decode_drafts_request(request)
-        self._check_open(turn)
-        proposal = await self._drafter.propose(turn, known_nodes, budget)
+        with self._using(turn):
+            proposal = await self._drafter.propose(turn, known_nodes, budget)
         telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
         return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
 
@@ -151,8 +166,8 @@ class TargetService(WorkerService):
 
     async def _verify_drafts(self, request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
         turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
-        self._check_open(turn)
-        verdict = await self._verifier.verify(turn, proposal)
+        with self._using(turn):
+            verdict = await self._verifier.verify(turn, proposal)
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
     async def _score(self, request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
@@ -165,9 +180,14 @@ class TargetService(WorkerService):
             yield piece.SerializeToString()
 
     async def _verify_stream(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
-        async with aclosing(serve_stream(self._verifier, requests, self._check_open)) as responses:
-            async for response in responses:
-                yield response
+        with ExitStack() as scope:
+
+            def admit(turn: Turn) -> None:
+                scope.enter_context(self._using(turn))
+
+            async with aclosing(serve_stream(self._verifier, requests, admit)) as responses:
+                async for response in responses:
+                    yield response
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

@@ -49,6 +49,7 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.WorkerFailed: grpc.StatusCode.INTERNAL,
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.CorruptPacket: grpc.StatusCode.DATA_LOSS,
     errors.InvalidPacket: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SessionError: grpc.StatusCode.FAILED_PRECONDITION,

@@ -25,11 +25,11 @@ _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeT
 
 
 async def serve_stream(
-    verifier: Verifier, requests: AsyncIterator[bytes], check_open: Callable[[Turn], None]
+    verifier: Verifier, requests: AsyncIterator[bytes], admit: Callable[[Turn], None]
 ) -> AsyncGenerator[bytes]:
     """Yield the commits of one stream; if it is broken off, free its session's slot.
 
-    `check_open` raises for a new session while the worker drains.
+    `admit` raises for a session that may not be used.
 
     Raises:
         InvalidRequest: a message is not valid.
@@ -37,7 +37,7 @@ async def serve_stream(
     """
     opening = await _first_message(requests)
     turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
-    check_open(turn)
+    admit(turn)
     reports = _Reports()
     with listening(reports.add):
         stream = verifier.open_stream(turn, limits)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from specsplit.core import event_loop
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings
 from specsplit.core.sections import TargetSettings
+from specsplit.engine import event_loop
 from specsplit.stages.serve import Coordinator, load_coordinator
 
 if TYPE_CHECKING:

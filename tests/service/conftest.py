@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from specsplit.core import event_loop
+from specsplit.engine import event_loop
 
 
 def pytest_asyncio_loop_factories(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from specsplit.core import event_loop
+from specsplit.engine import event_loop
 
 HELD_UP_S = 0.02
 

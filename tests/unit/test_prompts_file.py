@@ -11,8 +11,8 @@ import pytest
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.cli import prompts_file
 from specsplit.cli.main import main
-from specsplit.core import event_loop
 from specsplit.core.settings import load_settings
+from specsplit.engine import event_loop
 from tests.support.fakes import FakeTarget, FakeTokenizer
 
 Capture = pytest.CaptureFixture[str]

@@ -17,11 +17,11 @@ from benchmarks.research.calibration.settings import StudySettings
 from benchmarks.workloads import Prompt
 from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.opening import open_workers
-from specsplit.core import event_loop
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, quantised_log_prob
 from specsplit.draft import engine as draft_engine
+from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
 from specsplit.speculation.acceptance import agreed_cell, lookup_cells

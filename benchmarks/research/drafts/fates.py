@@ -19,8 +19,8 @@ from benchmarks.research.drafts.held import HeldProcess
 from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.systems import Sample, Task
 from specsplit.assembly.workers import Workers
-from specsplit.core import event_loop
 from specsplit.core.errors import ResourceError
+from specsplit.engine import event_loop
 
 Fate = Literal["steady", "dying", "returning"]
 PLAIN, AUTO = "plain", "auto"

@@ -28,10 +28,10 @@ from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import System, Task
 from benchmarks.workloads import CODE, load
 from specsplit.assembly.links import remote_workers
-from specsplit.core import event_loop
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.settings import Settings
+from specsplit.engine import event_loop
 from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.request import Result
 

@@ -18,10 +18,10 @@ from benchmarks.peers.ours_remote import connect, worker
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.settings import Pair, ServedMode, Shape, chosen_pair
-from specsplit.core import event_loop
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import OrchestratorSettings
+from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request, Result
 from specsplit.telemetry.setup import trace_to_file
 

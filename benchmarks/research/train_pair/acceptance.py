@@ -18,9 +18,9 @@ from benchmarks.workloads import Prompt
 from specsplit.assembly.local import local_workers
 from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.workers import Workers
-from specsplit.core import event_loop
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings
 from specsplit.core.types import SamplingParams
+from specsplit.engine import event_loop
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.speculation.options import Speculation

@@ -1,0 +1,168 @@
+"""Who calls, and what may be called by whom: identities from certificates, the table of methods, owners of sessions.
+
+A certificate names its holder by the URI spiffe://specsplit/ROLE or spiffe://specsplit/ROLE/NAME.
+Without certificates a caller is known by its host alone, and may call everything. Knows no files and no engines.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from specsplit.core.errors import AccessDenied
+
+LinkRole = Literal["draft", "target", "stage", "orchestrator", "gateway"]
+ROLES: tuple[LinkRole, ...] = ("draft", "target", "stage", "orchestrator", "gateway")
+TRUST_DOMAIN = "specsplit"
+_URI = re.compile(rf"spiffe://{TRUST_DOMAIN}/({'|'.join(ROLES)})(?:/(?!\.{{1,2}}(?:/|$))[A-Za-z0-9._-]{{1,128}})*")
+
+_CLIENTS: frozenset[LinkRole] = frozenset({"orchestrator", "gateway"})
+_COORDINATOR: frozenset[LinkRole] = frozenset({"target"})
+_ALL: frozenset[LinkRole] = frozenset(ROLES)
+_DRAFT, _TARGET, _STAGE = (f"/specsplit.v1.{name}Service/" for name in ("Draft", "Target", "Stage"))
+ALLOWED: Mapping[str, frozenset[LinkRole]] = {
+    **{_DRAFT + name: _CLIENTS for name in ("GenerateDrafts", "Rounds", "EndSession", "Ping")},
+    **{_TARGET + name: _CLIENTS for name in ("VerifyDrafts", "Rounds", "VerifyStream", "Score", "GetTokenizer")},
+    **{_TARGET + name: _CLIENTS for name in ("EndSession", "Ping")},
+    **{_STAGE + name: _COORDINATOR for name in ("Configure", "EndSession", "ExportKV", "ImportKV", "Ping")},
+    # The coordinator's stream, or that of the stage before; the service tells them apart by their first message.
+    _STAGE + "Forward": frozenset({"target", "stage"}),
+    **{"/grpc.health.v1.Health/" + name: _ALL for name in ("Check", "Watch", "List")},
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+}
+"""The roles that may call each method; whatever has no entry is refused to everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """The other end of a connection: what its certificate proves, or else the host that it calls from."""
+
+    name: str
+    """URI of the certificate, or the host as gRPC writes it, without the port."""
+    role: LinkRole | None = None
+    """None unless a certificate proves it."""
+
+    @property
+    def is_authenticated(self) -> bool:
+        return self.role is not None
+
+
+NOBODY = PeerIdentity("")
+"""The identity outside of a call."""
+_current: ContextVar[PeerIdentity] = ContextVar("specsplit_peer", default=NOBODY)
+
+
+def current_peer() -> PeerIdentity:
+    """Return who made the call, or opened the stream, that is being served here."""
+    return _current.get()
+
+
+def peer_identity(context: Any) -> PeerIdentity:
+    """Return who made the call of a grpc servicer context; a certificate of no role counts as none."""
+    proved = cast("Mapping[str, list[bytes]]", context.auth_context())
+    identity = identity_of(name.decode("utf-8", "replace") for name in proved.get("peer_uri", ()))
+    return identity or PeerIdentity(str(context.peer()).rpartition(":")[0])
+
+
+def identity_of(uris: Any) -> PeerIdentity | None:
+    """Return the identity that the URIs of a certificate name; None if they name none, or more than one."""
+    found = [(uri, match) for uri in cast("list[str]", uris) if (match := _URI.fullmatch(uri))]
+    if len(found) != 1:
+        return None
+    uri, match = found[0]
+    return PeerIdentity(uri, cast(LinkRole, match[1]))
+
+
+def server_name(role: LinkRole) -> str:
+    """Return the DNS name that proves to clients that a certificate is one of `role`."""
+    return f"{role}.{TRUST_DOMAIN}"
+
+
+class Guard:
+    """Decides about each call to one server; without certificates it only notes who calls."""
+
+    def __init__(self, *, is_secure: bool) -> None:
+        self._is_secure = is_secure
+
+    @property
+    def is_secure(self) -> bool:
+        return self._is_secure
+
+    def admit(self, context: Any, method: str) -> PeerIdentity:
+        """Return the caller of `method`, which is the current peer from here to the end of the call.
+
+        Raises:
+            AccessDenied: its role may not call the method.
+        """
+        peer = peer_identity(context)
+        if self._is_secure and peer.role not in ALLOWED.get(method, ()):
+            what = method.lstrip("/").rpartition(".")[2].replace("/", ".")
+            who = f"A {peer.role}" if peer.role else "A certificate without a role"
+            raise AccessDenied(f"{who} may not call {what}.")
+        # Each call is served by a task of its own, so that nothing has to be reset.
+        _current.set(peer)
+        return peer
+
+
+class SessionOwners:
+    """Which identity opened each session of a worker; another one can neither use nor end it.
+
+    A session is forgotten once nobody used it for `keep_s`, which is longer than an engine keeps it.
+    """
+
+    def __init__(self, keep_s: float = 120.0) -> None:
+        self._keep_s = keep_s
+        self._owners: dict[str, tuple[str, float]] = {}
+        """Owner of each session, and when it was used last; the least recently used first."""
+        self._num_calls: dict[str, int] = {}
+        """Calls under way on a session; such a session is kept."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @contextmanager
+    def using(self, session: str, *, is_last: bool = False) -> Generator[None]:
+        """Use a session as the current peer for the length of the block; it opens one that nobody has.
+
+        Raises:
+            AccessDenied: the session is another identity's.
+        """
+        peer = current_peer()
+        if not peer.is_authenticated:
+            yield
+            return
+        self._forget_old()
+        owner, _ = self._owners.get(session, (peer.name, 0.0))
+        if owner != peer.name:
+            raise AccessDenied("The session belongs to another identity.")
+        self._use(session, owner)
+        self._num_calls[session] = self._num_calls.get(session, 0) + 1
+        try:
+            yield
+        finally:
+            self._num_calls[session] -= 1
+            self._use(session, owner)
+            if not self._num_calls[session]:
+                del self._num_calls[session]
+                if is_last:
+                    del self._owners[session]
+
+    def _use(self, session: str, owner: str) -> None:
+        self._owners.pop(session, None)
+        self._owners[session] = owner, time.monotonic()
+
+    def _forget_old(self) -> None:
+        """Forget sessions that nobody used for long, from the least recently used on."""
+        old_s = time.monotonic() - self._keep_s
+        while self._owners:
+            session, (owner, used_s) = next(iter(self._owners.items()))
+            if used_s > old_s:
+                return
+            del self._owners[session]
+            if session in self._num_calls:
+                self._use(session, owner)
