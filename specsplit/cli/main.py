@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.cli import chat, options, plan
+from specsplit.cli import chat, options, plan, top
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
@@ -286,7 +286,7 @@ def stage_check(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-app.registered_commands += [*chat.app.registered_commands, *plan.app.registered_commands]
+app.registered_commands += [command for part in (chat, plan, top) for command in part.app.registered_commands]
 
 
 keys = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)

@@ -58,6 +58,7 @@ class DraftEngine(Engine):
             if not isinstance(grower, Grower):
                 grower = session.kept = Grower(self._model, session)
             session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
+            self.counts.num_nodes += len(proposal.token_ids)
             return proposal
         finally:
             self._sessions.leave(session)

@@ -102,6 +102,8 @@ class AdmissionQueue:
 
     def __init__(self, max_waiting: int = 0) -> None:
         self.max_waiting = max_waiting
+        self.num_refused = 0
+        """Callers that were sent away with a time."""
         self._waiters: list[_Waiter] = []
         self._rate = FreedRate()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,6 +120,7 @@ class AdmissionQueue:
 
     def overloaded(self, sentence: str) -> Overloaded:
         """Return the refusal of one caller, with the time after which it should come back."""
+        self.num_refused += 1
         self._loop = asyncio.get_running_loop()
         retry_after_s = self._rate.retry_after_s(self._loop.time())
         return Overloaded(f"{sentence.rstrip('.')} (in {retry_after_s:.2g} s).", retry_after_s)

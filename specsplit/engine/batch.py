@@ -20,6 +20,7 @@ from specsplit.core.record import record
 from specsplit.core.types import Timings
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.telemetry import spans
+from specsplit.telemetry.statistics import StepCounts
 
 Work = Generator[SequenceInput, Tensor, Any]
 TaskOutcome = tuple[Any, Timings]
@@ -196,6 +197,16 @@ def _fail(future: asyncio.Future[TaskOutcome], error: Exception) -> None:
         future.set_exception(error)
 
 
+@record
+class WorkStatistics:
+    """The work of one model at one moment."""
+
+    num_sessions: int
+    """Sessions that have a queue."""
+    num_running: int
+    has_work: bool
+
+
 _ALL: Mapping[Task, int] = {}
 
 
@@ -217,16 +228,21 @@ class Batch:
             task.is_pending = True
             task.times.waited_s += self.start_s - task.times.ready_s
 
-    def end(self, scheduler: str) -> float:
-        """Count the forward for every task, and record it for those that have a span; return the moment."""
+    def end(self, scheduler: str, counts: StepCounts) -> float:
+        """Count the forward, for every task as well, and record it for those that have a span; return the moment."""
         end_s = time.perf_counter()
         elapsed_ms = (end_s - self.start_s) * 1e3
+        counts.num_steps += 1
+        counts.num_sequences += len(self.sequences)
+        counts.busy_s += elapsed_ms / 1e3
         for task, sequence in zip(self.tasks, self.sequences, strict=True):
             task.is_pending = False
             times = task.times
             times.device_ms += elapsed_ms
             times.num_forwards += 1
-            times.num_tokens += len(sequence.token_ids)
+            num_rows = len(sequence.token_ids)
+            times.num_tokens += num_rows
+            counts.num_rows += num_rows
             times.batch_size = max(times.batch_size, len(self.sequences))
             if task.context is not None:
                 end_ns = time.time_ns()
@@ -236,7 +252,7 @@ class Batch:
                     end_ns - round(elapsed_ms * 1e6),
                     end_ns,
                     worker=scheduler,
-                    num_tokens=len(sequence.token_ids),
+                    num_tokens=num_rows,
                     base_length=sequence.base_length,
                     batch_size=len(self.sequences),
                 )

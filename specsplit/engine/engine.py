@@ -24,6 +24,7 @@ from specsplit.engine.scheduler import WorkQueue, WorkStatistics
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
+from specsplit.telemetry.statistics import TreeCounts, WorkerStatistics
 
 T = TypeVar("T")
 
@@ -56,6 +57,7 @@ class Engine:
         clock: Clock | None = None,
         on_release: Callable[[int], None] | None = None,
     ) -> None:
+        self.counts = TreeCounts()
         self._admission = AdmissionQueue()
         self._num_in_background, self._background_keys = 0, count()
         self._model, self._identity = model, model.identity
@@ -127,6 +129,23 @@ class Engine:
         sessions = self._sessions.statistics()
         num_slots, num_waiting = self._sessions.num_slots, len(self._admission)
         return WorkerLoad(len(self._sessions), num_slots - sessions.num_slots_used, num_slots, num_waiting)
+
+    def worker_statistics(self) -> WorkerStatistics:
+        """Return what the worker holds now, and its counts; attributes are read, the device is not asked."""
+        sessions, scheduler = self._sessions.statistics(), self._work.scheduler
+        return WorkerStatistics(
+            model=self._identity.model,
+            num_sessions=sessions.num_sessions,
+            num_slots=self._sessions.num_slots,
+            num_slots_used=sessions.num_slots_used,
+            num_slots_warm=sessions.num_slots_warm,
+            num_waiting=len(self._admission),
+            num_running=scheduler.num_running,
+            steps=replace(scheduler.counts),
+            trees=replace(self.counts),
+            num_reused_tokens=sessions.num_reused_tokens,
+            num_refused=self._admission.num_refused,
+        )
 
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:
         """Send away the openings that wait for a slot, each with an error of its own."""

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import WorkerClosed, WorkerFailed
-from specsplit.core.record import record
 from specsplit.core.types import Timings
-from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work
+from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work, WorkStatistics
 from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, translated
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.queue import SessionQueue
@@ -26,6 +25,7 @@ from specsplit.engine.step_budget import StepBudget
 from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.model.runner import PendingForward, Runner
 from specsplit.telemetry import spans
+from specsplit.telemetry.statistics import StepCounts
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Scheduler:
     ) -> None:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
         self.health = DeviceHealth()
-        self.prompts, self.verification = StepBudget(), VerificationBudget()
+        self.prompts, self.verification, self.counts = StepBudget(), VerificationBudget(), StepCounts()
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
         self._running: dict[Task, None] = {}
@@ -158,7 +158,7 @@ class Scheduler:
         """Give each task its logits, if there are any: it asks for its next forward, or ends; cut ones stay ready."""
         if logits is None:
             return
-        end_s = batch.end(self._name)
+        end_s = batch.end(self._name, self.counts)
         if len(batch.tasks) > 1:
             self.verification.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
@@ -234,16 +234,6 @@ class Scheduler:
         for task in tasks:
             task.work.close()
             self._finish(task, None, error)
-
-
-@record
-class WorkStatistics:
-    """The work of one model at one moment."""
-
-    num_sessions: int
-    """Sessions that have a queue."""
-    num_running: int
-    has_work: bool
 
 
 class WorkQueue:

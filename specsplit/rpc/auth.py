@@ -32,6 +32,8 @@ ALLOWED: Mapping[str, frozenset[LinkRole]] = {
     **{_STAGE + name: _COORDINATOR for name in ("Configure", "EndSession", "ExportKV", "ImportKV", "Ping")},
     # The coordinator's stream, or that of the stage before; the service tells them apart by their first message.
     _STAGE + "Forward": frozenset({"target", "stage"}),
+    # Counters tell nothing of a text, and whoever watches has a certificate of any role.
+    **{service + "Stats": _ALL for service in (_DRAFT, _TARGET, _STAGE)},
     **{"/grpc.health.v1.Health/" + name: _ALL for name in ("Check", "Watch", "List")},
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }

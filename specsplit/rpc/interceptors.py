@@ -37,8 +37,8 @@ _OF_ROUNDS = {
     "/specsplit.v1.TargetService/Rounds": "VerifyDrafts",
 }
 """Streams of rounds, and the call that each of their messages stands for."""
-SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession"})
-"""Methods that a draining worker still answers, for its open sessions."""
+SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession", "Stats"})
+"""Methods that a draining worker still answers: those of its open sessions, and what shows how many are left."""
 
 
 def draining() -> WorkerUnreachable:

@@ -25,7 +25,9 @@ from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
+from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.telemetry import spans
+from specsplit.telemetry.statistics import WorkerStatistics
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -39,6 +41,8 @@ class WorkerFront(Protocol):
 
     @property
     def load(self) -> WorkerLoad: ...
+
+    def worker_statistics(self) -> WorkerStatistics: ...
 
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None: ...
 
@@ -61,7 +65,7 @@ class WorkerService(ABC):
         """
         self._worker, self._num_sessions, self._front = worker, num_sessions, front
         self._owners = SessionOwners()
-        self._is_draining = False
+        self._is_draining, self._began_s = False, time.monotonic()
 
     @property
     def num_sessions(self) -> int:
@@ -72,6 +76,7 @@ class WorkerService(ABC):
         common = {
             "EndSession": _unary(common_pb2.EndSessionRequest, self._end_session),
             "Ping": _unary(common_pb2.PingRequest, self._ping),
+            "Stats": _unary(common_pb2.StatsRequest, self._stats),
         }
         return grpc.method_handlers_generic_handler(self.name, {**self._methods(), **common})
 
@@ -109,6 +114,10 @@ class WorkerService(ABC):
         with self._owners.using(session, is_last=True):
             await self._worker.close(session)
         return common_pb2.EndSessionResponse()
+
+    async def _stats(self, request: common_pb2.StatsRequest) -> common_pb2.StatsResponse:
+        statistics = self._front.worker_statistics() if self._front is not None else WorkerStatistics()
+        return encode_statistics(statistics, VERSION, time.monotonic() - self._began_s)
 
     async def _ping(self, request: common_pb2.PingRequest) -> common_pb2.PingResponse:
         identity: Identity = await self._worker.ping()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from specsplit.core.exactness import Exactness
@@ -10,11 +12,43 @@ from specsplit.stages.packet import Packet
 from specsplit.stages.slot_state import SlotState
 
 
+@dataclass(slots=True)
+class StageStatistics:
+    """Counts since the start; the device thread writes them, or the event loop while that has nothing to do."""
+
+    num_packets: int = 0
+    """Packets computed."""
+    num_tokens: int = 0
+    num_sessions: int = 0
+    """Sessions in these packets, each packet's counted anew."""
+    busy_s: float = field(default=0.0, compare=False)
+    """Seconds of computing them."""
+    num_behind: int = 0
+    """Packets sent back since slots held too few rows."""
+
+    def add(self, num_tokens: int, num_sessions: int, elapsed_s: float) -> None:
+        """Count a packet that was computed."""
+        self.num_packets += 1
+        self.num_tokens += num_tokens
+        self.num_sessions += num_sessions
+        self.busy_s += elapsed_s
+
+
 class Stage(Protocol):
     """Runs packets through some layers; its coordinator owns the slots and says what they hold."""
 
     @property
     def identity(self) -> StageIdentity: ...
+
+    @property
+    def statistics(self) -> StageStatistics:
+        """Return the counts of its packets since it began."""
+        ...
+
+    @property
+    def num_rows(self) -> Sequence[int]:
+        """Return the rows that each slot holds; anybody may ask at any time."""
+        ...
 
     async def place(self, index: int, num_stages: int) -> None:
         """Take position `index` in a chain of `num_stages`, from the next packet on."""

@@ -152,23 +152,25 @@ class TargetEngine(Engine):
             session.extend(tail)
             accepted: list[int] = []
             if tree:
-                first = proposal.first_node
-                session.kept = first + len(tree) - 1
-                numbers: Sequence[int] = range(first, first + len(tree))
+                session.kept = proposal.first_node + len(tree) - 1
+                numbers: Sequence[int] = range(proposal.first_node, session.kept + 1)
                 if isinstance(sequence, OfferedTree):  # a part of it, perhaps
                     proposal, tree, numbers = sequence.proposal, sequence.parents_left, sequence.numbers
                 picks = self._picks(session, logits, proposal, tree)
                 accepted, verdict = self._commit(session, proposal, tree, numbers, picks)
+                self.counts.num_tree_rounds += len(tree) > 0  # a whole tree may have been cut
+                self.counts.num_nodes += len(tree)
+                self.counts.num_accepted += len(accepted)
             else:
-                revision = self._model.runner.revision
                 picks = self._picks(session, logits, proposal, tree)
-                verdict = Verdict((), tuple(picks), session.slot.length, revision=revision)
+                verdict = Verdict((), tuple(picks), session.slot.length, revision=self._model.runner.revision)
             if session.num_reused:
                 verdict, session.num_reused = replace(verdict, num_reused=session.num_reused), 0
             assert session.sampler is not None, "the session has begun"
             if session.sampler.params.top_logprobs is not None:
                 log_probs = self._log_probs(session.sampler, logits, accepted, verdict.token_ids)
                 verdict = replace(verdict, log_probs=log_probs)
+            self.counts.num_tokens += len(verdict.token_ids)
             session.answer = verdict
             return verdict
         finally:

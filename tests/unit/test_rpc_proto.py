@@ -29,8 +29,8 @@ def test_the_services_have_the_names_of_the_protocol():
         draft_pb2.DESCRIPTOR.services_by_name["DraftService"],
         target_pb2.DESCRIPTOR.services_by_name["TargetService"],
     )
-    assert {method.name for method in draft.methods} == {"GenerateDrafts", "Rounds", "EndSession", "Ping"}
+    assert {method.name for method in draft.methods} == {"GenerateDrafts", "Rounds", "EndSession", "Ping", "Stats"}
     assert {method.name for method in target.methods} == {
         "VerifyDrafts", "Rounds",
-        "VerifyStream", "Score", "GetTokenizer", "EndSession", "Ping",
+        "VerifyStream", "Score", "GetTokenizer", "EndSession", "Ping", "Stats",
     }  # fmt: skip

@@ -496,6 +496,117 @@ class WorkerLoad(_message.Message):
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
+class StatsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
+
+@_typing.final
+class StatsResponse(_message.Message):
+    """What a worker or stage holds just now, and its counts since it began. Whoever reads them costs it no forward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    UPTIME_US_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_USED_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_WARM_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    BUSY_US_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TREE_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version: _builtins.str
+    uptime_us: _builtins.int
+    """Since it began."""
+    num_sessions: _builtins.int
+    """Just now. For a stage: slots that hold rows, and packets that it computes."""
+    num_slots: _builtins.int
+    num_slots_used: _builtins.int
+    num_slots_warm: _builtins.int
+    num_waiting: _builtins.int
+    """Openings that wait for a slot."""
+    num_running: _builtins.int
+    used_bytes: _builtins.int
+    """Of the KV cache; 0 if unknown, a budget also if there is none."""
+    budget_bytes: _builtins.int
+    num_steps: _builtins.int
+    """Counts. A step is one forward over rows of one or several sessions."""
+    num_rows: _builtins.int
+    num_sequences: _builtins.int
+    busy_us: _builtins.int
+    num_tokens: _builtins.int
+    """A target's verdicts: tokens committed; rounds with a tree, their nodes, and how many of these were accepted."""
+    num_tree_rounds: _builtins.int
+    num_nodes: _builtins.int
+    """For a draft: nodes offered."""
+    num_accepted: _builtins.int
+    num_reused_tokens: _builtins.int
+    """Tokens whose rows a new session found; openings that were refused."""
+    num_refused: _builtins.int
+    start: _builtins.int
+    """A stage's layers, from the first to the one before `end`."""
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        uptime_us: _builtins.int = ...,
+        num_sessions: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_slots_used: _builtins.int = ...,
+        num_slots_warm: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        num_sequences: _builtins.int = ...,
+        busy_us: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_tree_rounds: _builtins.int = ...,
+        num_nodes: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        num_reused_tokens: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "busy_us", b"busy_us", "end", b"end", "model", b"model", "num_accepted", b"num_accepted", "num_nodes", b"num_nodes", "num_refused", b"num_refused", "num_reused_tokens", b"num_reused_tokens", "num_rows", b"num_rows", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_slots_used", b"num_slots_used", "num_slots_warm", b"num_slots_warm", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "num_tree_rounds", b"num_tree_rounds", "num_waiting", b"num_waiting", "start", b"start", "uptime_us", b"uptime_us", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
 class EndSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specsplit.rpc.pb import common_pb2 as specsplit_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specsplit/v1/draft.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"I\n\x06\x42udget\x12\x15\n\rmax_new_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x15\n\rmax_branching\x18\x03 \x01(\r\"t\n\x15GenerateDraftsRequest\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12\x13\n\x0bknown_nodes\x18\x02 \x01(\r\x12$\n\x06\x62udget\x18\x03 \x01(\x0b\x32\x14.specsplit.v1.Budget\"f\n\x16GenerateDraftsResponse\x12 \n\x04tree\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Tree\x12*\n\ttelemetry\x18\x02 \x01(\x0b\x32\x17.specsplit.v1.Telemetry2\xbd\x02\n\x0c\x44raftService\x12[\n\x0eGenerateDrafts\x12#.specsplit.v1.GenerateDraftsRequest\x1a$.specsplit.v1.GenerateDraftsResponse\x12@\n\x06Rounds\x12\x17.specsplit.v1.RoundCall\x1a\x19.specsplit.v1.RoundAnswer(\x01\x30\x01\x12O\n\nEndSession\x12\x1f.specsplit.v1.EndSessionRequest\x1a .specsplit.v1.EndSessionResponse\x12=\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1a.specsplit.v1.PingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specsplit/v1/draft.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"I\n\x06\x42udget\x12\x15\n\rmax_new_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x15\n\rmax_branching\x18\x03 \x01(\r\"t\n\x15GenerateDraftsRequest\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12\x13\n\x0bknown_nodes\x18\x02 \x01(\r\x12$\n\x06\x62udget\x18\x03 \x01(\x0b\x32\x14.specsplit.v1.Budget\"f\n\x16GenerateDraftsResponse\x12 \n\x04tree\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Tree\x12*\n\ttelemetry\x18\x02 \x01(\x0b\x32\x17.specsplit.v1.Telemetry2\xff\x02\n\x0c\x44raftService\x12[\n\x0eGenerateDrafts\x12#.specsplit.v1.GenerateDraftsRequest\x1a$.specsplit.v1.GenerateDraftsResponse\x12@\n\x06Rounds\x12\x17.specsplit.v1.RoundCall\x1a\x19.specsplit.v1.RoundAnswer(\x01\x30\x01\x12O\n\nEndSession\x12\x1f.specsplit.v1.EndSessionRequest\x1a .specsplit.v1.EndSessionResponse\x12=\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1a.specsplit.v1.PingResponse\x12@\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x1b.specsplit.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,5 +39,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEDRAFTSRESPONSE']._serialized_start=262
   _globals['_GENERATEDRAFTSRESPONSE']._serialized_end=364
   _globals['_DRAFTSERVICE']._serialized_start=367
-  _globals['_DRAFTSERVICE']._serialized_end=684
+  _globals['_DRAFTSERVICE']._serialized_end=750
 # @@protoc_insertion_point(module_scope)

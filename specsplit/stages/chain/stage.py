@@ -6,7 +6,8 @@ follows and how a lost row is computed again. With ends = coordinator it never s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,20 +26,10 @@ from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_
 from specsplit.stages.chain.stage_slot import StageSlot
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
+from specsplit.stages.ports import StageStatistics
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload
 from specsplit.stages.slot_state import SlotState
-
-
-@dataclass(slots=True)
-class StageStatistics:
-    """Counts since the start."""
-
-    num_packets: int = 0
-    """Packets computed."""
-    num_tokens: int = 0
-    num_behind: int = 0
-    """Packets sent back since slots held too few rows."""
 
 
 class StageEngine:
@@ -170,6 +161,7 @@ class StageEngine:
 
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
+        began_s = time.perf_counter()
         check_packet(packet, self.shard, self.index)
         hidden = self._hidden(packet)
         # All sessions are checked before the first slot changes, so that a refused packet leaves every slot as it was.
@@ -190,9 +182,9 @@ class StageEngine:
             raise InvalidPacket(f"Stage {packet.stage_from} sent what cannot be computed: {error}") from error
         for session in packet.sessions:
             self._slots[session.slot].write(session, packet.request_id)
-        self.statistics.num_packets += 1
-        self.statistics.num_tokens += packet.num_tokens
-        return self._following(packet, rows)
+        following = self._following(packet, rows)
+        self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
+        return following
 
     def _hidden(self, packet: Packet) -> Tensor | None:
         """Return the packet's hidden states [T, H], None where token ids enter."""

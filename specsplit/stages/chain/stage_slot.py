@@ -88,8 +88,9 @@ class StageSlot:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows in use, those of the last packet included."""
-        return self.length if self.pending is None else self.pending.start + self.pending.count
+        """Return the rows in use, those of the last packet included; any thread may ask."""
+        pending = self.pending  # read once: the device thread may take it away between two reads
+        return self.length if pending is None else pending.start + pending.count
 
     @property
     def is_empty(self) -> bool:

@@ -87,23 +87,23 @@ class Stopwatch:
     """Measures how long a stage has been on its current piece of work, one after the other."""
 
     def __init__(self) -> None:
-        self._since_s, self._num_running = 0.0, 0
+        self._since_s, self.num_running = 0.0, 0
 
     @property
     def running_s(self) -> float:
         """Return 0 while nothing runs."""
-        return time.monotonic() - self._since_s if self._num_running else 0.0
+        return time.monotonic() - self._since_s if self.num_running else 0.0
 
     @contextmanager
     def running(self) -> Generator[None]:
         """Count a piece of work as running, or waiting for the one before it, for the length of the block."""
-        if not self._num_running:
+        if not self.num_running:
             self._since_s = time.monotonic()
-        self._num_running += 1
+        self.num_running += 1
         try:
             yield
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
             # Work is done in order, so with the end of one piece the time of the next one begins.
             self._since_s = time.monotonic()
 

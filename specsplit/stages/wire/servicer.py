@@ -26,10 +26,12 @@ from specsplit.rpc import calls
 from specsplit.rpc.interceptors import Context
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
+from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.stages.ports import Stage
 from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, error_frame
 from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_slot, slot_pieces
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
+from specsplit.stages.wire.statistics import stage_statistics
 from specsplit.stages.wire.tenancy import Tenancy
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
@@ -54,7 +56,7 @@ class StageService:
     def __init__(self, stage: Stage, *, grace_s: float = GRACE_S) -> None:
         self._stage, self._tenancy = stage, Tenancy(stage, grace_s)
         self._process = secrets.token_hex(8)
-        self._received_bytes = 0
+        self._received_bytes, self._began_s = 0, time.monotonic()
 
     @property
     def num_sessions(self) -> int:
@@ -82,6 +84,7 @@ class StageService:
                 "Configure": _unary(stage_pb2.ConfigureRequest, self._configure),
                 "EndSession": _unary(stage_pb2.EndSlotRequest, self._end_session),
                 "Ping": _unary(common_pb2.PingRequest, self._ping),
+                "Stats": _unary(common_pb2.StatsRequest, self._stats),
                 "Forward": make.stream_stream_rpc_method_handler(self._forward),
                 "ExportKV": make.unary_stream_rpc_method_handler(self._export),
                 "ImportKV": make.stream_stream_rpc_method_handler(self._import),
@@ -98,6 +101,10 @@ class StageService:
             sent_bytes=self._tenancy.sent_bytes,
             computing_us=int(self._tenancy.watch.running_s * 1e6),
         )
+
+    async def _stats(self, request: common_pb2.StatsRequest) -> common_pb2.StatsResponse:
+        statistics = stage_statistics(self._stage, self._tenancy.watch.num_running)
+        return encode_statistics(statistics, VERSION, time.monotonic() - self._began_s)
 
     async def _configure(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
         _check_configuration(request)

@@ -1,10 +1,27 @@
-"""Counts of a coordinator's chain; knows nothing of how it is restored."""
+"""Counts of a coordinator's chain, and a stage's as a worker's; knows nothing of how a chain is restored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specsplit.stages.ports import Stage
 from specsplit.stages.wire.connection import Connection
+from specsplit.telemetry.statistics import StepCounts, WorkerStatistics
+
+
+def stage_statistics(stage: Stage, num_running: int) -> WorkerStatistics:
+    """Return what a stage holds now, and its counts; attributes are read, the device is not asked."""
+    identity, counts = stage.identity, stage.statistics
+    num_used = sum(rows > 0 for rows in stage.num_rows)
+    return WorkerStatistics(
+        model=identity.model,
+        layers=(identity.start, identity.end),
+        num_sessions=num_used,
+        num_slots=identity.num_slots,
+        num_slots_used=num_used,
+        num_running=num_running,
+        steps=StepCounts(counts.num_packets, counts.num_tokens, counts.num_sessions, counts.busy_s),
+    )
 
 
 @dataclass(slots=True)

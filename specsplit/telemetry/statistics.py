@@ -1,0 +1,59 @@
+"""Counts of one worker or stage, as `specsplit top` shows them; whoever counts them owns the parts they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specsplit.core.record import record
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of the forwards of one model since it began; the executor writes them, anyone may read them."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_sequences: int = 0
+    """Sessions in these steps, each step's counted anew."""
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TreeCounts:
+    """Counts of a target's verdicts, or of a draft's proposals, since it began."""
+
+    num_tokens: int = 0
+    """Tokens committed by verdicts."""
+    num_tree_rounds: int = 0
+    """Verdicts on a tree."""
+    num_nodes: int = 0
+    """Nodes verified; for a draft, nodes offered."""
+    num_accepted: int = 0
+
+
+@record
+class WorkerStatistics:
+    """A worker or stage at one moment, and its counts since it began."""
+
+    model: str = ""
+    layers: tuple[int, int] | None = None
+    """A stage's, from the first to the one before the second number."""
+    num_sessions: int = 0
+    """Open sessions; for a stage, slots that hold rows."""
+    num_slots: int = 0
+    num_slots_used: int = 0
+    num_slots_warm: int = 0
+    num_waiting: int = 0
+    """Openings that wait for a slot."""
+    num_running: int = 0
+    """Pieces of work under way."""
+    used_bytes: int = 0
+    """Bytes of the KV cache in use; 0 if unknown."""
+    budget_bytes: int = 0
+    """Bytes that the KV cache may use; 0 if there is no budget."""
+    steps: StepCounts = field(default_factory=StepCounts)
+    trees: TreeCounts = field(default_factory=TreeCounts)
+    num_reused_tokens: int = 0
+    """Tokens whose rows a new session found in a slot."""
+    num_refused: int = 0
+    """Openings that were refused."""
