@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specsplit.cli import options
+from specsplit.cli.help import Command, HelpAll
 from specsplit.core import defaults
 
 EXAMPLES = """Examples:
@@ -20,7 +21,7 @@ specsplit chat --endpoint http://127.0.0.1:8000
 app = typer.Typer()
 
 
-@app.command("chat", epilog=EXAMPLES)
+@app.command("chat", cls=Command, epilog=EXAMPLES)
 def chat(
     ctx: typer.Context,
     raw: Annotated[bool, typer.Option("--raw", help="Go on with the text itself, without a chat template.")] = False,
@@ -43,6 +44,7 @@ def chat(
     config: options.Config = None,
     target: options.Target = None,
     draft: options.Draft = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Talk with a model in the terminal; what the draft proposed is underlined."""
     from specsplit.cli.chat_session import run

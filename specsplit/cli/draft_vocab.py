@@ -5,11 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.extra import require_worker_extra
+
+app = typer.Typer()
+
+
+@app.command("draft-vocab")
+def draft_vocab(
+    corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
+    output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Folder or hub id of the draft.", metavar="M")],
+    size: Annotated[int, typer.Option("--size", min=1, help="How many tokens to keep.", metavar="N")] = 32_768,
+) -> None:
+    """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
+    raise typer.Exit(run(model, corpus, size, output))
 
 
 def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:

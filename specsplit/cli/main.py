@@ -12,55 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.cli import chat, options, plan, top
+from specsplit.cli import chat, draft_vocab, examples, keys, options, plan, top
+from specsplit.cli.help import HELP_NAMES, Command, HelpAll
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
 INTERRUPTED = 130
-EXAMPLES = """Examples:
-
-specsplit orchestrate --prompt 'def fibonacci(n):'
-
-specsplit orchestrate --prompt-file - --temperature 0.8 --seed 7 --json
-
-specsplit orchestrate --target-model ./large --draft-model ./small --prompt Hi
-"""
-SERVICE_EXAMPLES = """Examples:
-
-specsplit draft --model ./small --listen 0.0.0.0:7002
-
-specsplit target --model ./large --listen 0.0.0.0:7001
-
-specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --prompt Hi
-"""
-
-GATEWAY_EXAMPLES = """Examples:
-
-specsplit serve
-
-specsplit serve --target-model ./large --draft-model ./small --dtype bf16
-
-specsplit serve --target target-host:7001 --draft draft-host:7002 --http 0.0.0.0:8000 --api-key-file keys
-"""
-STAGE_EXAMPLES = """Examples:
-
-specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101
-
-specsplit stage --model ./large --layers 16:32 --listen 0.0.0.0:7102
-
-specsplit target --model ./large --stages host-a:7101,host-b:7102 --listen 0.0.0.0:7001
-"""
-CHECK_EXAMPLES = """Examples:
-
-specsplit stage-check --model ./large --stages host-a:7101,host-b:7102
-"""
-
 app = typer.Typer(
     name="specsplit",
     help="Disaggregated speculative decoding: a draft proposes token trees, a target verifies them.",
-    add_completion=False,
-    no_args_is_help=True,
+    context_settings=HELP_NAMES,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -68,7 +30,10 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", is_eager=True, help="Print the version and exit.", metavar=" ")
+    ] = False,
 ) -> None:
     """Serve a large model faster: a small one proposes, the large one verifies, the text is the large one's."""
     if version:
@@ -76,11 +41,14 @@ def root(
 
         typer.echo(specsplit.__version__)
         raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(cls=Command, epilog=examples.ORCHESTRATE)
 def orchestrate(
     ctx: typer.Context,
+    text: options.Text = None,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
     prompts_file: options.PromptsFile = None,
@@ -123,6 +91,7 @@ def orchestrate(
     json: options.Json = False,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Continue prompts with the target's text, at the draft's pace, in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
@@ -130,7 +99,7 @@ def orchestrate(
     raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
-@app.command(epilog=SERVICE_EXAMPLES)
+@app.command(cls=Command, epilog=examples.SERVICE)
 def draft(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -149,6 +118,7 @@ def draft(
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
     parent: options.Parent = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a draft, which proposes token trees, until SIGTERM or Ctrl-C."""
     from specsplit.cli.serve import run
@@ -156,7 +126,7 @@ def draft(
     raise typer.Exit(_interruptible(partial(run, "draft"), ctx))
 
 
-@app.command(epilog=SERVICE_EXAMPLES)
+@app.command(cls=Command, epilog=examples.SERVICE)
 def target(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -180,6 +150,7 @@ def target(
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
     parent: options.Parent = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a target, which verifies token trees, until SIGTERM or Ctrl-C; its layers are here or on stages."""
     from specsplit.cli.serve import run
@@ -187,7 +158,7 @@ def target(
     raise typer.Exit(_interruptible(partial(run, "target"), ctx))
 
 
-@app.command(epilog=GATEWAY_EXAMPLES)
+@app.command(cls=Command, epilog=examples.GATEWAY)
 def serve(
     ctx: typer.Context,
     http: options.Http = defaults.HTTP,
@@ -216,6 +187,7 @@ def serve(
     lookup: options.Lookup = defaults.LOOKUP,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve OpenAI's HTTP API over workers elsewhere, or over workers that it starts here and keeps running."""
     from specsplit.cli.gateway import run
@@ -243,7 +215,7 @@ def lmtp(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-@app.command(epilog=STAGE_EXAMPLES)
+@app.command(cls=Command, epilog=examples.STAGE)
 def stage(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -260,6 +232,7 @@ def stage(
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
     parent: options.Parent = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve some layers of a target, until SIGTERM or Ctrl-C."""
     from specsplit.cli.stage import run
@@ -267,7 +240,7 @@ def stage(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-@app.command("stage-check", epilog=CHECK_EXAMPLES)
+@app.command("stage-check", cls=Command, epilog=examples.STAGE_CHECK)
 def stage_check(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -279,6 +252,7 @@ def stage_check(
     context: options.Context = None,
     config: options.Config = None,
     json: options.Json = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Send a known packet down a chain of stages and compare every boundary with the model in one process."""
     from specsplit.cli.stage_check import run
@@ -286,39 +260,9 @@ def stage_check(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-app.registered_commands += [command for part in (chat, plan, top) for command in part.app.registered_commands]
-
-
-keys = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
-app.add_typer(keys, name="keys")
-
-
-@keys.callback()
-def keys_root() -> None:
-    """Make keys for `specsplit serve --api-key-file`."""
-
-
-@keys.command("new")
-def keys_new(name: Annotated[str, typer.Argument(help="The name of whoever gets the key.")]) -> None:
-    """Make a key: it is printed once, on stderr, and its line for the file of keys on stdout."""
-    from specsplit.gateway.keys import new_key
-
-    key, line = new_key(name)
-    typer.echo(f"The key, which is shown only now: {key}", err=True)
-    typer.echo(line)
-
-
-@app.command("draft-vocab")
-def draft_vocab(
-    corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
-    output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],
-    model: Annotated[str, typer.Option("--model", help="Folder or hub id of the draft.", metavar="M")],
-    size: Annotated[int, typer.Option("--size", min=1, help="How many tokens to keep.", metavar="N")] = 32_768,
-) -> None:
-    """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
-    from specsplit.cli.draft_vocab import run
-
-    raise typer.Exit(run(model, corpus, size, output))
+for other in (chat, plan, top, draft_vocab):
+    app.registered_commands += other.app.registered_commands
+app.add_typer(keys.app, name="keys")
 
 
 @app.command()
@@ -374,12 +318,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the end of the line: nobody above could say it better
-        # Errors of the option parser have this method; everything else is a defect of ours.
-        message = getattr(error, "format_message", None)
-        if message is not None:
-            return _fail(error, f"{_sentence(message())} See --help.", 2)
+        # Imported here, since it brings pydantic, which a plain start need not wait for.
+        from specsplit.cli.usage import sentence, usage_sentence
+
+        usage = usage_sentence(error)
+        if usage is not None:
+            return _fail(error, usage, 2)
         hint = f"Set {defaults.ENV_DEBUG}=1 for the traceback."
-        return _fail(error, f"Unexpected {type(error).__name__}: {_sentence(str(error))} {hint}", 1)
+        return _fail(error, f"Unexpected {type(error).__name__}: {sentence(str(error))} {hint}", 1)
     return code if isinstance(code, int) else 0
 
 
@@ -388,9 +334,3 @@ def _fail(error: BaseException, message: str, code: int) -> int:
         traceback.print_exception(error)
     typer.echo(f"Error: {message}", err=True)
     return code
-
-
-def _sentence(text: str) -> str:
-    """Return `text` on one line, ending as a sentence does."""
-    text = " ".join(text.split())
-    return text if not text or text.endswith((".", "!", "?")) else f"{text}."

@@ -15,19 +15,27 @@ _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
 
 
-def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
-    """Describe an option; `default` is shown if the parameter's own default would tell the user nothing."""
+def _option(names: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
+    """Describe an option; `default` is shown if the parameter's own default would tell the user nothing.
+
+    `names` has the long one and perhaps, behind a blank, the short one.
+    """
     if default is not None:
         text = f"{text} [dim]\\[default: {default}][/dim]"
     if default == "off":
         # A flag takes no value; without a metavar the help would show BOOLEAN for one.
         metavar = " "
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
+    return typer.Option(*names.split(), help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
 
 
-Prompt = Annotated[str | None, _option("--prompt", _PROMPT, "Text to continue.", "none", "TEXT")]
+Text = Annotated[
+    str | None,
+    typer.Argument(help="Text to continue; without one, standard input.", metavar="PROMPT", show_default=False),
+]
+Prompt = Annotated[str | None, _option("--prompt -p", _PROMPT, "The same, as an option.", "none", "TEXT")]
 PromptFile = Annotated[
-    str | None, _option("--prompt-file", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE")
+    str | None,
+    _option("--prompt-file -f", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE"),
 ]
 PromptsFile = Annotated[
     str | None,
@@ -39,14 +47,14 @@ Output = Annotated[
 Concurrency = Annotated[int, _option("--concurrency", _PROMPT, "How many of them are answered at once.", metavar="N")]
 Chat = Annotated[bool, _option("--chat", _PROMPT, "Wrap the prompt in the model's chat template.", "off")]
 
-MaxNewTokens = Annotated[int, _option("--max-new-tokens", _SAMPLING, "Stop after so many tokens.", metavar="N")]
-Temperature = Annotated[float, _option("--temperature", _SAMPLING, "0 takes the best token each time.", metavar="X")]
+MaxNewTokens = Annotated[int, _option("--max-new-tokens -n", _SAMPLING, "Stop after so many tokens.", metavar="N")]
+Temperature = Annotated[float, _option("--temperature -t", _SAMPLING, "0 takes the best token each time.", metavar="X")]
 TopP = Annotated[float, _option("--top-p", _SAMPLING, "Keep the likeliest tokens that sum to it.", metavar="X")]
 TopK = Annotated[int, _option("--top-k", _SAMPLING, "Keep so many of the likeliest tokens, 0 for all.", metavar="N")]
 MinP = Annotated[
     float, _option("--min-p", _SAMPLING, "Keep tokens at least so likely, relative to the best.", metavar="X")
 ]
-Seed = Annotated[int | None, _option("--seed", _SAMPLING, "Repeat a sampled text exactly.", "64 random bits", "N")]
+Seed = Annotated[int | None, _option("--seed -s", _SAMPLING, "Repeat a sampled text exactly.", "64 random bits", "N")]
 Stop = Annotated[list[str] | None, _option("--stop", _SAMPLING, "End before this text; may be repeated.", "none", "S")]
 PresencePenalty = Annotated[
     float, _option("--presence-penalty", _SAMPLING, "Taken from tokens already generated.", metavar="X")
@@ -84,11 +92,11 @@ Explain = Annotated[bool, _option("--explain", _SPECULATION, "Show how each roun
 Compare = Annotated[bool, _option("--compare", _SPECULATION, "Also decode plainly and compare.", "off")]
 
 TargetModel = Annotated[
-    str, _option("--target-model", _MODELS, "Folder or hub id of the model whose text it is.", metavar="M")
+    str, _option("--target-model -m", _MODELS, "Folder or hub id of the model whose text it is.", metavar="M")
 ]
 DraftModel = Annotated[
     str | None,
-    _option("--draft-model", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
+    _option("--draft-model -d", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
 ]
 _VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
 DraftVocab = Annotated[str | None, _option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
@@ -102,7 +110,7 @@ Threads = Annotated[
     str | None, _option("--threads", _MODELS, "CPU threads of each model.", "auto: what forwards gain from", "N")
 ]
 Context = Annotated[
-    int | None, _option("--context", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+    int | None, _option("--context -c", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
 ]
 Config = Annotated[
     str | None, _option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
@@ -124,14 +132,14 @@ DraftPatience = Annotated[
     float, _option("--draft-patience", _SERVICES, "Wait for a proposal at least so many seconds.", metavar="S")
 ]
 
-Model = Annotated[str, _option("--model", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
+Model = Annotated[str, _option("--model -m", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
 ServedDevice = Annotated[DeviceName, _option("--device", _MODELS, "Where the model runs.")]
 ServedThreads = Annotated[
     str | None, _option("--threads", _MODELS, "CPU threads of the model.", "auto: what forwards gain from", "N")
 ]
 StageThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
 Listen = Annotated[
-    str, _option("--listen", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
+    str, _option("--listen -l", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]
 Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
 Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
@@ -209,7 +217,7 @@ Logprobs = Annotated[
     int | None,
     _option("--logprobs", _OUTPUT, "Add log-probabilities of tokens and of the K likeliest to --json.", "none", "K"),
 ]
-Json = Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off")]
+Json = Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[
     str | None, _option("--trace-file", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "F")
 ]

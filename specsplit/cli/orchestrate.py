@@ -18,13 +18,14 @@ from typing import Any, cast
 
 from specsplit.assembly.models import LoadedDraft, Models, load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import check_prompt, make_request
+from specsplit.assembly.requests import make_request
 from specsplit.assembly.workers import Workers
 from specsplit.cli import prompts_file, render
 from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
+from specsplit.cli.prompt import read_prompt, with_prompt
+from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
 from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
@@ -68,6 +69,7 @@ class Transcript:
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
+    given = with_prompt(given)
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True)
     if given.get("print_config"):
@@ -118,36 +120,6 @@ class _Job:
     compares: bool
     explains: bool
     started_s: float = field(default_factory=time.perf_counter)
-
-
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt from the one of the two options that is given.
-
-    Raises:
-        InvalidRequest: both or neither is given, the file cannot be read, or it is empty or no UTF-8.
-    """
-    if prompt is not None and prompt_file is not None:
-        raise InvalidRequest("--prompt and --prompt-file exclude each other; give one of them.", param="prompt")
-    if prompt is None and prompt_file is None:
-        raise InvalidRequest("There is no prompt; give one with --prompt TEXT or --prompt-file FILE.", param="prompt")
-    if prompt is None:
-        prompt = _read_file(prompt_file or "")
-    check_prompt(prompt)
-    return prompt
-
-
-def _read_file(name: str) -> str:
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-        return data.decode("utf-8")
-    except OSError as error:
-        raise InvalidRequest(
-            f"The prompt file {name} cannot be read ({error.strerror}); check --prompt-file.", param="prompt"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"The prompt file {name} is not UTF-8 (byte {error.start}); convert it first.", param="prompt"
-        ) from error
 
 
 def _spare_torch() -> None:

@@ -21,30 +21,33 @@ if TYPE_CHECKING:
 
 EXAMPLES = """Examples:
 
-specsplit plan --config ./large --stages 3 --context 32768 --sessions 8
+specsplit plan --model ./large --num-stages 3 --context 32768 --sessions 8
 
-specsplit plan --config config.json --layers 0:20,20:47,47:94 --dtype int8
+specsplit plan --model config.json --layers 0:20,20:47,47:94 --dtype int8
 
-specsplit plan --config config.json --memory 24GiB,24GiB,80GiB --ends coordinator
+specsplit plan --model config.json --memory 24GiB,24GiB,80GiB --ends coordinator
 """
 app = typer.Typer()
 _CUT, _LOAD, _OUTPUT = "Cut, one of these", "What to serve", "Output"
 _FILE_WIDTH = 160
 
 
-def _option(name: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
+def _option(names: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
     """Describe an option; `default` says what happens without it where the parameter's own default says nothing."""
     if default is not None:
         text = f"{text} [dim]\\[default: {default}][/dim]"
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
+    return typer.Option(*names.split(), help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
 
 
 @app.command("plan", epilog=EXAMPLES)
 def plan(
-    config: Annotated[
-        str, _option("--config", _LOAD, "A config.json, its folder, or a hub id in the cache here.", metavar="M")
+    model: Annotated[
+        str,
+        _option("--model -m", _LOAD, "A model's folder, its config.json, or a hub id in the cache here.", metavar="M"),
     ] = defaults.EMBEDDED,
-    stages: Annotated[int | None, _option("--stages", _CUT, "So many stages of equal length.", "1", "S")] = None,
+    num_stages: Annotated[
+        int | None, _option("--num-stages", _CUT, "So many stages of equal length.", "1", "S")
+    ] = None,
     layers: Annotated[
         str | None, _option("--layers", _CUT, "A:B per stage, from layer A to B - 1.", "none", "A:B,B:C")
     ] = None,
@@ -52,7 +55,7 @@ def plan(
         str | None, _option("--memory", _CUT, "What each stage may fill, such as 24GiB,80GiB.", "none", "SIZES")
     ] = None,
     context: Annotated[
-        int | None, _option("--context", _LOAD, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+        int | None, _option("--context -c", _LOAD, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
     ] = None,
     sessions: Annotated[
         int, _option("--sessions", _LOAD, "Sessions held at a time, one KV slot each.", metavar="N")
@@ -68,13 +71,16 @@ def plan(
         Literal["stages", "coordinator"],
         _option("--ends", _LOAD, "Where embedding, final norm and head live."),
     ] = "stages",
-    as_json: Annotated[bool, _option("--json", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
+    as_json: Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
+    config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
+    stages: Annotated[int | None, typer.Option("--stages", hidden=True)] = None,
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
     from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
     from specsplit.stages.shape import read_shape
 
-    shape = read_shape(_read_config(config), config)
+    model, num_stages = _today(model, num_stages, config, stages)
+    shape = read_shape(_read_config(model), model)
     workload = Workload(
         context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
         sessions=sessions,
@@ -82,30 +88,46 @@ def plan(
         dtype=dtype or shape.checkpoint_dtype or "bf16",
         ends=ends,
     )
-    planned = _plan(shape, workload, stages, layers, memory)
+    planned = _plan(shape, workload, num_stages, layers, memory)
     notes = _notes(planned)
     if as_json:
-        sys.stdout.write(json.dumps(_record(planned, config, notes)) + "\n")
+        sys.stdout.write(json.dumps(_record(planned, model, notes)) + "\n")
     else:
-        _print_table(planned, config, notes)
+        _print_table(planned, model, notes)
     sys.stdout.flush()
 
 
+def _today(model: str, num_stages: int | None, config: str | None, stages: int | None) -> tuple[str, int | None]:
+    """Return model and number of stages; `config` and `stages` were their names before, and are noted."""
+    if config is not None:
+        _note("plan names its model with --model now: --config is a settings file in every other command.")
+        model = config
+    if stages is not None:
+        _note("plan counts stages with --num-stages now: --stages has addresses in every other command.")
+        num_stages = stages
+    return model, num_stages
+
+
+def _note(text: str) -> None:
+    typer.echo(f"Note: {text}", err=True)
+
+
 def _plan(
-    shape: ModelShape, workload: Workload, stages: int | None, layers: str | None, memory: str | None
+    shape: ModelShape, workload: Workload, num_stages: int | None, layers: str | None, memory: str | None
 ) -> ChainPlan:
     from specsplit.core.errors import InvalidSettings
     from specsplit.stages import planner
 
     # The three ways to cut exclude each other; without any of them the whole model is one stage.
-    given = [name for name, value in (("stages", stages), ("layers", layers), ("memory", memory)) if value is not None]
+    ways = (("num-stages", num_stages), ("layers", layers), ("memory", memory))
+    given = [name for name, value in ways if value is not None]
     if len(given) > 1:
         raise InvalidSettings(f"--{given[0]} and --{given[1]} exclude each other: each of them says how to cut.")
     if layers is not None:
         return planner.plan_ranges(shape, planner.parse_ranges(layers), workload)
     if memory is not None:
         return planner.plan_memory(shape, [planner.parse_size(size) for size in memory.split(",")], workload)
-    return planner.plan_even(shape, 1 if stages is None else stages, workload)
+    return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
 
 
 def _read_config(source: str) -> Mapping[str, Any]:

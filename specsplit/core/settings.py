@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
+from specsplit.core.complaints import complaint
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import (
@@ -380,16 +381,9 @@ def _validated(layer: _Layer) -> Settings:
 
 def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSettings:
     """Turn the first complaint into one sentence that names the setting as the user spelled it."""
-    # Only the first complaint is shown: the next ones may follow from it.
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"][:2])
-    name = names.get(key, str(first["loc"][0]))
-    rule = first["msg"].split(", unable to parse")[0]
-    for prefix, replacement in (("Input should be ", "must be "), ("Value error, ", ""), ("String should ", "must ")):
-        if rule.startswith(prefix):
-            rule = replacement + rule.removeprefix(prefix)
-    given = f", not {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
-    return InvalidSettings(f"{name} {rule}{given}.")
+    place = error.errors(include_url=False)[0]["loc"]
+    name = names.get(".".join(str(part) for part in place[:2]), str(place[0]))
+    return InvalidSettings(f"{name} {complaint(error)}.")
 
 
 def _unknown(name: str, known: Iterable[str], kind: str = "setting") -> str:

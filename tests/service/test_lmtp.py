@@ -129,7 +129,7 @@ async def test_what_is_wrong_ends_its_own_stream_only(gateway: GatewayProcess) -
             await collect(lmtp.generate([5000]))
         with pytest.raises(LMTPStreamError, match="scored"):
             await collect(lmtp.score(PROMPT, []))
-        with pytest.raises(LMTPStreamError, match="less than or equal to 20"):
+        with pytest.raises(LMTPStreamError, match="at most 20"):
             await collect(lmtp.generate(PROMPT, top_logprobs=21))
         lmtp.model_identifier = "another"
         with pytest.raises(LMTPStreamError, match="There is no model 'another'"):

@@ -270,7 +270,7 @@ def test_an_address_that_refuses_is_given_up_after_the_time_allowed(capfd: Captu
         (["--listen", "{target}"], 2, "{target} is in use; stop what listens there, or choose another port"),
         (["--listen", "192.0.2.1:7001"], 2, "Nothing can listen at 192.0.2.1:7001"),
         (["--listen", "7001"], 2, "--listen must be HOST:PORT"),
-        (["--sessions", "0"], 2, "--sessions must be greater than or equal to 1"),
+        (["--sessions", "0"], 2, "--sessions must be at least 1"),
         (["--model", "./no-such-model"], 1, "There is no model folder at ./no-such-model."),
         (["--trace-file", "no/such/folder/f"], 2, "cannot be written (No such file or directory)"),
     ],

@@ -16,6 +16,7 @@ import pytest
 from specsplit.cli import render
 from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
+from specsplit.cli.prompt import read_prompt, with_prompt
 from specsplit.core.settings import KEYS, Settings, load_settings
 from specsplit.orchestrator.request import DegradedPhase, Reason, RequestTimings, Result, SpeculativeDecoding
 
@@ -48,8 +49,9 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "There is no prompt; give one with --prompt TEXT or --prompt-file FILE."),
+        ([], "There is no prompt; write it behind the command"),
         (["--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+        (["b", "--prompt", "a"], "The prompt stands twice, alone and behind --prompt"),
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt", "a\udcff"], "not valid UTF-8"),
         (["--prompt-file", "no/such/file"], "cannot be read (No such file or directory)"),
@@ -58,9 +60,9 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
         (["--prompt", "a", "--temperature", "nan"], "temperature must be between 0 and 100"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs adds to the output of --json only"),
-        (["--prompt", "a", "--json", "--logprobs", "21"], "--logprobs must be less than or equal to 20"),
-        (["--prompt", "a", "--nodes", "0"], "--nodes must be greater than or equal to 1"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens must be greater than or equal to 1"),
+        (["--prompt", "a", "--json", "--logprobs", "21"], "--logprobs must be at most 20"),
+        (["--prompt", "a", "--nodes", "0"], "--nodes must be at least 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--prompt", "a", "--logit-bias", "5"], "--logit-bias must look like ID=X"),
         (["--prompt", "a", "--mode", "fast"], "--mode"),
         (["--prompt", "a", "--nodes", "many"], "--nodes"),
@@ -96,6 +98,13 @@ def test_an_empty_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch, c
     assert (code, "The prompt is empty" in err) == (2, True)
 
 
+def test_a_prompt_may_stand_alone_or_come_from_a_pipe(monkeypatch: pytest.MonkeyPatch):
+    assert with_prompt({"text": "def f(", "seed": 1}) == {"prompt": "def f(", "seed": 1}
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
+    assert read_prompt(None, None) == "é\n"
+    assert read_prompt("a", None) == "a"
+
+
 def test_an_unknown_command_is_exit_2(capsys: Capture):
     code, err = _error(["orchestate"], capsys)
     assert (code, "orchestate" in err) == (2, True)
@@ -123,10 +132,10 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_on_demand(
 
 
 def test_help_groups_the_options_and_has_every_default_and_three_examples(capsys: Capture):
-    assert main(["orchestrate", "--help"]) == 0
+    assert main(["orchestrate", "--help-all"]) == 0
     out = capsys.readouterr().out
     titles = re.findall(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)
-    assert [title for title in titles if title != "Options"] == [
+    assert [title for title in titles if title not in ("Options", "Arguments")] == [
         "Prompt",
         "Sampling",
         "Speculation",
@@ -135,12 +144,19 @@ def test_help_groups_the_options_and_has_every_default_and_three_examples(capsys
         "Output",
     ]
     assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
-    assert len(re.findall(r"^ specsplit orchestrate --", out[out.index("Examples:") :], flags=re.MULTILINE)) == 3
+    assert (
+        len(
+            re.findall(
+                r"^ (?:cat prompt.txt \| )?specsplit orchestrate ", out[out.index("Examples:") :], flags=re.MULTILINE
+            )
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("role", ["orchestrator", "target", "draft"])
 def test_help_shows_the_defaults_that_the_settings_have(role: str, capsys: Capture):
-    main(["orchestrate" if role == "orchestrator" else role, "--help"])
+    main(["orchestrate" if role == "orchestrator" else role, "--help-all"])
     out = capsys.readouterr().out
     assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
     for field, value in getattr(Settings(), role).model_dump().items():

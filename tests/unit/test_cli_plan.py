@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
 
 
 def test_the_table_has_a_row_per_stage_and_says_what_it_assumes(config: str, capsys: Capture):
-    assert main(["plan", "--config", config, "--layers", "0:20,20:28", "--context", "4096", "--sessions", "2"]) == 0
+    assert main(["plan", "--model", config, "--layers", "0:20,20:28", "--context", "4096", "--sessions", "2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert f"qwen3, {NUM_PARAMS:,} parameters in 28 layers, bf16, ends on the stages" in " ".join(lines[0])
     # 20 x 15,730,944 + 151,936 x 1,024 parameters; 2 slots of 4,224 rows; 5 tokens of 1,024 numbers; all 2 bytes each
@@ -71,7 +72,7 @@ def test_the_table_has_a_row_per_stage_and_says_what_it_assumes(config: str, cap
 
 
 def test_json_holds_the_same_in_bytes(config: str, capsys: Capture):
-    record = _json(["--config", config, "--stages", "3", "--nodes", "8", "--context", "1000"], capsys)
+    record = _json(["--model", config, "--num-stages", "3", "--nodes", "8", "--context", "1000"], capsys)
     assert (record["num_parameters"], record["num_layers"], record["dtype"]) == (NUM_PARAMS, 28, "bf16")
     assert record["kv_bytes_per_token_and_layer"] == 2 * 8 * 128 * 2
     assert [(stage["start"], stage["end"]) for stage in record["stages"]] == [(0, 10), (10, 19), (19, 28)]
@@ -83,19 +84,19 @@ def test_json_holds_the_same_in_bytes(config: str, capsys: Capture):
 
 
 def test_ends_on_the_coordinator_have_a_row_of_their_own(config: str, capsys: Capture):
-    assert main(["plan", "--config", config, "--memory", "1GiB,2GiB", "--ends", "coordinator"]) == 0
+    assert main(["plan", "--model", config, "--memory", "1GiB,2GiB", "--ends", "coordinator"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2] == ["coordinator", "-", "0", "0.290", "-", "0.290", "-", "10.0", "KiB", "embedding,", "head"]
     assert [line[0] for line in lines[3:6]] == ["0", "1", "all"]
     assert lines[4][-3:] == ["2.0", "10.0", "KiB"]  # the budget, then hidden states instead of picks
-    record = _json(["--config", config, "--ends", "coordinator"], capsys)
+    record = _json(["--model", config, "--ends", "coordinator"], capsys)
     assert record["coordinator"] == {"weight_bytes": 2 * (151936 * 1024 + 1024), "link_bytes_per_round": 5 * 2048}
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "embedded"])
 def test_a_config_is_found_as_a_file_a_folder_or_the_embedded_one(form: str, config: str, capsys: Capture):
     source = {"file": config, "folder": str(Path(config).parent), "embedded": "embedded"}[form]
-    assert _json(["--config", source], capsys)["model_type"] == ("llama" if form == "embedded" else "qwen3")
+    assert _json(["--model", source], capsys)["model_type"] == ("llama" if form == "embedded" else "qwen3")
 
 
 def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path):
@@ -108,7 +109,7 @@ def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path):
     program = "import sys; from specsplit.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
     def planned(source: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program, "plan", "--config", source, "--json"]
+        command = [sys.executable, "-c", program, "plan", "--model", source, "--json"]
         environment = {"HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -124,26 +125,26 @@ def test_a_plan_needs_neither_torch_nor_transformers(config: str):
         "heavy = [name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules]; "
         "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
     )
-    command = [sys.executable, "-c", program, "plan", "--config", config, "--memory", "2GiB,2GiB"]
+    command = [sys.executable, "-c", program, "plan", "--model", config, "--memory", "2GiB,2GiB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_a_config_says_is_the_default(config: str, tmp_path: Path, capsys: Capture):
-    record = _json(["--config", config], capsys)
+    record = _json(["--model", config], capsys)
     assert (record["context"], record["sessions"], record["dtype"], len(record["stages"])) == (4096, 4, "bf16", 1)
     short = _written(tmp_path, {**CONFIG, "max_position_embeddings": 512, "torch_dtype": "float32"})
-    record = _json(["--config", short], capsys)
+    record = _json(["--model", short], capsys)
     assert (record["context"], record["dtype"]) == (512, "fp32")
 
 
 def test_a_context_beyond_the_models_is_planned_and_told(config: str, capsys: Capture):
-    record = _json(["--config", config, "--context", "65536"], capsys)
+    record = _json(["--model", config, "--context", "65536"], capsys)
     assert "The model was made for at most 40960 tokens: a target refuses a longer --context." in record["notes"]
 
 
 def test_int8_says_what_it_assumes(config: str, capsys: Capture):
-    record = _json(["--config", config, "--dtype", "int8"], capsys)
+    record = _json(["--model", config, "--dtype", "int8"], capsys)
     assert [note for note in record["notes"] if "2-byte scale per output row" in note]
     assert record["kv_bytes_per_token_and_layer"] == 4096
 
@@ -151,9 +152,9 @@ def test_int8_says_what_it_assumes(config: str, capsys: Capture):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--stages", "0"], 2, "There must be at least 1 stage, not 0."),
-        (["--stages", "29"], 2, "29 stages are too many for 28 layers"),
-        (["--stages", "2", "--layers", "0:28"], 2, "--stages and --layers exclude each other"),
+        (["--num-stages", "0"], 2, "There must be at least 1 stage, not 0."),
+        (["--num-stages", "29"], 2, "29 stages are too many for 28 layers"),
+        (["--num-stages", "2", "--layers", "0:28"], 2, "--num-stages and --layers exclude each other"),
         (["--layers", "0:14,15:28"], 2, "There is a gap: layer 14 would be in no stage."),
         (["--layers", "0:14,14:29"], 2, "goes beyond the last layer"),
         (["--layers", ""], 2, "'' is no such range"),
@@ -170,7 +171,7 @@ def test_int8_says_what_it_assumes(config: str, capsys: Capture):
 def test_wrong_usage_and_what_does_not_fit_is_one_sentence(
     arguments: list[str], code: int, message: str, config: str, capsys: Capture
 ):
-    got, err = _error(["--config", config, *arguments], capsys)
+    got, err = _error(["--model", config, *arguments], capsys)
     assert (got, message in err) == (code, True), err
 
 
@@ -186,18 +187,18 @@ def test_wrong_usage_and_what_does_not_fit_is_one_sentence(
     ],
 )
 def test_a_config_that_cannot_be_planned_says_why(content: object, message: str, tmp_path: Path, capsys: Capture):
-    code, err = _error(["--config", _written(tmp_path, content)], capsys)
+    code, err = _error(["--model", _written(tmp_path, content)], capsys)
     assert (code, message in err) == (1, True), err
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "nowhere.json", "some/where/else"])
 def test_a_missing_config_is_named(source: str, capsys: Capture):
-    assert _error(["--config", source], capsys) == (1, f"Error: There is no config.json at {source}.\n")
+    assert _error(["--model", source], capsys) == (1, f"Error: There is no config.json at {source}.\n")
 
 
 def test_a_folder_without_a_config_and_a_name_that_is_none_are_named(tmp_path: Path, capsys: Capture):
-    assert _error(["--config", str(tmp_path)], capsys) == (1, f"Error: There is no config.json at {tmp_path}.\n")
-    code, err = _error(["--config", "not a name"], capsys)
+    assert _error(["--model", str(tmp_path)], capsys) == (1, f"Error: There is no config.json at {tmp_path}.\n")
+    code, err = _error(["--model", "not a name"], capsys)
     assert (code, "neither a config.json, nor a model folder, nor a hub id" in err) == (1, True)
 
 
@@ -208,4 +209,11 @@ def test_help_shows_every_default_and_three_examples(capsys: Capture, monkeypatc
     options = [line for line in out.splitlines() if line.startswith("│ --") and "--help" not in line]
     assert len(options) == 10
     assert all("[default: " in line for line in options)
-    assert out.count("specsplit plan --config") == 3
+    assert out.count("specsplit plan --model") == 3
+
+
+def test_names_of_before_work_with_a_note(config: str, capsys: Capture):
+    assert main(["plan", "--config", config, "--stages", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["stages"]) == 2
+    assert re.findall(r"^Note: .* with (--[a-z-]+) now: ", err, flags=re.MULTILINE) == ["--model", "--num-stages"]

@@ -1,0 +1,48 @@
+"""The help of a command: `-h` shows its usual options, and `--help-all` every one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+"""The settings of the parser by which `-h` is `--help`; subcommands inherit them."""
+USUAL = frozenset(
+    (
+        *("text", "prompt", "prompt_file", "prompts_file", "output", "chat", "max_new_tokens", "temperature", "seed"),
+        *("mode", "compare", "target_model", "draft_model", "model", "dtype", "device", "context", "config"),
+        *("target", "draft", "listen", "http", "api_key_file", "sessions", "layers", "stages", "local_stages"),
+        *("endpoint", "system", "raw", "json", "help_all", "help"),
+    )
+)
+"""Names of the parameters that `-h` shows."""
+
+
+class Command(TyperCommand):
+    """A command with so many options that `-h` shows the usual ones only."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; an option that is not usual is left out unless all were asked for."""
+        if not ctx.meta.get(_ALL):
+            for param in self.params:
+                if isinstance(param, TyperOption) and param.name not in USUAL:
+                    param.hidden = True
+        super().format_help(ctx, formatter)
+
+
+_ALL = "specsplit.help_all"
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all, metavar=" "),
+]

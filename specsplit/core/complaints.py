@@ -1,0 +1,54 @@
+"""Words for a value that pydantic refused: what it must be, and what it was. Knows neither options nor settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+_RULES: dict[str, str] = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "value_error": "{error}",
+    "missing": "is missing",
+}
+"""Words for a kind of error of pydantic; the braces are filled with the context that it gives."""
+_KINDS: tuple[tuple[str, str], ...] = (
+    ("int_", "must be a whole number"),
+    ("float_", "must be a number"),
+    ("bool_", "must be true or false"),
+    ("string_", "must be a text"),
+    ("tuple_", "must be a list"),
+    ("list_", "must be a list"),
+)
+"""Words for the beginnings of pydantic's remaining kinds of error."""
+
+
+def complaint(error: ValidationError, text: Callable[[object], str] = repr) -> str:
+    """Return what the first refused value must be and what it was, such as "must be at least 1, not 0"."""
+    # Only the first complaint is shown: the next ones may follow from it.
+    first = error.errors(include_url=False)[0]
+    value = first["input"]
+    return _rule(first) + (f", not {text(value)}" if isinstance(value, str | int | float) else "")
+
+
+def _rule(details: ErrorDetails) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "literal_error":
+        return f"must be {_choices(context)}"
+    if kind in _RULES:
+        shown = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        return _RULES[kind].format(**shown)
+    return next((words for start, words in _KINDS if kind.startswith(start)), details["msg"])
+
+
+def _choices(context: dict[str, Any]) -> str:
+    """Return pydantic's "'a', 'b' or 'c'" without its quotes."""
+    return str(context["expected"]).replace("'", "")

@@ -1,0 +1,90 @@
+"""What the command line says of itself: help, version, short forms, completion, and the words of its parser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import specsplit
+from specsplit.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.parametrize("arguments", [[], ["keys"]])
+def test_a_command_without_arguments_prints_its_help(arguments: list[str], capsys: Capture):
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert ("Commands" in out, err) == (True, "")
+
+
+@pytest.mark.parametrize("command", ["orchestrate", "draft", "target", "serve", "stage", "stage-check", "chat"])
+def test_h_shows_the_usual_options_and_help_all_every_one(command: str, capsys: Capture):
+    shown: list[set[str]] = []
+    for option in ("-h", "--help", "--help-all"):
+        assert main([command, option]) == 0
+        shown.append(set(re.findall(r"^│ +(--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)))
+    short, long, everything = shown
+    assert short == long
+    assert short < everything
+    assert "--threads" in everything - short
+
+
+def test_the_usual_options_have_short_forms(capsys: Capture):
+    """Two letters would be two options: each of these stands for one in every command that has it."""
+    commands = ("orchestrate", "draft", "target", "serve", "stage", "stage-check", "chat", "doctor", "plan")
+    meanings: dict[str, set[str]] = {}
+    for command in commands:
+        main([command, "--help-all" if command not in ("doctor", "plan") else "--help"])
+        for long, short in re.findall(r"^│ +(--[a-z-]+) +(-\w) ", capsys.readouterr().out, flags=re.MULTILINE):
+            meanings.setdefault(short, set()).add(long)
+    assert meanings.pop("-m") == {"--model", "--target-model"}
+    assert {short for short, long in meanings.items() if len(long) > 1} == set()
+    assert set(meanings) == {"-p", "-f", "-n", "-t", "-s", "-d", "-c", "-l", "-j", "-h"}
+
+
+@pytest.mark.parametrize(("option", "shown"), [("-V", specsplit.__version__), ("--version", specsplit.__version__)])
+def test_the_version_has_a_short_form(option: str, shown: str, capsys: Capture):
+    assert (main([option]), capsys.readouterr().out) == (0, f"{shown}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["orchestrate", "--nodes", "many"], "--nodes must be a whole number, not 'many'."),
+        (["orchestrate", "--nodes"], "Option --nodes requires an argument."),
+        (
+            ["orchestrate", "--mode", "fast"],
+            "--mode must be one of auto, plain, lookup, pingpong, overlap, stream, not",
+        ),
+        (["orchestrate", "--temprature", "1"], "No such option: --temprature (Possible options: "),
+        (["orchestrate", "a", "b"], "Got unexpected extra argument(s) (b)."),
+        (["keys", "new"], "NAME is missing."),
+        (["draft-vocab"], "--corpus is missing."),
+    ],
+)
+def test_what_the_parser_refuses_is_said_in_our_words(arguments: list[str], message: str, capsys: Capture):
+    code, (out, err) = main(arguments), capsys.readouterr()
+    assert out == ""
+    assert (code, err.startswith(f"Error: {message}"), err.endswith(" See --help.\n")) == (2, True, True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("specsplit orch", "orchestrate"), ("specsplit orchestrate --draft-v", "--draft-vocab")],
+)
+def test_a_shell_completes_commands_and_options(
+    words: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    monkeypatch.setenv("_SPECSPLIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert capsys.readouterr().out.split() == [offered]
