@@ -1,4 +1,4 @@
-"""`specsplit top` itself: reads the statistics of workers, look after look, and shows them with the rates in between."""
+"""`specsplit top` itself: reads the statistics of workers, look after look, and shows them with rates in between."""
 
 from __future__ import annotations
 
