@@ -28,7 +28,7 @@ specsplit serve --target target-host:7001 --draft draft-host:7002 --http 0.0.0.0
 """
 STAGE = """Examples:
 
-specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101
+specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101 --next host-b:7102
 
 specsplit stage --model ./large --layers 16:32 --listen 0.0.0.0:7102
 

@@ -220,6 +220,7 @@ def stage(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
     layers: options.Layers = None,
+    next: options.Next = None,
     ends: options.Ends = defaults.ENDS,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,

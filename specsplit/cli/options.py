@@ -172,6 +172,10 @@ LocalStages = Annotated[
 Ends = Annotated[
     EndsAt, _option("--ends", _STAGES, "Where embedding and head are; with coordinator no stage sees a token.")
 ]
+Next = Annotated[
+    str | None,
+    _option("--next", _STAGES, "Other hosts' stages that may follow this one, spares too.", "none", "HOST:PORT,..."),
+]
 StageRetry = Annotated[
     float, _option("--retry", _STAGES, "At the start, try unreachable stages again for so many seconds.", metavar="S")
 ]

@@ -1,7 +1,4 @@
-"""The settings of each role: names, types, bounds and defaults, checked by pydantic. Knows no source of values.
-
-The environment and the settings file may write a list in more than one way; the validators here read all of them.
-"""
+"""The settings of each role: names, types, bounds and defaults, checked by pydantic. Knows no source of values."""
 
 from __future__ import annotations
 
@@ -159,6 +156,8 @@ class StageSettings(_Frozen):
     layers: Annotated[str, AfterValidator(_layer_range)] | None = None
     ends: EndsAt = defaults.ENDS
     """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
+    next: Addresses = ()
+    """Addresses at which it may dial the stage that follows it, beside those of the coordinator's own host."""
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     dtype: Dtype | None = None
     device: DeviceName = defaults.DEVICE

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+from urllib.parse import unquote
 
 from specsplit.core.errors import AccessDenied
 
@@ -52,6 +53,13 @@ class PeerIdentity:
     @property
     def is_authenticated(self) -> bool:
         return self.role is not None
+
+    @property
+    def host(self) -> str:
+        """Return the IP address that it calls from; empty if a certificate proves who it is, or nobody knows it."""
+        # gRPC writes ipv4:10.0.0.1 and ipv6:%5B::1%5D, and callers over IPv4 at a server on [::] as mapped addresses.
+        kind, _, host = ("", "", "") if self.is_authenticated else unquote(self.name).partition(":")
+        return host.strip("[]").removeprefix("::ffff:") if kind in ("ipv4", "ipv6") else ""
 
 
 NOBODY = PeerIdentity("")

@@ -96,6 +96,14 @@ def dial_target(address: str) -> str:
     return f"{'ipv4' if _ip_version(host) == 4 else 'dns'}:{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host, as an IP address or a name, is this machine, and reached from it alone."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _ip_version(host: str) -> int | None:
     try:
         return ipaddress.ip_address(host).version

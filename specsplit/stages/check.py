@@ -128,7 +128,7 @@ async def _check(
     from specsplit.stages.wire.peer import StagePeer
 
     peers = [StagePeer(address) for address in addresses]
-    name, checks = secrets.token_hex(8), list[StageCheck]()
+    name, secret, checks = secrets.token_hex(8), secrets.token_bytes(32), list[StageCheck]()
     try:
         for peer in peers:
             peer.admit(await peer.ping())
@@ -136,7 +136,7 @@ async def _check(
         await asyncio.to_thread(coordinator.expected.check_chain, found)
         # Numbers rise from chain to chain, as a stage obeys only a newer configuration of its coordinator.
         for index in range(len(peers)):
-            chain = Connection(ChainId(name, index + 1), peers[: index + 1], lambda peer: None)
+            chain = Connection(ChainId(name, index + 1, secret), peers[: index + 1], lambda peer: None)
             try:
                 await chain.open(keep_slots=False, takeover=False)
                 checks.append(await _Boundary(coordinator, entry, truth, peers[index]).check(index, chain))

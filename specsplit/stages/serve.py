@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
-from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ModelDamaged, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidSettings,
+    ModelDamaged,
+    PeerMismatch,
+    SpecSplitError,
+    WorkerUnreachable,
+)
 from specsplit.core.exactness import shown_exactness
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
@@ -38,8 +45,10 @@ if TYPE_CHECKING:
 
 RECONNECT_S = 2.5
 """Time that a packet waits for a lost stage; with the keepalive that detects a hung one, an error takes 5 s."""
-_LOOK_S = 1.0
+LOOK_S = 1.0
 """Period at which a coordinator looks whether its chain is whole."""
+TAKEN_S = 10.0
+"""A target whose stages another coordinator has had for so long is not live: its own restart tells whoever looks."""
 _AT_ONCE_S = 0.02
 """A packet that takes a stage less is computed on its event loop; health checks and pings can wait so long."""
 _log = logging.getLogger(__name__)
@@ -211,6 +220,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
     from specsplit.rpc.server import serving
     from specsplit.rpc.supervision import watch_device
     from specsplit.stages.chain.stage import StageEngine
+    from specsplit.stages.wire.claim import NextAddresses
     from specsplit.stages.wire.servicer import StageService
 
     async with AsyncExitStack() as stack:
@@ -218,7 +228,8 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         stack.push_async_callback(device.close)
         stage = StageEngine(shard, device=device, at_once_s=_AT_ONCE_S)
         stack.push_async_callback(stage.aclose)
-        running = await stack.enter_async_context(serving(settings.listen, [StageService(stage)]))
+        service = StageService(stage, following=NextAddresses(settings.next))
+        running = await stack.enter_async_context(serving(settings.listen, [service]))
         stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
         yield running
 
@@ -361,7 +372,7 @@ class _ChainLog:
 async def _mend(engine: Engine, link: RemoteChain) -> None:
     """Restore a chain that is not whole, since nobody sends work to a target that is not ready; then try it."""
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(LOOK_S)
         with contextlib.suppress(SpecSplitError):  # health tells, and the next look tries again
             if link.trouble is not None:
                 await link.mend()
@@ -369,10 +380,18 @@ async def _mend(engine: Engine, link: RemoteChain) -> None:
 
 
 async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _ChainLog, server: Server) -> None:
-    """Answer health checks by whether the chain is whole; it stays live, since a restart would bring no stage back."""
+    """Answer health checks by whether the chain is whole.
+
+    It stays live without a stage that is away, since a restart would bring none back; but not where another coordinator
+    or another model has a stage's place for TAKEN_S, which does not end by itself.
+    """
+    loop = asyncio.get_running_loop()
+    taken_s: float | None = None
     while True:
         await link.look()
         incidents.write_new()
+        taken_s = (taken_s or loop.time()) if isinstance(link.trouble, PeerMismatch) else None
+        is_live = engine.is_alive and (taken_s is None or loop.time() - taken_s < TAKEN_S)
         is_ready = link.trouble is None and engine.is_well
-        await server.tell_health(is_ready=is_ready, is_live=engine.is_alive)
-        await asyncio.sleep(_LOOK_S)
+        await server.tell_health(is_ready=is_ready, is_live=is_live)
+        await asyncio.sleep(LOOK_S)

@@ -71,7 +71,7 @@ async def chain_over(
     await stack.enter_async_context(proxy.running())
     addresses[stopped] = proxy.address
     model = load_chain_model(str(EMBEDDED_TARGET), dtype=DTYPE, context=160, max_sessions=4)
-    options = {"reconnect_s": RECONNECT_S, "takeover": True}
+    options = {"reconnect_s": RECONNECT_S, "takeover": True, "secret": b"of this test"}
     at = addresses[: len(stages)], addresses[len(stages) :]
     async with opened_over(Shards(model, [], None), [], [], *at, link_options=options, window=1) as chain:
         yield chain

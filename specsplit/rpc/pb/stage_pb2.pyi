@@ -68,6 +68,7 @@ class ConfigureRequest(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     KEEP_SLOTS_FIELD_NUMBER: _builtins.int
     TAKEOVER_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     num_stages: _builtins.int
     next_address: _builtins.str
@@ -75,7 +76,9 @@ class ConfigureRequest(_message.Message):
     keep_slots: _builtins.bool
     """What the slots hold stays, if it is of the same coordinator."""
     takeover: _builtins.bool
-    """Take the stage even from another coordinator that still uses it."""
+    """Take the stage even from another coordinator that still uses it: one of the same identity, or with the same secret."""
+    secret: _builtins.bytes
+    """Drawn by the coordinator: only who knows the secret that a chain was configured with replaces it while it is in use."""
     @_builtins.property
     def chain(self) -> Global___ChainId: ...
     def __init__(
@@ -87,10 +90,11 @@ class ConfigureRequest(_message.Message):
         next_address: _builtins.str = ...,
         keep_slots: _builtins.bool = ...,
         takeover: _builtins.bool = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "index", b"index", "keep_slots", b"keep_slots", "next_address", b"next_address", "num_stages", b"num_stages", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "index", b"index", "keep_slots", b"keep_slots", "next_address", b"next_address", "num_stages", b"num_stages", "secret", b"secret", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,9 +74,14 @@ class Connection:
         try:
             return await self.peers[index].stream(self.chain)
         except NextUnreachable as error:
-            if index + 1 < len(self.peers):
-                error.address = self.peers[index + 1].address
-            raise
+            if index + 1 == len(self.peers):
+                raise
+            following = self.peers[index + 1].address
+            here = NextUnreachable(
+                f"Stage {index} cannot reach stage {index + 1} at {following}; its own log says why."
+            )
+            here.address = following
+            raise here from error
 
     @property
     def num_in_flight(self) -> int:

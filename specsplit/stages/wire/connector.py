@@ -34,6 +34,7 @@ class ChainConnector:
         """Counts of connections that are over; `snapshot` adds those of the current one."""
         self._members, self._on_draining = members, on_draining
         self._coordinator, self._number = secrets.token_hex(8), 0
+        self._secret = members.options.secret or secrets.token_bytes(32)
         self._is_closed = False
         self._down: tuple[float, SpecSplitError] | None = None
         """When and why the chain could not be restored last."""
@@ -61,7 +62,7 @@ class ChainConnector:
     def next_chain(self) -> ChainId:
         """Return the id of the next configuration; of two, the stages obey the one with the higher number."""
         self._number += 1
-        return ChainId(self._coordinator, self._number)
+        return ChainId(self._coordinator, self._number, self._secret)
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -77,8 +78,7 @@ class ChainConnector:
         connection = self.connection
         if connection is not None and connection.lost is None:
             return connection
-        if connection is not None and isinstance(connection.lost, PeerMismatch):
-            raise connection.lost  # another coordinator wants the stages; two that take turns would serve nobody
+        # Where another coordinator has a stage now, this is refused until that one has left: nobody takes turns.
         return await self._restore()
 
     async def connect(self, *, keep_slots: bool) -> Connection:

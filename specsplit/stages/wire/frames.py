@@ -7,7 +7,7 @@ read, and begin at a multiple of 64, as the packet's payload wants it. Knows no 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
@@ -30,6 +30,8 @@ class ChainId:
 
     coordinator: str
     number: int
+    secret: bytes = field(default=b"", repr=False, compare=False)
+    """Known to the coordinator that drew it; travels with Configure and in no other message."""
 
     def message(self) -> stage_pb2.ChainId:
         return stage_pb2.ChainId(coordinator=self.coordinator, number=self.number)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
-from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import PeerMismatch, SpecSplitError, StaleEpoch, WorkerUnreachable
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.packet import Packet
@@ -13,6 +14,7 @@ from specsplit.stages.wire.frames import READY, ChainId, FrameReader, error_in, 
 
 FORWARD = "/specsplit.v1.StageService/Forward"
 OPEN_S = 2.0
+_log = logging.getLogger(__name__)
 
 
 class NextUnreachable(WorkerUnreachable):
@@ -54,15 +56,17 @@ def _refusal(answer: bytes | None) -> NextUnreachable | None:
 
 
 class NextLink:
-    """Stage `index`'s stream to the next one at `address`; `on_lost` hears when and why it breaks.
+    """Stage `index`'s stream to the next one at `address`; `on_lost` hears when it breaks.
 
-    PeerMismatch says that another coordinator has taken the next stage; anything else may be mended.
+    PeerMismatch says that another coordinator has taken the next stage; anything else may be mended. What was found at
+    the address is for this stage's own log: whoever named the address learns only that it does not serve.
     """
 
     def __init__(self, chain: ChainId, index: int, address: str, on_lost: Callable[[SpecSplitError], None]) -> None:
         self.sent_bytes = 0
         self._chain, self._on_lost = chain, on_lost
         self.name = f"Stage {index} cannot reach stage {index + 1} at {address}"
+        self._sentence = f"Stage {index} cannot reach stage {index + 1}; its own log says why."
         self._channel = WorkerChannel(address, f"The stage at {address}")
         self._duplex: Duplex | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -122,7 +126,12 @@ class NextLink:
             error = failure
         if self._duplex is duplex:
             self._duplex = None
-        self._on_lost(error if isinstance(error, PeerMismatch) else self._unreachable(error))
+        if isinstance(error, PeerMismatch):
+            self._on_lost(PeerMismatch("The next stage was taken over by another coordinator."))
+        else:
+            self._on_lost(self._unreachable(error))
 
     def _unreachable(self, error: SpecSplitError) -> WorkerUnreachable:
-        return WorkerUnreachable(f"{self.name}: {error}")
+        # A newer chain of the same coordinator ends the streams of the one before, which is no trouble.
+        _log.log(logging.DEBUG if isinstance(error, StaleEpoch) else logging.WARNING, "%s: %s", self.name, error)
+        return WorkerUnreachable(self._sentence)

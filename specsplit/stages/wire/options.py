@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specsplit.core.defaults import STEP_TIMEOUT_S
 from specsplit.rpc.clients import CALL_TIMEOUT_S
@@ -21,4 +21,6 @@ class LinkOptions:
     step_timeout_s: float = STEP_TIMEOUT_S
     """A stage that computes one step for longer hangs, and counts as lost even while it answers pings."""
     takeover: bool = False
-    """Take stages from another coordinator that still uses them."""
+    """Take stages from another coordinator that still uses them: with its `secret`, or under its proved name."""
+    secret: bytes | None = field(default=None, repr=False)
+    """Secret with which stages are configured, by default one that the chain draws when it is made."""

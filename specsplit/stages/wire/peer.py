@@ -101,6 +101,7 @@ class StagePeer:
             next_address=next_address,
             keep_slots=keep_slots,
             takeover=takeover,
+            secret=chain.secret,
         )
         try:
             return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _END_OF_FORWARD_S)).kept

@@ -23,11 +23,13 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.rpc import calls
+from specsplit.rpc.auth import current_peer
 from specsplit.rpc.interceptors import Context
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.stages.ports import Stage
+from specsplit.stages.wire.claim import MAX_SECRET_BYTES, NextAddresses
 from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, error_frame
 from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_slot, slot_pieces
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
@@ -53,8 +55,10 @@ class StageService:
     # A draining stage answers everything until its coordinator has moved its sessions elsewhere.
     methods_while_draining = _METHODS
 
-    def __init__(self, stage: Stage, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, stage: Stage, *, grace_s: float = GRACE_S, following: NextAddresses | None = None) -> None:
+        """Serve `stage`, which the caller closes; it dials stages at `following`, by default those near its caller."""
         self._stage, self._tenancy = stage, Tenancy(stage, grace_s)
+        self._following = following or NextAddresses()
         self._process = secrets.token_hex(8)
         self._received_bytes, self._began_s = 0, time.monotonic()
 
@@ -107,9 +111,12 @@ class StageService:
         return encode_statistics(statistics, VERSION, time.monotonic() - self._began_s)
 
     async def _configure(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
+        caller = current_peer()
         _check_configuration(request)
+        if request.next_address:
+            self._following.check(request.next_address, caller)
         # A caller that hangs up does not stop a change halfway, which would cost what the slots hold.
-        kept = await to_its_end(self._tenancy.configure(request))
+        kept = await to_its_end(self._tenancy.configure(request, caller.name if caller.is_authenticated else None))
         return stage_pb2.ConfigureResponse(kept=kept)
 
     async def _end_session(self, request: stage_pb2.EndSlotRequest) -> stage_pb2.EndSlotResponse:
@@ -228,6 +235,8 @@ def _close(outbox: Outbox, reading: asyncio.Task[None]) -> None:
 def _check_configuration(request: stage_pb2.ConfigureRequest) -> None:
     if not 0 < len(request.chain.coordinator) <= _MAX_COORDINATOR:
         raise InvalidRequest("A chain needs the name of its coordinator.", param="chain")
+    if len(request.secret) > MAX_SECRET_BYTES:
+        raise InvalidRequest(f"A coordinator's secret has at most {MAX_SECRET_BYTES} bytes.", param="secret")
     if not request.index < request.num_stages <= MAX_STAGES:
         raise InvalidRequest(f"There is no stage {request.index} among {request.num_stages}.", param="index")
     if (request.index + 1 < request.num_stages) != bool(request.next_address):

@@ -1,8 +1,9 @@
 """Which coordinator a stage serves, and in which chain: taking it over, leaving it, and the time to come back to it.
 
 A stage serves one coordinator at a time. A chain that the same coordinator configures later (a higher number) replaces
-the one before; another coordinator is refused while a stream of the first is open, unless it says `takeover`. A
-coordinator that says that it leaves frees the slots; one that is cut off has `grace_s` to come back to them.
+the one before, if it shows the same claim: the identity of its link and the secret that it drew. Another coordinator is
+refused while a stream of the first is open, unless it says `takeover` and shows the claim of the first. A coordinator
+that says that it leaves frees the slots; one that is cut off has `grace_s` to come back to them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from specsplit.core.errors import PeerMismatch, SpecSplitError, StaleEpoch
 from specsplit.rpc.interceptors import draining
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.ports import Stage
+from specsplit.stages.wire.claim import Claim
 from specsplit.stages.wire.frames import DRAINING, ChainId
 from specsplit.stages.wire.pipeline_stage import Outbox, PipelineStage, Stopwatch
 
@@ -29,7 +31,7 @@ class Tenancy:
         self.grace_s = grace_s
         self.changing = asyncio.Lock()
         self.watch = Stopwatch()
-        self._stage = stage
+        self._stage, self._owner = stage, Claim()
         self._abandoned: asyncio.Task[None] | None = None
         """The task that frees the slots of a coordinator that is gone, while its time runs."""
         self._sent_bytes = 0
@@ -65,19 +67,21 @@ class Tenancy:
             )
         return position
 
-    async def configure(self, request: stage_pb2.ConfigureRequest) -> bool:
+    async def configure(self, request: stage_pb2.ConfigureRequest, name: str | None = None) -> bool:
         """Take the position that a coordinator asks for, and return whether the slots still hold what they held.
+
+        `name` is the one that the coordinator has proved.
 
         Raises:
             PeerMismatch, StaleEpoch, WorkerUnreachable: it is refused, and nothing changed.
         """
-        chain = ChainId.of(request.chain)
+        chain, claim = ChainId.of(request.chain), Claim(name, request.secret)
         async with self.changing:
             before = self.position
-            self._check_change(before, chain, takeover=request.takeover)
+            is_same = self._is_same(before, chain, claim)
+            self._check_change(before, chain, claim, is_same=is_same, takeover=request.takeover)
             # Streams of the old position are cut with an error that says who has the stage now.
             await self.stop_grace()
-            is_same = before is not None and before.chain.coordinator == chain.coordinator
             kept = request.keep_slots and is_same
             successor = "a newer chain of its coordinator" if is_same else "another coordinator"
             error = StaleEpoch if is_same else PeerMismatch
@@ -86,6 +90,7 @@ class Tenancy:
                 if not kept:
                     await self._stage.reset()
                 await self._stage.place(request.index, request.num_stages)
+            self._owner = claim
             self.position = PipelineStage(self._stage, self.watch, chain, request.index, request.next_address)
             self.start_grace(self.grace_s)
         return kept
@@ -120,16 +125,22 @@ class Tenancy:
             await self._leave(draining())
         await self.stop_grace()
 
-    def _check_change(self, before: PipelineStage | None, chain: ChainId, *, takeover: bool) -> None:
-        is_same = before is not None and before.chain.coordinator == chain.coordinator
+    def _is_same(self, before: PipelineStage | None, chain: ChainId, claim: Claim) -> bool:
+        """Return whether a chain is of the coordinator that has the stage; its name alone proves nothing."""
+        is_named = before is not None and before.chain.coordinator == chain.coordinator
+        return is_named and claim.equals(self._owner)
+
+    def _check_change(
+        self, before: PipelineStage | None, chain: ChainId, claim: Claim, *, is_same: bool, takeover: bool
+    ) -> None:
         if self.is_draining and not is_same:
             raise draining()
-        if before is None or takeover:
+        if before is None or (takeover and (is_same or claim.may_take_from(self._owner))):
             return
         if is_same and chain.number <= before.chain.number:
             raise StaleEpoch(f"Chain {before.chain.number} of this coordinator has replaced chain {chain.number}.")
         if not is_same and before.coordinator is not None:
-            raise PeerMismatch("The stage serves another coordinator; stop that one, or take the stage over.")
+            raise PeerMismatch("The stage serves another coordinator; stop that one first.")
 
     async def _leave(self, error: SpecSplitError | None) -> None:
         position, self.position = self.position, None
