@@ -204,6 +204,29 @@ async def test_malformed_damaged_and_lying_packets_harm_no_stage() -> None:
         stream.cancel()
 
 
+@pytest.mark.parametrize("at_once_s", [0.0, LIMIT_S])
+async def test_a_stage_is_well_again_after_device_errors(at_once_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shards(bounds=()).stages[0]
+    forward, num_failing = shard.runner.rows, MAX_FAILED_STEPS
+
+    def rows(*args: Any) -> torch.Tensor:
+        nonlocal num_failing
+        num_failing -= 1
+        if num_failing >= 0:
+            raise RuntimeError("a device error")
+        return forward(*args)
+
+    async with alone(shard, at_once_s) as (host, peer):
+        monkeypatch.setattr(shard.runner, "rows", rows)
+        stream = await peer.stream(CHAIN)
+        for request_id in range(1, MAX_FAILED_STEPS + 1):
+            assert isinstance(await send(stream, next(packet_frames(packet(request_id)))), WorkerFailed)
+        assert not host.stage.engine.is_well
+        assert isinstance(await send(stream, next(packet_frames(packet(MAX_FAILED_STEPS + 1)))), Packet)
+        assert host.stage.engine.is_well
+        stream.cancel()
+
+
 async def test_hidden_states_that_are_no_numbers_are_refused() -> None:
     async with alone(shards().stages[1]) as (_, peer):
         stream = await peer.stream(CHAIN)

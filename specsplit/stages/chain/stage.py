@@ -183,6 +183,8 @@ class StageEngine:
         for session in packet.sessions:
             self._slots[session.slot].write(session, packet.request_id)
         following = self._following(packet, rows)
+        # The scheduler counts forwards of its own batches only, and this one ran within an action.
+        self._worker.scheduler.health.has_succeeded = True
         self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
         return following
 
