@@ -22,6 +22,7 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.gateway.app import Gateway, create_app, create_lmtp_app
 from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -80,6 +81,7 @@ async def serving_gateway(
     lmtp_at = None if chosen.lmtp is None else parse_address(chosen.lmtp, listening=True)
     keys = _keys(chosen, [host] if lmtp_at is None else [host, lmtp_at[0]])
     async with AsyncExitStack() as stack:
+        log = stack.enter_context(message_log(chosen.log_messages, shows_prompts=chosen.log_prompts))
         models = await stack.enter_async_context(serving_models(settings, worker_arguments, note))
         gateway = Gateway(
             models=models,
@@ -87,6 +89,7 @@ async def serving_gateway(
             keys=keys,
             max_body_bytes=chosen.max_body_mib << 20,
             detail=chosen.per_request_spec_decode_metrics,
+            message_log=log,
         )
         server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
         lmtp = None

@@ -19,15 +19,20 @@ def run(given: Mapping[str, Any]) -> int:
     settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
     with gateway_extra("lmtp"):
         from specsplit.assembly.gateway import serving_models
-        from specsplit.gateway.lmtp.stdio import serve_stdio
+        from specsplit.gateway.lmtp.message_log import message_log
+        from specsplit.gateway.lmtp.session import LmtpServer
+        from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
     set_up_logging(is_service=True)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
     async def serve() -> None:
         async with serving_models(settings, arguments, render.note) as models:
             render.note("LMTP on stdin and stdout: one frame a line.")
-            await serve_stdio(models)
+            write_status("ready", models=[model.name for model in models.ready])
+            await serve_stdio(LmtpServer(models, log=log))
 
-    with tracing(given):
+    chosen_log = settings.gateway.log_messages, settings.gateway.log_prompts
+    with tracing(given), message_log(chosen_log[0], shows_prompts=chosen_log[1]) as log:
+        write_status("loading")
         event_loop.run(serve())
     return 0

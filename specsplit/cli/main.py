@@ -163,6 +163,8 @@ def serve(
     ctx: typer.Context,
     http: options.Http = defaults.HTTP,
     lmtp: options.Lmtp = None,
+    log_messages: options.LogMessages = None,
+    log_prompts: options.LogPrompts = False,
     api_key_file: options.ApiKeyFile = None,
     allow_anonymous: options.AllowAnonymous = False,
     max_body_mib: options.MaxBodyMib = 1,
@@ -199,6 +201,8 @@ def serve(
 def lmtp(
     ctx: typer.Context,
     stdio: options.Stdio,
+    log_messages: options.LogMessages = None,
+    log_prompts: options.LogPrompts = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
     dtype: options.DtypeOption = None,

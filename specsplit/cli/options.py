@@ -211,6 +211,11 @@ ApiKeyFile = Annotated[
 AllowAnonymous = Annotated[
     bool, _option("--allow-anonymous", _GATEWAY, "Serve other machines without keys, too.", "off")
 ]
+LogMessages = Annotated[
+    str | None,
+    _option("--log-messages", _GATEWAY, "Write LMTP's messages to the end of a file.", "none", "FILE"),
+]
+LogPrompts = Annotated[bool, _option("--log-prompts", _GATEWAY, "Do not mask the prompts in it.", "off")]
 MaxBodyMib = Annotated[int, _option("--max-body-mib", _GATEWAY, "Refuse larger requests.", metavar="MIB")]
 SpecDecodeMetrics = Annotated[
     Literal["none", "summary", "detailed"],

@@ -183,6 +183,9 @@ class GatewaySettings(_Frozen):
     drafts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
     api_key_file: str | None = None
     lmtp: Annotated[str, AfterValidator(_address)] | None = None
+    log_messages: str | None = None
+    """The file to whose end the messages of LMTP are written; prompts are masked unless `log_prompts`."""
+    log_prompts: bool = False
     allow_anonymous: bool = False
     max_body_mib: Positive = 1
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"

@@ -20,6 +20,8 @@ from specsplit.gateway.chat import ChatFormat, conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.lmtp.message_log import MessageLog
+from specsplit.gateway.lmtp.session import LmtpServer
 from specsplit.gateway.lmtp.websocket import LmtpApp
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
@@ -46,6 +48,8 @@ class Gateway:
     detail: Detail = "none"
     is_draining: bool = False
     metrics: Metrics = field(default_factory=Metrics)
+    message_log: MessageLog | None = None
+    """The log of LMTP's messages."""
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -82,7 +86,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
 def create_lmtp_app(gateway: Gateway, path: str) -> ASGIApp:
     """Return what answers LMTP's clients at `path` alone."""
-    return LmtpApp(gateway.models, gateway.keys, path, is_open=lambda: not gateway.is_draining)
+    server = LmtpServer(gateway.models, gateway.metrics, gateway.message_log)
+    return LmtpApp(server, gateway.keys, path, is_open=lambda: not gateway.is_draining)
 
 
 class _Door:

@@ -14,11 +14,16 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.gateway.lmtp.protocol import LastWordProtocol
 from specsplit.gateway.lmtp.websocket import MAX_FRAME_BYTES
 
 HEADERS_S = 10.0
 """A connection without a whole request head for so long is closed; one that was never used, too."""
+PING_S = 20.0
+"""Period of a WebSocket's pings; a client that has not answered one for as long again is cut off."""
 _KEEP_ALIVE_S = 60
+_LAST_WORDS_S = 2.0
+"""Time for requests that a drain has ended to tell their clients."""
 _MAX_HEAD_BYTES = 32 << 10
 
 
@@ -94,6 +99,8 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
         self._server.should_exit = True
         await asyncio.wait({self._running})
+        if tasks := self._server.server_state.tasks:  # cancelled by now; they tell their clients so
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
 
 
 @asynccontextmanager
@@ -107,8 +114,10 @@ async def serving_http(app: ASGIApp, host: str, port: int, option: str = "--http
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
-        ws="websockets-sansio",
+        ws=LastWordProtocol,
         ws_max_size=MAX_FRAME_BYTES,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -12,7 +12,7 @@ import pytest
 
 from specsplit.core.types import Identity
 from specsplit.gateway.lmtp import session as sessions
-from specsplit.gateway.lmtp.session import LmtpSession
+from specsplit.gateway.lmtp.session import LmtpServer, LmtpSession
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.speculation.options import Speculation
@@ -30,7 +30,7 @@ class Pipe:
         model = ServedModel("small", identity, tokenizer, target, lambda _: orchestrator)
         self.target = target
         self.frames: list[tuple[str, list[dict[str, Any]]]] = []
-        self.session = LmtpSession(ModelTable([model]), self._take)
+        self.session = LmtpSession(LmtpServer(ModelTable([model])), self._take)
 
     async def _take(self, frame: str) -> None:
         kind, _, items = frame.partition(" ")

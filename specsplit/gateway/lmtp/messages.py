@@ -1,22 +1,54 @@
 """The frames of LMTP: `TYPE`, a space, and JSON. A client sends an object, the server a list of items.
 
-The real client drops MSG items of a stream and then waits for ever, so errors of a stream are TOKEN items.
+The real client drops MSG items of a stream and then waits for ever, so errors of a stream are TOKEN items. It drops
+SYS frames as well, with one warning, so nothing depends on them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.progress import Progress
 from specsplit.core.types import MAX_TOP_LOGPROBS, FinishReason, Identity, SamplingParams, TokenLogProb
 from specsplit.gateway.body import first_complaint
 
 Item = dict[str, Any]
+Status = Literal["loading", "queued", "prefill", "ready"]
+"""A stream waits for its model, a slot or its prompt; a process on pipes says also when it is ready."""
+_LONGEST_MESSAGE = 2000
 TokenId = Annotated[int, Field(ge=0, strict=True)]
+
+
+def _text_or_ids(value: object, check_ids: ValidatorFunctionWrapHandler) -> object:
+    if not isinstance(value, str):
+        return check_ids(value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be whole characters, without lone surrogates") from error
+    return value
+
+
+if TYPE_CHECKING:
+    Prompt = str | list[int]
+    Text = str | list[int]
+else:
+    # A union of two types would name its branches in every complaint about an id.
+    Prompt = Annotated[list[TokenId], WrapValidator(_text_or_ids)]
+    Text = Annotated[list[TokenId], Field(min_length=1), WrapValidator(_text_or_ids)]
 
 
 class Stream(BaseModel):
@@ -30,7 +62,7 @@ class Stream(BaseModel):
 class Generate(Stream):
     """GENERATE: continue the prompt."""
 
-    prompt: Annotated[list[TokenId], Field(min_length=1)]
+    prompt: Text
     max_tokens: Annotated[int, Field(ge=1, strict=True)] = 32
     temperature: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, strict=True)] | None = None
@@ -43,6 +75,16 @@ class Generate(Stream):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    x_resume_from: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Items of the answer that the client has already; they are made again and not sent."""
+
+    @model_validator(mode="after")
+    def _check_resumption(self) -> Generate:
+        if self.x_resume_from >= self.max_tokens:
+            raise ValueError("has an x_resume_from that leaves none of its max_tokens")
+        if self.x_resume_from and self.seed is None and self.temperature:
+            raise ValueError("needs the seed of the first time for x_resume_from: without it other tokens would come")
+        return self
 
     def sampling(self, vocab_size: int) -> SamplingParams:
         """Return how tokens are picked; biases of ids outside the vocabulary, which LMQL reserves, are left out.
@@ -64,10 +106,10 @@ class Generate(Stream):
 
 
 class Score(Stream):
-    """SCORE: the log-probabilities of `scored` behind the prompt."""
+    """SCORE: the log-probabilities of `scored` behind the prompt; both are texts, or both ids."""
 
-    prompt: list[TokenId] = Field(default_factory=list[int])
-    scored: Annotated[list[TokenId], Field(min_length=1)]
+    prompt: Prompt = Field(default_factory=list[int])
+    scored: Text
     logit_bias: dict[int, float] | None = None
 
 
@@ -126,8 +168,25 @@ def top_logprobs(token: int, found: TokenLogProb) -> dict[str, float]:
 
 
 def error_item(stream_id: int, message: str) -> Item:
-    """Return what ends a stream that failed."""
-    return {"stream_id": stream_id, "error": message}
+    """Return what ends a stream that failed; a message that quotes a long request is cut."""
+    return {"stream_id": stream_id, "error": message[:_LONGEST_MESSAGE]}
+
+
+def is_last(item: Item) -> bool:
+    """Return whether a stream ends with this item."""
+    return "error" in item or item.get("finish_reason") is not None
+
+
+def status_item(stream_id: int, status: Status, **details: int | str) -> Item:
+    """Return what a stream waits for."""
+    return {"stream_id": stream_id, "status": status, **details}
+
+
+def progress_item(stream_id: int, progress: Progress) -> Item:
+    """Return a stream's place in the worker's queue, or how far its prompt has come."""
+    if progress.position:
+        return status_item(stream_id, "queued", position=progress.position, queued=progress.queued)
+    return status_item(stream_id, "prefill", done=progress.done, total=progress.total)
 
 
 def info_item(stream_id: int, name: str, identity: Identity) -> Item:

@@ -3,48 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 
-from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import TokenLogProb
-from specsplit.gateway.errors import api_error
-from specsplit.gateway.lmtp import messages
-from specsplit.gateway.lmtp.messages import Generate, ModelInfo, Score, Stream
-from specsplit.gateway.models import ModelTable
-from specsplit.orchestrator.request import Request
+from specsplit.core.errors import InvalidRequest, SpecSplitError
+from specsplit.core.progress import Progress, listening
+from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.lmtp import messages, streams
+from specsplit.gateway.lmtp.message_log import MessageLog
+from specsplit.gateway.lmtp.messages import Generate, Item, ModelInfo, Score, Stream
+from specsplit.gateway.lmtp.news import StreamNews
+from specsplit.gateway.metrics import Metrics
+from specsplit.gateway.models import ModelTable, ServedModel
 
 MAX_STREAMS = 1000
 """Streams of one client that may be open at once."""
+MAX_AT_ONCE = 64
+"""Streams of one client that are with the workers at once; the others wait here for their turn."""
+_LAST_WORD_S = 1.0
+"""Time for a client to take the errors that end its streams."""
+SHUTTING_DOWN = "The server is shutting down; ask again."
 Send = Callable[[str], Awaitable[None]]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LmtpServer:
+    """The models, counters and log that all clients of LMTP share."""
+
+    models: ModelTable
+    metrics: Metrics = field(default_factory=Metrics)
+    log: MessageLog | None = None
 
 
 class LmtpSession:
-    """Answers the frames of one client through `send`, which may wait until the client has taken them."""
+    """Answers the frames of one client through `send`, which may wait until the client has taken them.
 
-    def __init__(self, models: ModelTable, send: Send, caller: str = "") -> None:
-        self._models, self._send, self._caller = models, send, caller
-        self._streams: dict[int, asyncio.Task[None]] = {}
+    `caller` is the name of its key; `name` tells it apart in the log of messages.
+    """
+
+    def __init__(self, server: LmtpServer, send: Send, caller: str = "", name: str = "") -> None:
+        self._server, self._send, self._caller, self._name = server, send, caller, name
+        self._open: set[int] = set()
+        """Streams whose last item has not been sent."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those streams, and ended ones that have a slot to free yet."""
         self._sending = asyncio.Lock()
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._news = StreamNews(self._tell_news)
+        self._is_draining = False
 
     @property
     def num_open(self) -> int:
         """Streams that have not ended."""
-        return len(self._streams)
+        return len(self._open)
 
     async def handle(self, frame: str) -> None:
         """Begin what a frame asks for. What is wrong with it is answered, and never raised."""
+        if self._server.log is not None:
+            self._server.log.received(self._name, frame)
         try:
             command, fields = messages.split_frame(frame)
         except InvalidRequest as error:
-            await self._answer("MSG", {"error": str(error)})
+            await self.refuse(str(error))
             return
         stream_id = fields.get("stream_id")
         if type(stream_id) is not int:
-            await self._answer("MSG", {"error": f"{command} needs a whole number as stream_id."})
+            await self.refuse(f"{command} needs a whole number as stream_id.")
             return
         if command == "MODEL_INFO":
-            await self._tell(fields, stream_id)
+            await self._describe(fields, stream_id)
             return
         try:
             asked = messages.parse(command, fields)
@@ -52,94 +82,116 @@ class LmtpSession:
         except InvalidRequest as error:
             await self._answer("TOKEN", messages.error_item(stream_id, str(error)))
             return
+        self._open.add(stream_id)
         task = asyncio.create_task(self._run(asked))
-        self._streams[stream_id] = task
-        task.add_done_callback(lambda _: self._streams.pop(stream_id, None))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def refuse(self, sentence: str) -> None:
+        """Answer what is no request of any stream."""
+        await self._answer("MSG", {"error": sentence})
 
     async def wait(self) -> None:
         """Wait until all streams have ended."""
-        while self._streams:
-            await asyncio.wait(self._streams.values())
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def drain(self) -> None:
+        """Take no new stream, and wait until those that are open have ended."""
+        self._is_draining = True
+        await self.wait()
 
     async def close(self, reason: str | None = None) -> None:
-        """End all streams; with a reason each ends with an error that says it."""
-        open_streams = dict(self._streams)
-        for task in open_streams.values():
+        """End all streams; with a reason each ends with an error that says it, if the client still reads."""
+        running = list(self._tasks)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*open_streams.values(), return_exceptions=True)
-        if reason is not None:
-            for stream_id in open_streams:
-                await self._answer("TOKEN", messages.error_item(stream_id, reason))
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._news.close()
+        if reason is not None and self._open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._answer("TOKEN", *(messages.error_item(each, reason) for each in sorted(self._open)))
+        self._open.clear()
 
     def _check_room(self, stream_id: int) -> None:
-        if stream_id in self._streams:
+        if self._is_draining:
+            raise InvalidRequest(SHUTTING_DOWN)
+        if stream_id in self._open:
             raise InvalidRequest(f"Stream {stream_id} is open already; choose another stream_id.")
-        if len(self._streams) >= MAX_STREAMS:
+        if len(self._open) >= MAX_STREAMS:
             raise InvalidRequest(f"{MAX_STREAMS} streams are open already; wait until one has ended.")
 
-    async def _tell(self, fields: dict[str, object], stream_id: int) -> None:
+    async def _describe(self, fields: dict[str, object], stream_id: int) -> None:
+        """Answer MODEL_INFO, for which no worker is asked: the real client waits for 5 s only."""
         try:
             asked = messages.parse("MODEL_INFO", fields)
             assert isinstance(asked, ModelInfo), "parsed as such"
-            model = self._models.find(asked.model)
-        except Exception as error:  # noqa: BLE001 - the reader is told, whatever it is
+            model = self._server.models.find(asked.model)
+        except (ApiError, SpecSplitError) as error:
             await self._answer("MSG", messages.error_item(stream_id, api_error(error).message))
         else:
             await self._answer("MSG", messages.info_item(stream_id, model.name, model.identity))
 
     async def _run(self, asked: Stream) -> None:
         """Run one stream to its end; an error is its last item."""
+        stream_id = asked.stream_id
         try:
-            if isinstance(asked, Generate):
-                await self._generate(asked)
-            elif isinstance(asked, Score):
-                await self._score(asked)
+            model = self._server.models.find(asked.model)
+            if not model.is_ready:
+                self._news.put(messages.status_item(stream_id, "loading", model=model.name))
+            elif self._turns.locked():
+                self._news.put(messages.status_item(stream_id, "queued"))
+            with listening(lambda progress: self._note(stream_id, progress)):
+                async with self._turns, aclosing(self._items(model, asked)) as rounds:
+                    async for items in rounds:
+                        self._news.drop(stream_id)
+                        await self._send_items(stream_id, items)
         except Exception as error:  # noqa: BLE001 - the reader is told, and the other streams go on
-            await self._answer("TOKEN", messages.error_item(asked.stream_id, api_error(error).message))
+            answer = api_error(error)
+            if answer.status == 500:
+                _log.error("a stream failed", exc_info=error)
+            await self._send_items(stream_id, [messages.error_item(stream_id, answer.message)])
+        finally:
+            self._news.drop(stream_id)
 
-    async def _generate(self, asked: Generate) -> None:
-        model = self._models.find(asked.model)
-        count = 1 if asked.top_logprobs is None else asked.top_logprobs
-        request = Request(
-            prompt_ids=tuple(asked.prompt),
-            max_new_tokens=asked.max_tokens,
-            sampling=asked.sampling(model.identity.vocab_size),
-            seed=asked.seed,
-            ignore_eos=asked.ignore_eos,
-            logprobs=count,
-            caller=self._caller,
-        )
-        async with aclosing(model.orchestrator(None).stream(request)) as chunks:
-            async for chunk in chunks:
-                last = len(chunk.token_ids) - 1
-                items: list[messages.Item] = []
-                for index, (token, found) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
-                    item = messages.token_item(
-                        asked.stream_id, token, found, chunk.finish_reason if index == last else None
-                    )
-                    items.append({**item, "top_logprobs": messages.top_logprobs(token, found)})
-                if items:
-                    await self._answer("TOKEN", *items)
+    def _items(self, model: ServedModel, asked: Stream) -> AsyncGenerator[list[Item]]:
+        def tell_full() -> None:
+            self._news.put(messages.status_item(asked.stream_id, "queued"))
 
-    async def _score(self, asked: Score) -> None:
-        model = self._models.find(asked.model)
-        prompt, scored = asked.prompt, asked.scored
-        values: list[TokenLogProb] = []
-        if not prompt:  # nothing is known of a first token
-            prompt, scored, values = scored[:1], scored[1:], [TokenLogProb(0.0)]
-        if scored:
-            biases = tuple((asked.logit_bias or {}).items())
-            values += (await model.orchestrator(None).score(prompt, scored, biases)).tokens
-        last = len(values) - 1
-        await self._answer(
-            "TOKEN",
-            *(
-                messages.token_item(asked.stream_id, token, found, "stop" if index == last else None)
-                for index, (token, found) in enumerate(zip(asked.scored, values, strict=True))
-            ),
-        )
+        if isinstance(asked, Generate):
+            return streams.generate(model, asked, self._caller, self._server.metrics, tell_full)
+        assert isinstance(asked, Score), "the other kind of stream"
+        return streams.score(model, asked, tell_full)
 
-    async def _answer(self, kind: str, *items: messages.Item) -> None:
+    def _note(self, stream_id: int, progress: Progress) -> None:
+        # A worker may report once more after the stream's end.
+        if stream_id in self._open:
+            self._news.put(messages.progress_item(stream_id, progress))
+
+    async def _tell_news(self, take: Callable[[], list[Item]]) -> None:
+        async with self._sending:
+            if items := take():
+                await self._write("SYS", items)
+
+    async def _send_items(self, stream_id: int, items: Sequence[Item]) -> None:
+        """Send items of a stream; whoever has read its last one may use its number again."""
+        is_end = messages.is_last(items[-1])
+        async with self._sending:
+            if is_end:
+                self._open.discard(stream_id)
+            try:
+                await self._write("TOKEN", items)
+            except asyncio.CancelledError:
+                self._open |= {stream_id}  # not sent, so it ends as all that are open
+                raise
+
+    async def _answer(self, kind: str, *items: Item) -> None:
         # One frame at a time: a reader that has stopped holds up its own streams and nobody else's.
         async with self._sending:
-            await self._send(messages.frame(kind, items))
+            await self._write(kind, items)
+
+    async def _write(self, kind: str, items: Sequence[Item]) -> None:
+        if self._server.log is not None:
+            self._server.log.sent(self._name, kind, items)
+        await self._send(messages.frame(kind, items))

@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
+from specsplit.core.cancellation import to_its_end
 from specsplit.gateway.keys import KeyRing
-from specsplit.gateway.lmtp.session import LmtpSession
-from specsplit.gateway.models import ModelTable
+from specsplit.gateway.lmtp.protocol import DRAIN
+from specsplit.gateway.lmtp.session import SHUTTING_DOWN, LmtpServer, LmtpSession
 
 MAX_FRAME_BYTES = 16 << 20
 """The longest frame that a client may send."""
+_RESTARTING = 1012
+_BROKEN = {
+    1002: "What was sent breaks the rules of WebSockets; the connection is closed.",
+    1007: "What was sent is not UTF-8; the connection is closed.",
+    1009: f"A frame has at most {MAX_FRAME_BYTES} bytes; the connection is closed.",
+}
+"""Errors of the streams of a client that broke the rules of WebSockets, by the code of the close."""
 
 
 class LmtpApp:
     """Takes WebSockets at one path from clients that have a key; of HTTP it knows nothing else."""
 
-    def __init__(self, models: ModelTable, keys: KeyRing | None, path: str, *, is_open: Callable[[], bool]) -> None:
-        self._models, self._keys, self._is_open = models, keys, is_open
+    def __init__(self, server: LmtpServer, keys: KeyRing | None, path: str, *, is_open: Callable[[], bool]) -> None:
+        self._server, self._keys, self._is_open = server, keys, is_open
         self._paths = {path, path.rstrip("/") + "/"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,28 +48,54 @@ class LmtpApp:
         is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
         if socket.url.path not in self._paths or caller is None or is_foreign or not self._is_open():
             await socket.close()  # before it is accepted: the client gets a 403
-        else:
-            await _serve(socket, self._models, caller)
+            return
+        await socket.accept()
+        host, port = scope.get("client") or ("-", 0)
+        await _Connection(self._server, receive, send, caller, f"{host}:{port}").serve()
 
 
-async def _serve(socket: WebSocket, models: ModelTable, caller: str) -> None:
-    """Answer a client until it leaves; its streams end with it."""
-    await socket.accept()
+class _Connection:
+    """One client, until it leaves or the server ends."""
 
-    async def send(frame: str) -> None:
-        with suppress(WebSocketDisconnect, RuntimeError):  # it has left, and the loop below will notice
-            await socket.send_text(frame)
+    def __init__(self, server: LmtpServer, receive: Receive, send: Send, caller: str, name: str) -> None:
+        self._receive, self._send = receive, send
+        self._session = LmtpSession(server, self._send_frame, caller, f"{caller}@{name}" if caller else name)
 
-    session = LmtpSession(models, send, caller)
-    try:
-        while True:
-            message = await socket.receive()
-            if message["type"] == "websocket.disconnect":
-                break
-            text = message.get("text")
-            await session.handle(text if text is not None else "")
-    except asyncio.CancelledError:
-        await session.close("The server is shutting down; ask again.")
-        raise
-    finally:
-        await session.close()
+    async def serve(self) -> None:
+        """Answer the client's frames; its streams end with it."""
+        draining: asyncio.Task[None] | None = None
+        try:
+            while (message := await self._receive())["type"] != "websocket.disconnect":
+                if message["type"] == DRAIN:
+                    draining = asyncio.create_task(self._drain())
+                else:
+                    await self._session.handle(message.get("text") or "")
+            await self._end(message.get("code", 0))
+        except asyncio.CancelledError:  # the time to drain is over
+            if draining is not None:
+                draining.cancel()
+            await to_its_end(self._leave(SHUTTING_DOWN, _RESTARTING))
+        finally:
+            if draining is not None:
+                draining.cancel()
+            await self._session.close()
+
+    async def _drain(self) -> None:
+        await self._session.drain()
+        await self._leave(None, _RESTARTING)
+
+    async def _end(self, code: int) -> None:
+        """End the streams of a client that has left, or was cut off for what it sent."""
+        reason = _BROKEN.get(code)
+        await self._leave(reason, code) if reason is not None else await self._session.close()
+
+    async def _leave(self, reason: str | None, code: int) -> None:
+        await self._session.close(reason)
+        await self._put({"type": "websocket.close", "code": code})
+
+    async def _send_frame(self, frame: str) -> None:
+        await self._put({"type": "websocket.send", "text": frame})
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        with suppress(OSError, RuntimeError):  # the client has left, and the loop above will notice
+            await self._send(message)

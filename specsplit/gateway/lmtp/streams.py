@@ -1,0 +1,165 @@
+"""The items of one stream of LMTP: an answer's tokens, or the scores of given ones. Knows no client and no frame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from specsplit.core.errors import InvalidRequest, Overloaded
+from specsplit.core.ports import Tokenizer
+from specsplit.core.types import FinishReason, Scores, TokenLogProb
+from specsplit.gateway.lmtp import messages
+from specsplit.gateway.lmtp.messages import Generate, Item, Score
+from specsplit.gateway.metrics import Metrics
+from specsplit.gateway.models import ServedModel
+from specsplit.orchestrator.request import Chunk, Request
+from specsplit.orchestrator.text import detokenizer_of
+
+T = TypeVar("T")
+TellFull = Callable[[], None]
+"""Called if the worker's queue is full, and the stream has to come again."""
+_SCORES_PER_FRAME = 1000
+"""Items of one frame: the real client closes the connection at a frame of 4 MiB."""
+
+
+class _Texts:
+    """The text that each token of a stream completes; the texts join to that of the answer."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._detokenizer = detokenizer_of(tokenizer)
+        self._detokenizer.push_all(before)
+
+    def push(self, token_id: int, *, is_text: bool, is_last: bool) -> str:
+        """Return the text that is complete with this token; an end of sequence `is_text` of nobody."""
+        text = self._detokenizer.push(token_id) if is_text else ""
+        return text + self._detokenizer.flush() if is_last else text
+
+
+async def _admitted(begin: Callable[[], AsyncGenerator[T]], tell_full: TellFull) -> AsyncGenerator[T]:
+    """Yield what `begin()` yields; while the worker's queue is full, begin again at the time that it names.
+
+    The real client knows no way to ask again, so nobody is sent away. A worker refuses before the first item only.
+    """
+    while True:
+        try:
+            async with aclosing(begin()) as items:
+                async for item in items:
+                    yield item
+        except Overloaded as error:
+            tell_full()
+            await asyncio.sleep(error.retry_after_s)
+        else:
+            return
+
+
+async def generate(
+    model: ServedModel, asked: Generate, caller: str, metrics: Metrics, tell_full: TellFull
+) -> AsyncGenerator[list[Item]]:
+    """Yield the items of each round; iterate inside `contextlib.aclosing`, whose end frees the slots.
+
+    Raises:
+        InvalidRequest: a value is out of range, or the answer ends before the item to go on from.
+    """
+    is_text = isinstance(asked.prompt, str)
+    ids = tuple(await model.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt)
+    request = Request(
+        prompt_ids=ids,
+        max_new_tokens=asked.max_tokens,
+        sampling=asked.sampling(model.identity.vocab_size),
+        seed=asked.seed,
+        ignore_eos=asked.ignore_eos,
+        logprobs=1 if asked.top_logprobs is None else asked.top_logprobs,
+        caller=caller,
+    )
+    answer = _AnswerItems(asked.stream_id, _Texts(model.tokenizer) if is_text else None, asked.x_resume_from)
+    orchestrator = model.orchestrator(None)
+    with metrics.following(model.name, len(ids)) as followed:
+        async with aclosing(_admitted(lambda: orchestrator.stream(request), tell_full)) as chunks:
+            async for chunk in chunks:
+                followed.add(chunk)
+                if items := answer.items(chunk):
+                    yield items
+    if answer.num_tokens <= asked.x_resume_from:
+        raise InvalidRequest(
+            f"The answer has {answer.num_tokens} tokens, so nothing is left from x_resume_from {asked.x_resume_from}."
+        )
+
+
+class _AnswerItems:
+    """Makes the items of an answer, chunk by chunk; those before `first` are counted only."""
+
+    def __init__(self, stream_id: int, texts: _Texts | None, first: int) -> None:
+        self.num_tokens = 0
+        self._stream_id, self._texts, self._first = stream_id, texts, first
+
+    def items(self, chunk: Chunk) -> list[Item]:
+        """Return the items of a chunk's tokens."""
+        last = len(chunk.token_ids) - 1
+        made: list[Item] = []
+        for index, (token, found) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
+            reason = chunk.finish_reason if index == last else None
+            item = messages.token_item(self._stream_id, token, found, reason)
+            item["top_logprobs"] = messages.top_logprobs(token, found)
+            if self._texts is not None:
+                item["text"] = self._texts.push(token, is_text=reason != "stop", is_last=reason is not None)
+            if self.num_tokens >= self._first:
+                made.append(item)
+            self.num_tokens += 1
+        return made
+
+
+async def score(model: ServedModel, asked: Score, tell_full: TellFull) -> AsyncGenerator[list[Item]]:
+    """Yield the items of the scored tokens.
+
+    Raises:
+        InvalidRequest: nothing to score, or a text beside ids.
+    """
+    prompt, scored = await _scored_ids(model, asked)
+    texts = _Texts(model.tokenizer, prompt) if isinstance(asked.scored, str) else None
+    tokens = tuple(scored)
+    values: list[TokenLogProb] = []
+    if not prompt:  # nothing is known of a first token
+        prompt, scored, values = scored[:1], scored[1:], [TokenLogProb(0.0)]
+    biases, orchestrator = tuple((asked.logit_bias or {}).items()), model.orchestrator(None)
+
+    async def ask() -> AsyncGenerator[Scores]:
+        yield await orchestrator.score(prompt, scored, biases)
+
+    if scored:
+        async with aclosing(_admitted(ask, tell_full)) as found:
+            values += [token async for scores in found for token in scores.tokens]
+    last = len(values) - 1
+    items: list[Item] = []
+    for index, (token, value) in enumerate(zip(tokens, values, strict=True)):
+        reason: FinishReason | None = "stop" if index == last else None
+        item = messages.token_item(asked.stream_id, token, value, reason)
+        if texts is not None:
+            item["text"] = texts.push(token, is_text=True, is_last=index == last)
+        items.append(item)
+    for start in range(0, len(items), _SCORES_PER_FRAME):
+        yield items[start : start + _SCORES_PER_FRAME]
+
+
+async def _scored_ids(model: ServedModel, asked: Score) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt and of what is scored behind it.
+
+    Texts are encoded together: a word that goes on over the boundary has other tokens than its two halves.
+    """
+    prompt, scored = asked.prompt, asked.scored
+    if isinstance(scored, str):
+        if not isinstance(prompt, str):
+            if prompt:
+                raise InvalidRequest("SCORE: prompt and scored must both be texts, or both be token ids.")
+            prompt = ""
+        ids = await model.encode(prompt + scored)
+        num_prompt = len(await model.encode(prompt)) if prompt else 0
+        if len(ids) <= num_prompt:
+            raise InvalidRequest("SCORE: scored adds no token to the prompt.")
+        return ids[:num_prompt], ids[num_prompt:]
+    if isinstance(prompt, str):
+        if prompt:
+            raise InvalidRequest("SCORE: prompt and scored must both be texts, or both be token ids.")
+        prompt = []
+    return prompt, scored
