@@ -16,7 +16,6 @@ import lmql
 import pytest
 import torch
 from lmql.models.lmtp.errors import LMTPStreamError
-from lmql.models.lmtp.lmtp_client import LMTPWebSocketClient
 from transformers import AutoModelForCausalLM
 
 from specsplit import Pipeline
@@ -25,6 +24,7 @@ from specsplit.gateway.keys import new_key
 from specsplit.model.files import resolve
 from tests.support.forked import ForkedProcess
 from tests.support.gateways import GatewayProcess
+from tests.support.lmql_client import assert_logprobs, collect, lmql_client
 from tests.support.processes import LIMIT_S, environment
 
 KEY, LINE = new_key("alice")
@@ -48,15 +48,8 @@ def pipeline() -> Generator[Pipeline]:
 
 @asynccontextmanager
 async def client(gateway: GatewayProcess, **headers: str) -> AsyncGenerator[Any]:
-    async with aiohttp.ClientSession(headers=headers) as http, http.ws_connect(f"{gateway.url}/lmtp") as socket:
-        made = LMTPWebSocketClient("embedded", socket)
-        made.connect()
+    async with lmql_client(f"{gateway.url}/lmtp", **headers) as made:
         yield made
-        made.handler.cancel()
-
-
-async def collect(stream: Any) -> list[dict[str, Any]]:
-    return [item async for item in stream]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -83,6 +76,12 @@ async def test_streams_interleave_and_each_keeps_its_order(gateway: GatewayProce
     for number, (prompt, items) in enumerate(zip(prompts, found, strict=True)):
         expected = pipeline.generate(prompt, max_new_tokens=16, temperature=1.0, seed=number)
         assert tuple(item["token"] for item in items) == expected.token_ids
+
+
+async def test_log_probabilities_with_speculation_are_those_of_transformers(gateway: GatewayProcess) -> None:
+    async with client(gateway) as lmtp:
+        items = await collect(lmtp.generate(PROMPT, max_tokens=24, top_logprobs=5, ignore_eos=True))
+    assert_logprobs(PROMPT, items, num_top=5)
 
 
 async def test_scores_are_those_of_transformers(gateway: GatewayProcess) -> None:
@@ -204,7 +203,11 @@ def test_a_process_speaks_it_over_its_pipes(pipeline: Pipeline) -> None:
         process.kill()
     assert process.returncode == 0
     frames = [line.split(" ", 1) for line in output.decode().splitlines()]
-    assert frames[0][0] == "MSG"
+    assert [json.loads(payload) for kind, payload in frames if kind == "SYS"] == [
+        [{"status": "loading"}],
+        [{"status": "ready", "models": ["embedded"]}],
+    ]
+    assert [kind for kind, _ in frames[:3]] == ["SYS", "SYS", "MSG"]
     items = [item for kind, payload in frames if kind == "TOKEN" for item in json.loads(payload)]
     for each in (1, 2):
         expected = pipeline.generate([each, 60], max_new_tokens=12, temperature=1.0, seed=3)
