@@ -122,6 +122,7 @@ async def serving_models(
         _refuse_repeated(model.name for model in models)
         for model in models:
             stack.callback(asyncio.create_task(model.watch()).cancel)
+            stack.callback(asyncio.create_task(model.warm()).cancel)
         yield ModelTable(models)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
@@ -21,9 +20,14 @@ from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
 from specsplit.rpc.connectivity import why_unreachable
 
+if TYPE_CHECKING:
+    from specsplit.model.sent_tokenizer import SentTokenizer
+
 T = TypeVar("T")
 _PROPOSE_S, _VERIFY_S = 10.0, 600.0
 """Longest time of one call. A draft's prefill that is cut off goes on from there; a hung target shows otherwise."""
+_TOKENIZE_S = 5.0
+"""Longest time of one text or conversation in the target's tokenizer, if the settings allow that much."""
 _ONE_TRY_S = 5.0
 """Longest wait for one answer while connecting, if the settings allow that much: a dead link shows within it."""
 
@@ -70,7 +74,7 @@ async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGe
         LinkError: the target cannot be reached within the time of the settings, or the worker there is no target.
         ModelDamaged: its tokenizer cannot be read.
     """
-    from specsplit.model.tokenizer import held_tokenizer_hash
+    from specsplit.model.tokenizer_cache import held_tokenizer_hash
     from specsplit.rpc.clients import RemoteVerifier
 
     assert settings.target.address is not None, "a remote target has an address"
@@ -86,7 +90,9 @@ async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGe
         chosen = settings.orchestrator
         connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note)
         files = await connecting.retry(fetch)
-        yield verifier, _load_tokenizer(files, cache)
+        limit_s = min(_TOKENIZE_S, chosen.timeout or _TOKENIZE_S)
+        with closing(_load_tokenizer(files, cache, limit_s)) as tokenizer:
+            yield verifier, tokenizer
     finally:
         await verifier.aclose()
 
@@ -147,19 +153,22 @@ class _Connecting:
         return WorkerUnreachable(f"The target at {self._address} cannot be reached: {reason}; check the address.")
 
 
-def _load_tokenizer(files: TokenizerFiles, cache: Path | None) -> Tokenizer:
+def _load_tokenizer(files: TokenizerFiles, cache: Path | None, limit_s: float) -> SentTokenizer:
     """Return the tokenizer; its files stay in `cache` under their hash if that folder can be written."""
-    from specsplit.model.tokenizer import tokenizer_from_files
+    from specsplit.model.sent_tokenizer import tokenizer_from_files
+    from specsplit.model.tokenizer_cache import shrink_cache
 
     if cache is not None:
-        with contextlib.suppress(ResourceError):
-            return tokenizer_from_files(files, cache / files.hash)
+        with suppress(ResourceError):
+            tokenizer = tokenizer_from_files(files, cache / files.hash, limit_s)
+            shrink_cache(cache)
+            return tokenizer
     try:
         scratch = tempfile.TemporaryDirectory(prefix="specsplit-")
     except OSError as error:
         raise ResourceError("There is no place for the target's tokenizer; set XDG_CACHE_HOME to a folder.") from error
     with scratch as folder:
-        return tokenizer_from_files(files, Path(folder) / "tokenizer")
+        return tokenizer_from_files(files, Path(folder) / "tokenizer", limit_s)
 
 
 def _cache_folder() -> Path | None:

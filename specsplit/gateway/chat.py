@@ -17,7 +17,7 @@ async def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...
     Raises:
         InvalidRequest: the model has no chat template, or it refuses these messages.
     """
-    return tuple(await model.encode_messages([message.for_template() for message in body.messages]))
+    return tuple(await model.encode_messages([message.for_template() for message in body.messages], body.timeout))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,9 @@ from specsplit.orchestrator.request import Request
 
 async def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt."""
-    return [tuple(await model.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in body.prompt]
+    return [
+        tuple(await model.encode(prompt, body.timeout) if isinstance(prompt, str) else prompt) for prompt in body.prompt
+    ]
 
 
 def make_requests(

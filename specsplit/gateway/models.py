@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import SpecSplitError
+from specsplit.core.errors import DeadlineExceeded, SpecSplitError
 from specsplit.core.ports import ChatMessage, Tokenizer, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.errors import ApiError
 from specsplit.orchestrator.orchestrator import Orchestrator
 
+T = TypeVar("T")
 _PING_S = 1.0
 """Period of pings, and the time for an answer."""
-_LONG_TEXT = 10_000
-"""Characters that are encoded on a thread: they would take milliseconds of the event loop."""
 
 
 @dataclass(slots=True)
@@ -38,23 +39,36 @@ class ServedModel:
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread encodes: a tokenizer is for one thread at a time."""
 
-    async def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a long one does not hold up the answers to others."""
-        async with self._encoding:
-            if len(text) < _LONG_TEXT:
-                return self.tokenizer.encode(text)
-            return await asyncio.to_thread(self.tokenizer.encode, text)
+    async def encode(self, text: str, timeout_s: float | None = None) -> list[int]:
+        """Return the ids of `text`; a long one does not hold up the answers to others.
 
-    async def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the ids of a conversation, in the same way.
+        Raises:
+            DeadlineExceeded: it took longer than `timeout_s`.
+            ModelDamaged: the tokenizer fails on it.
+        """
+        return await self._on_thread(self.tokenizer.encode, text, timeout_s)
+
+    async def encode_messages(self, messages: Sequence[ChatMessage], timeout_s: float | None = None) -> list[int]:
+        """Return the ids of a conversation, in the same way; raises as `encode` does.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses these messages.
         """
-        async with self._encoding:
-            if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
-                return self.tokenizer.encode_messages(messages)
-            return await asyncio.to_thread(self.tokenizer.encode_messages, messages)
+        return await self._on_thread(self.tokenizer.encode_messages, messages, timeout_s)
+
+    async def _on_thread(self, encode: Callable[[T], list[int]], text: T, timeout_s: float | None) -> list[int]:
+        try:
+            async with asyncio.timeout(timeout_s), self._encoding:
+                return await asyncio.to_thread(encode, text)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"The request was not finished within its {timeout_s:g} s; allow it more."
+            ) from error
+
+    async def warm(self) -> None:
+        """Have the chat template ready before the first conversation needs it."""
+        with suppress(SpecSplitError):
+            await self.encode_messages([{"role": "user", "content": "Hi"}])
 
     async def watch(self) -> None:
         """Keep `is_ready` true to the target, for ever."""

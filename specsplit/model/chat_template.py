@@ -1,57 +1,50 @@
-"""Chat messages become token ids by the model's own template, rendered in jinja2's immutable sandbox.
+"""Chat messages become token ids by the model's own template, rendered within limits in jinja2's immutable sandbox.
 
 What people write in a message never becomes a control token, whatever it looks like: the text of a control token is
-hidden from the template behind a mark, and encoded as the ordinary text that it is. Imports no torch.
+hidden from the template behind a mark, and encoded as the ordinary text that it is. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
-from specsplit.core.errors import InvalidRequest
 from specsplit.core.ports import ChatMessage
 
 _MARK = "\ue000{}\ue001"
 """Private-use characters around a number that nobody can guess."""
+_MARKED = re.compile("(\ue000[0-9]+\ue001)")
+Encode = Callable[[str, bool], list[int]]
+"""Returns the ids of a text without those that a text begins or ends with; if True, with no look for control tokens."""
+Render = Callable[[Sequence[ChatMessage]], str]
+"""Returns a conversation in the template's words, up to where the assistant's next message begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlTokens:
+    """The special tokens of a vocabulary, the one for unknown words aside."""
+
+    texts: Sequence[str]
+    ids: frozenset[int]
 
 
 class ChatTemplate:
-    """A model's chat template; `is_there` says whether the model has one."""
+    """Turns conversations into ids."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        added: dict[int, Any] = tokenizer.added_tokens_decoder
-        texts = {str(token) for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
-        self._control_ids = {vocabulary[text] for text in texts if text in vocabulary and text != tokenizer.unk_token}
+    def __init__(self, controls: ControlTokens, encode: Encode, render: Render) -> None:
+        self._encode_part, self._render = encode, render
+        self._control_ids = controls.ids
         # Longest first, since one control token's text may begin another's.
-        self._controls = sorted(filter(None, texts), key=len, reverse=True)
+        self._controls = sorted(filter(None, controls.texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
 
-    @property
-    def source(self) -> str:
-        """The text of the template; empty if the model has none."""
-        return str(self._tokenizer.chat_template or "")
-
     def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant's next message begins.
-
-        Raises:
-            InvalidRequest: the model has no chat template, or its template refuses these messages.
-        """
-        if not self.source:
-            raise InvalidRequest(
-                "This model has no chat template: send the text as a plain prompt (without --chat, or to "
-                "/v1/completions), or put a chat_template.jinja beside its tokenizer.",
-                param="messages",
-            )
+        """Return the ids of a conversation, up to where the assistant's next message begins; raises as its parts do."""
         hidden = _HiddenTexts()
-        shown = [
+        shown: list[ChatMessage] = [
             {"role": message["role"], "content": self._hide_controls(message["content"], hidden)}
             for message in messages
         ]
@@ -59,16 +52,6 @@ class ChatTemplate:
         for part, is_hidden in hidden.parts(text):
             ids += self._encode_plainly(part) if is_hidden else self._encode(part)
         return ids
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        try:
-            rendered: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template can raise anything
-            reason = " ".join(str(error).split())[:200].rstrip(".")
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages ({reason}).", param="messages"
-            ) from error
-        return str(rendered)
 
     def _hide_controls(self, content: str, hidden: _HiddenTexts) -> str:
         """Return `content` with marks for all that is, or beside the template's text could become, a control token."""
@@ -94,15 +77,15 @@ class ChatTemplate:
         return 0
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encode_part(text, False)
 
     def _encode_plainly(self, text: str) -> list[int]:
         """Return ids of `text`, none of them a control token's."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        ids = self._encode_part(text, True)
         if self._control_ids.isdisjoint(ids):
             return ids
         # The model's own vocabulary has the control token's text as one word, so it is spelled.
-        spelled = [self._tokenizer.encode(letter, add_special_tokens=False) for letter in text]
+        spelled = [self._encode(letter) for letter in text]
         return [token_id for letter in spelled for token_id in letter if token_id not in self._control_ids]
 
 
@@ -120,9 +103,14 @@ class _HiddenTexts:
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yield the parts of `text` in order, and whether each was hidden."""
-        if not self._texts:
-            yield text, False
-            return
-        for part in re.split(f"({'|'.join(map(re.escape, self._texts))})", text):
-            if part:
-                yield self._texts.get(part, part), part in self._texts
+        shown = ""
+        for part in _MARKED.split(text):
+            if part in self._texts:
+                if shown:
+                    yield shown, False
+                yield self._texts[part], True
+                shown = ""
+            else:
+                shown += part  # what only looks like a mark is a part of its neighbours
+        if shown:
+            yield shown, False

@@ -1,29 +1,30 @@
-"""The Tokenizer port over a transformers tokenizer, loaded with a model or made from the files that a worker sent.
+"""The Tokenizer port over a transformers tokenizer. Imports no torch: an orchestrator has none.
 
-Imports no torch: an orchestrator has none.
+Chat templates are rendered in a process of their own (limited_process.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import os
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it complains where there is no torch
 from tokenizers.decoders import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from specsplit.core.errors import ModelDamaged, ResourceError
+from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import ChatMessage
-from specsplit.core.types import TokenizerFiles
-from specsplit.model.chat_template import ChatTemplate
-from specsplit.model.identity import MAX_TOKENIZER_BYTES, files_hash, place_of, read_tokenizer_files
+from specsplit.model.chat_template import ChatTemplate, ControlTokens
+from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused
 
+_log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 62
+_RENDERER = LimitedProcess()
+"""Renders the chats of all tokenizers of this process, and starts with the first of them."""
 
 
 def _bytes_of_letters() -> dict[str, int]:
@@ -78,7 +79,11 @@ class TransformersTokenizer:
         """The tokenizer in Rust, without the Python around it that every token would pay for."""
         is_byte_level = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
         self._token_bytes = _TokenBytes(self._backend) if is_byte_level else None
-        self._chat_template = ChatTemplate(tokenizer)
+        if self._backend is not None:
+            _drop_sections(self._backend)
+        self._template = _template_source(tokenizer)
+        self._lead: list[int] | None = None
+        """The last token of some text, for looking at others behind it."""
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._special_texts = {token_id: str(token) for token_id, token in added.items() if token.special}
 
@@ -92,24 +97,59 @@ class TransformersTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._chat_template.source)
+        return bool(self._template)
 
     @property
     def is_for_chat(self) -> bool:
         """Whether the chat template tells who speaks: the model was hardly trained on texts without it then."""
-        return "role" in self._chat_template.source
+        return "role" in self._template
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, special tokens included."""
-        return self._tokenizer.encode(text)
+        """Return the ids of `text`, special tokens included.
+
+        Raises:
+            ModelDamaged: the tokenizer fails on it.
+        """
+        with _no_panic():
+            return self._tokenizer.encode(text)
 
     def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the ids of a conversation by the chat template; nothing in a message becomes a control token.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses these messages.
+            ModelDamaged: the template needs more time or memory than it may.
         """
-        return self._chat_template.encode(messages)
+        if not self._template:
+            raise InvalidRequest(
+                "This model has no chat template: send the text as a plain prompt (without --chat, or to "
+                "/v1/completions), or put a chat_template.jinja beside its tokenizer.",
+                param="messages",
+            )
+        with _template_errors():
+            return self._encode_chat(messages)
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        def encode(text: str, is_plain: bool) -> list[int]:
+            with _no_panic():
+                return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_plain)
+
+        def render(shown: Sequence[ChatMessage]) -> str:
+            return str(_RENDERER.call({"call": "render", "messages": shown, "template": self._template_input()}))
+
+        return ChatTemplate(self._controls(), encode, render).encode(messages)
+
+    def _template_input(self) -> dict[str, Any]:
+        """Return the chat template, and what it sees beside the messages."""
+        variables = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
+        return {"chat_template": self._template, **variables}
+
+    def _controls(self) -> ControlTokens:
+        texts = {*self._special_texts.values(), *map(str, self._tokenizer.all_special_tokens)}
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        unknown = self._tokenizer.unk_token
+        ids = frozenset(vocabulary[text] for text in texts if text in vocabulary and text != unknown)
+        return ControlTokens(sorted(texts), ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
@@ -126,8 +166,9 @@ class TransformersTokenizer:
         if self._token_bytes is not None:
             return self._token_bytes[token_id].decode(errors="replace")
         # Some decoders drop the blank before the first token, so another one stands before it.
-        before = self.encode("a")[-1:]
-        return self.decode([*before, token_id])[len(self.decode(before)) :]
+        if self._lead is None:
+            self._lead = self.encode("a")[-1:]
+        return self.decode([*self._lead, token_id])[len(self.decode(self._lead)) :]
 
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:
@@ -135,64 +176,47 @@ class TransformersTokenizer:
         return None if self._token_bytes is None else self._token_bytes.__getitem__
 
 
-def held_tokenizer_hash(folder: Path) -> str:
-    """Return the hash of the tokenizer files that `tokenizer_from_files` left in `folder`, empty if there are none."""
+def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the chat template; empty if the model has none."""
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return str(template or "")
+
+
+def _drop_sections(backend: Any) -> None:
+    """Switch off what would cut or lengthen texts behind the user's back, and say so."""
+    for name, is_there, drop in (
+        ("truncation", backend.truncation is not None, backend.no_truncation),
+        ("padding", backend.padding is not None, backend.no_padding),
+    ):
+        if is_there:
+            _log.warning("the tokenizer.json has a section %s, which is not applied: prompts stay whole", name)
+            drop()
+
+
+@contextmanager
+def _no_panic() -> Generator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception, into a sentence."""
     try:
-        files = read_tokenizer_files(folder, str(folder)) if folder.is_dir() else {}
-    except (ModelDamaged, OSError):
-        return ""
-    return files_hash(files) if files else ""
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelDamaged(f"The model's tokenizer fails on this text ({_one_line(error)}).") from None
 
 
-def tokenizer_from_files(files: TokenizerFiles, folder: Path) -> TransformersTokenizer:
-    """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
 
-    Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run.
 
-    Raises:
-        ModelDamaged: a name that leads elsewhere, other files than `files.hash` says, or no readable tokenizer.
-        ResourceError: the folder cannot be written.
-    """
-    if files.files:
-        _check_sent(files)
-    if held_tokenizer_hash(folder) != files.hash:
-        if not files.files:
-            raise ModelDamaged(f"{folder} does not hold the tokenizer files of hash {files.hash}.")
-        try:
-            _write(files, folder)
-        except OSError as error:
-            raise ResourceError(f"The tokenizer's files cannot be written to {folder} ({error.strerror}).") from error
+@contextmanager
+def _template_errors() -> Generator[None]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # over a bad file, transformers and tokenizers raise whatever they like
-        reason = " ".join(str(error).split())[:200]
-        raise ModelDamaged(f"The tokenizer that the target sent cannot be read ({reason}).") from error
-    return TransformersTokenizer(tokenizer, files.eos_ids)
-
-
-def _check_sent(files: TokenizerFiles) -> None:
-    for name in files.files:
-        place_of(name)
-    if sum(map(len, files.files.values())) > MAX_TOKENIZER_BYTES:
-        raise ModelDamaged(f"The tokenizer that the target sent exceeds {MAX_TOKENIZER_BYTES >> 20} MiB.")
-    if files_hash(files.files) != files.hash:
-        raise ModelDamaged("The tokenizer that the target sent is not the one that its hash names; ask again.")
-
-
-def _write(files: TokenizerFiles, folder: Path) -> None:
-    """Put all files in place at once, so that no process ever sees half of them."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        new, old = Path(scratch) / "new", Path(scratch) / "old"
-        for name, content in files.files.items():
-            path = new / place_of(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(old)  # it holds another tokenizer, or nothing
-        # Two processes may come here at once: the loser's rename fails, and the winner's files are the same.
-        try:
-            new.rename(folder)
-        except OSError:
-            if held_tokenizer_hash(folder) != files.hash:
-                raise
+        yield
+    except Refused as error:
+        raise InvalidRequest(
+            f"The model's chat template refuses these messages ({error}).", param="messages"
+        ) from error
+    except OverLimit as error:
+        raise ModelDamaged(f"The model's chat template cannot be used on these messages: {error}.") from error

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
-from specsplit.model import identity
+from specsplit.model import identity, tokenizer_cache
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.loader import load_model
-from specsplit.model.tokenizer import held_tokenizer_hash, tokenizer_from_files
+from specsplit.model.sent_tokenizer import tokenizer_from_files
+from specsplit.model.tokenizer_cache import held_tokenizer_hash
 from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model
 
@@ -160,7 +161,7 @@ def test_files_beyond_the_limit_are_refused(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(identity, "MAX_TOKENIZER_BYTES", size - 1)
     with pytest.raises(ModelDamaged, match="The tokenizer files of it exceed"):
         read_tokenizer_files(folder, "it")
-    monkeypatch.setitem(tokenizer_from_files.__globals__, "MAX_TOKENIZER_BYTES", size - 1)
+    monkeypatch.setattr(tokenizer_cache, "MAX_TOKENIZER_BYTES", size - 1)
     with pytest.raises(ModelDamaged, match="that the target sent exceeds"):
         tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), tmp_path / "t")
 
@@ -240,7 +241,7 @@ import sys
 sys.modules["torch"] = None  # as if it were not installed
 from pathlib import Path
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.tokenizer import tokenizer_from_files
+from specsplit.model.sent_tokenizer import tokenizer_from_files
 HI = [{"role": "user", "content": "hi"}]
 sent, folder, hash_, text = sys.argv[1:]
 files = TokenizerFiles(hash_, (1,), {path.name: path.read_bytes() for path in Path(sent).iterdir()})

@@ -1,0 +1,104 @@
+"""The tokenizer that a worker sent: nothing of its files is trusted, so what they say is done within limits.
+
+Text becomes ids in a LimitedProcess. Only ids become text here, by decoders that take no longer than the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specsplit.core.errors import ModelDamaged
+from specsplit.core.ports import ChatMessage
+from specsplit.core.types import TokenizerFiles
+from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused
+from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.model.tokenizer_cache import store_tokenizer
+
+LOAD_S = 20.0
+"""Limit for reading a tokenizer. Chosen: those of 262,144 tokens take two seconds."""
+
+
+class SentTokenizer(TransformersTokenizer):
+    """A tokenizer whose work runs within limits; close it at the end."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], process: LimitedProcess) -> None:
+        super().__init__(tokenizer, eos_ids)
+        if self._backend is None:
+            raise ModelDamaged("it is none of the tokenizers library: save it with a tokenizer.json")
+        text = self._backend.to_str()
+        _check_decoder(json.loads(text).get("decoder"))
+        controls = self._controls()
+        use = {"tokenizer": text, "control_texts": controls.texts, "control_ids": sorted(controls.ids)}
+        process.set_up({"call": "use_tokenizer", **use, "template": self._template_input()}, LOAD_S)
+        self._process = process
+        if self.token_bytes is None:
+            self._lead = self.encode("a")[-1:]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, special tokens included.
+
+        Raises:
+            ModelDamaged: the tokenizer fails on it, or needs more time or memory than it may.
+        """
+        try:
+            return cast("list[int]", self._process.call({"call": "encode", "text": text}))
+        except (Refused, OverLimit) as error:
+            raise ModelDamaged(f"The target's tokenizer fails on this text: {error}.") from error
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return cast("list[int]", self._process.call({"call": "encode_messages", "messages": messages}))
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.close()
+
+
+def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = CALL_S) -> SentTokenizer:
+    """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
+
+    Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run. No text
+    takes longer than `limit_s`.
+
+    Raises:
+        ModelDamaged: a name that leads elsewhere, other files than `files.hash` says, or no readable tokenizer.
+        ResourceError: the folder cannot be written, or no process started.
+    """
+    store_tokenizer(files, folder)
+    process = LimitedProcess(limit_s)
+    try:
+        # Read within limits first: what cannot be read there is not tried here.
+        if (folder / "tokenizer.json").is_file():
+            process.call({"call": "check", "file": str(folder / "tokenizer.json")}, LOAD_S)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return SentTokenizer(tokenizer, files.eos_ids, process)
+    except BaseException as error:
+        process.close()
+        # Over a bad file, transformers raises whatever it likes, and a panic of the tokenizers library is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ModelDamaged(f"The tokenizer that the target sent cannot be read ({reason}).") from error
+
+
+def _check_decoder(decoder: Any) -> None:
+    """Refuse decoders that search with expressions or lengthen texts: ids become text without limits.
+
+    Raises:
+        ModelDamaged: such a decoder.
+    """
+    waiting: list[Any] = [decoder]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        waiting += each.get("decoders", ())
+        pattern: Any = each.get("pattern") if each.get("type") == "Replace" else None
+        if pattern is None:
+            continue
+        if "String" not in pattern or len(each.get("content", "")) > len(pattern["String"]):
+            raise ModelDamaged("its decoder replaces texts by longer ones or by expressions, which is not allowed")

@@ -1,0 +1,124 @@
+"""The process of a LimitedProcess: tokenizes and renders chat templates within limits, one call after the other.
+
+Its standard input is a socket, which carries the calls and their answers. Imports transformers for templates alone,
+and torch never: it starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any, cast
+
+from specsplit.model.limited_process import HEAD, MAX_ANSWER_BYTES
+
+MEMORY_BYTES = 2 << 30
+"""Largest address space. Chosen: the tokenizers of 262,144 tokens take a third of it."""
+MAX_TEXT = 16 << 20
+"""Longest text that a chat template may make, in characters."""
+_MAX_REASON = 200
+
+
+class TooMuch(Exception):
+    """The result is longer than it may be."""
+
+
+class Work:
+    """Has a method for each call."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = None
+        self._chat: Any = None
+
+    def check(self, file: str) -> None:
+        """Read a tokenizer's file, to see whether it can be read within the limits."""
+        from tokenizers import Tokenizer
+
+        Tokenizer.from_file(file)
+
+    def use_tokenizer(
+        self, tokenizer: str, control_texts: list[str], control_ids: list[int], template: dict[str, Any]
+    ) -> None:
+        """Tokenize with this tokenizer, in the library's own JSON, and this chat template."""
+        from tokenizers import Tokenizer
+
+        from specsplit.model.chat_template import ChatTemplate, ControlTokens
+
+        self._tokenizer = Tokenizer.from_str(tokenizer)
+        controls = ControlTokens(control_texts, frozenset(control_ids))
+        self._chat = ChatTemplate(controls, self._encode_part, lambda messages: self.render(messages, template))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, special tokens included."""
+        self._tokenizer.encode_special_tokens = False
+        return list(self._tokenizer.encode(text).ids)
+
+    def _encode_part(self, text: str, is_plain: bool) -> list[int]:
+        self._tokenizer.encode_special_tokens = is_plain
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_messages(self, messages: list[Any]) -> list[int]:
+        """Return the ids of a conversation."""
+        return self._chat.encode(messages)
+
+    def render(self, messages: Sequence[Any], template: dict[str, Any]) -> str:
+        """Return a conversation in the words of a template, which comes with what it sees beside the messages."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # transformers' own environment: the sandbox, and the filters that templates are written for.
+        rendered: Any = render_jinja_template([cast("Any", messages)], add_generation_prompt=True, **template)
+        text = str(rendered[0][0])
+        if len(text) > MAX_TEXT:
+            raise TooMuch
+        return text
+
+
+def answer_to(work: Work, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to one call: a result, or a reason."""
+    name, limit_s = request.pop("call"), request.pop("limit_s")
+    if name in ("encode_messages", "render"):
+        import transformers.utils.chat_template_utils  # noqa: F401  # pyright: ignore[reportUnusedImport]  (takes a second)
+    # What is in the middle of a regular expression cannot be interrupted, only ended: the signal's default does that.
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return {"result": getattr(work, name)(**request)}
+    except MemoryError:
+        return {"over": "it needed too much memory"}
+    except TooMuch:
+        return {"over": "its text is too long"}
+    except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers library is no Exception
+        words = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+        return {"refused": words[:_MAX_REASON].rstrip(".") or type(error).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    """Answer calls until the other end closes."""
+    _set_limits()
+    connection, work = socket.socket(fileno=os.dup(0)), Work()
+    stream = connection.makefile("rwb")
+    while head := stream.read(HEAD.size):
+        request = json.loads(stream.read(HEAD.unpack(head)[0]))
+        content = json.dumps(answer_to(work, request)).encode()
+        if len(content) > MAX_ANSWER_BYTES:
+            content = b'{"over": "its answer is too long"}'
+        stream.write(HEAD.pack(len(content)) + content)
+        stream.flush()
+
+
+def _set_limits() -> None:
+    for kind, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+if __name__ == "__main__":
+    main()
