@@ -26,6 +26,7 @@ from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.replicas import Replicas
 from specsplit.rpc.transport import parse_address
 
 _REMOTE_RETRY_S = 5.0
@@ -61,7 +62,8 @@ class _Links:
     """The addresses of one model's workers; without a name it has the target's own."""
 
     name: str | None
-    target: str
+    targets: tuple[str, ...]
+    """One, or several replicas."""
     draft: str | None
 
 
@@ -113,7 +115,7 @@ async def serving_models(
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
         if started.target is not None:
-            links = [_Links(None, started.target, started.draft or settings.draft_address)]
+            links = [_Links(None, (started.target,), started.draft or settings.draft_address)]
         elif started.draft is not None:
             links = [replace(link, draft=started.draft) for link in links]
         default_retry_s = _REMOTE_RETRY_S if started.target is None else RETRY_S
@@ -131,12 +133,15 @@ async def _connected(
     settings: Settings, links: _Links, retry_s: float, note: Note | None
 ) -> AsyncGenerator[ServedModel]:
     """Connect to one model's workers for the length of the block."""
-    target = settings.target.model_copy(update={"address": links.target})
+    first, *others = links.targets
+    target = settings.target.model_copy(update={"address": first})
     draft = settings.draft.model_copy(update={"address": links.draft})
     placed = settings.model_copy(update={"target": target, "draft": draft})
-    async with remote_workers(placed, note, waits_when_full=False) as workers:
+    async with remote_workers(placed, note, replicas=others, waits_when_full=False) as workers:
         orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
         identity = await orchestrate(None).connect()
+        if isinstance(workers.verifier, Replicas):
+            await workers.verifier.check()
         yield ServedModel(
             name=links.name or identity.model,
             identity=identity,
@@ -176,22 +181,29 @@ def _is_loopback(host: str) -> bool:
 
 
 def _links(settings: Settings) -> list[_Links]:
-    """Return the addresses of each model elsewhere.
+    """Return the addresses of each model elsewhere; targets of one name are replicas.
 
     Raises:
-        InvalidSettings: names that stand twice, or a draft for no target.
+        InvalidSettings: names that stand twice, a replica that does, or a draft for no target.
     """
-    targets = [_named(entry) for entry in settings.gateway.targets or _present(settings.target.address)]
+    targets: dict[str | None, list[str]] = {}
+    for name, address in map(_named, settings.gateway.targets or _present(settings.target.address)):
+        targets.setdefault(name, []).append(address)
     drafts = [_named(entry) for entry in settings.gateway.drafts or _present(settings.draft_address)]
-    for role, entries in (("target", targets), ("draft", drafts)):
-        _refuse_repeated((name or "" for name, _ in entries), role=role)
+    _refuse_repeated((name or "" for name, _ in drafts), role="draft")
+    _refuse_repeated([""] * len(targets.get(None, ())), role="target")
+    for name, addresses in targets.items():
+        if len(set(addresses)) < len(addresses):
+            raise InvalidSettings(f"A target called {name} stands twice with the same address; name each replica once.")
     by_name = dict(drafts)
     if len(targets) > 1 and None in by_name:
         raise InvalidSettings("Of several targets, a draft has to say whose it is: write --draft NAME=HOST:PORT.")
-    unknown = by_name.keys() - {name for name, _ in targets} - {None}
+    unknown = by_name.keys() - targets.keys() - {None}
     if unknown and targets:
         raise InvalidSettings(f"There is no target called {min(map(str, unknown))} for the draft of that name.")
-    return [_Links(name, address, by_name.get(name) or by_name.get(None)) for name, address in targets]
+    return [
+        _Links(name, tuple(addresses), by_name.get(name) or by_name.get(None)) for name, addresses in targets.items()
+    ]
 
 
 def _present(address: str | None) -> tuple[str, ...]:
@@ -216,6 +228,6 @@ def _refuse_repeated(names: Iterable[str], role: str = "target") -> None:
     if repeated is not None:
         called = f"called {repeated}" if repeated else "without a name"
         raise InvalidSettings(
-            f"There is more than one {role} {called}: give each a name of its own, --{role} NAME=HOST:PORT. "
-            "Several workers for one model are not supported yet."
+            f"There is more than one {role} {called}: give each a name of its own, --{role} NAME=HOST:PORT"
+            + (", or replicas of one model the same." if role == "target" else "; the replicas of a target share one.")
         )

@@ -7,7 +7,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +18,7 @@ from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
+from specsplit.orchestrator.replicas import Replicas
 from specsplit.rpc.connectivity import why_unreachable
 
 if TYPE_CHECKING:
@@ -34,16 +35,17 @@ _ONE_TRY_S = 5.0
 
 @asynccontextmanager
 async def remote_workers(
-    settings: Settings, note: Note | None = None, *, waits_when_full: bool = True
+    settings: Settings, note: Note | None = None, *, replicas: Sequence[str] = (), waits_when_full: bool = True
 ) -> AsyncGenerator[Workers]:
     """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
 
-    Unless it `waits_when_full`, a request that a full target sends away ends with that error.
+    `replicas` are the addresses of further targets of the same model. Unless it `waits_when_full`, a request that a
+    full target sends away ends with that error.
 
     Raises what `remote_target` raises.
     """
     async with AsyncExitStack() as stack:
-        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note))
+        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note, replicas))
         drafter = None
         if settings.draft_address is not None:
             drafter = await stack.enter_async_context(remote_draft(settings.draft_address))
@@ -65,8 +67,10 @@ async def remote_draft(address: str) -> AsyncGenerator[Drafter]:
 
 
 @asynccontextmanager
-async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGenerator[tuple[Verifier, Tokenizer]]:
-    """Connect to the target for the length of the block, and fetch its tokenizer.
+async def remote_target(
+    settings: Settings, note: Note | None = None, replicas: Sequence[str] = ()
+) -> AsyncGenerator[tuple[Verifier, Tokenizer]]:
+    """Connect to the target and its replicas for the length of the block, and fetch the tokenizer from one of them.
 
     `note` is called once if the target has to be tried again.
 
@@ -75,11 +79,9 @@ async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGe
         ModelDamaged: its tokenizer cannot be read.
     """
     from specsplit.model.tokenizer_cache import held_tokenizer_hash
-    from specsplit.rpc.clients import RemoteVerifier
 
     assert settings.target.address is not None, "a remote target has an address"
-    verifier = RemoteVerifier(settings.target.address, call_timeout_s=_VERIFY_S)
-    try:
+    async with _verifier([settings.target.address, *replicas]) as verifier:
         cache = _cache_folder()
 
         async def fetch() -> TokenizerFiles:
@@ -93,8 +95,25 @@ async def remote_target(settings: Settings, note: Note | None = None) -> AsyncGe
         limit_s = min(_TOKENIZE_S, chosen.timeout or _TOKENIZE_S)
         with closing(_load_tokenizer(files, cache, limit_s)) as tokenizer:
             yield verifier, tokenizer
-    finally:
-        await verifier.aclose()
+
+
+@asynccontextmanager
+async def _verifier(addresses: Sequence[str]) -> AsyncGenerator[Verifier]:
+    """Make a client of the target for the length of the block, or one of all its replicas."""
+    from specsplit.rpc.clients import RemoteVerifier
+
+    async with AsyncExitStack() as stack:
+        clients = {address: RemoteVerifier(address, call_timeout_s=_VERIFY_S) for address in addresses}
+        for client in clients.values():
+            stack.push_async_callback(client.aclose)
+        if len(clients) == 1:
+            yield next(iter(clients.values()))
+            return
+        replicas = Replicas(clients)
+        watching = asyncio.create_task(replicas.watch())
+        stack.push_async_callback(asyncio.wait, {watching})
+        stack.callback(watching.cancel)
+        yield replicas
 
 
 class _Connecting:

@@ -192,7 +192,13 @@ Lmtp = Annotated[
 Http = Annotated[str, _option("--http", _GATEWAY, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")]
 Targets = Annotated[
     list[str] | None,
-    _option("--target", _SERVICES, "Serve the target there; once for each model.", "started here", "[NAME=]HOST:PORT"),
+    _option(
+        "--target",
+        _SERVICES,
+        "Serve the target there; once for each model, or replica.",
+        "started here",
+        "[NAME=]HOST:PORT",
+    ),
 ]
 Drafts = Annotated[
     list[str] | None,

@@ -75,6 +75,8 @@ class Answers:
     """Whether nothing is to be generated."""
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    exactness_reason: str = ""
+    """Why a text that was begun with the promise of bits lost it; empty if none did."""
     record: SpeculationRecord = field(default_factory=SpeculationRecord)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -152,10 +154,10 @@ class Answers:
             async for index, chunk in chunks:
                 followed[index].add(chunk)
                 self.num_tokens += len(chunk.token_ids)
-                if (
-                    chunk.result is not None and not self.requests[index].choice
-                ):  # a prompt counts once, as in its usage
-                    self.num_cached_tokens += chunk.result.num_reused_tokens
+                if chunk.result is not None:
+                    if not self.requests[index].choice:  # a prompt counts once, as in its usage
+                        self.num_cached_tokens += chunk.result.num_reused_tokens
+                    self.exactness_reason = self.exactness_reason or chunk.result.exactness_reason
                 self.record.add(chunk.facts)
                 yield index, chunk
 
@@ -176,6 +178,7 @@ class Answers:
         }
 
     def _statistics(self) -> dict[str, Any]:
-        if self.detail == "none":
-            return {}
-        return {"metrics": {"speculative_decoding": self.record.to_dict(self.detail)}}
+        found: dict[str, Any] = {"exactness_reason": self.exactness_reason} if self.exactness_reason else {}
+        if self.detail != "none":
+            found["metrics"] = {"speculative_decoding": self.record.to_dict(self.detail)}
+        return found

@@ -133,7 +133,9 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         is_ready = gateway.models.are_all_ready and not gateway.is_draining
-        return JSONResponse({"models": [model.name for model in gateway.models.ready]}, 200 if is_ready else 503)
+        models, replicas = [model.name for model in gateway.models.ready], gateway.models.replicas
+        known = {"models": models, "replicas": replicas} if replicas else {"models": models}
+        return JSONResponse(known, 200 if is_ready else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

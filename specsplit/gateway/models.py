@@ -15,6 +15,7 @@ from specsplit.core.ports import ChatMessage, Tokenizer, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.errors import ApiError
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.replicas import Replicas
 
 T = TypeVar("T")
 _PING_S = 1.0
@@ -38,6 +39,12 @@ class ServedModel:
 
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread encodes: a tokenizer is for one thread at a time."""
+
+    @property
+    def replicas(self) -> dict[str, int] | None:
+        """How many replicas of the target are ready, and how many there are; None for a single target."""
+        verifier = self.verifier
+        return {"ready": verifier.num_ready, "of": len(verifier.members)} if isinstance(verifier, Replicas) else None
 
     async def encode(self, text: str, timeout_s: float | None = None) -> list[int]:
         """Return the ids of `text`; a long one does not hold up the answers to others.
@@ -89,6 +96,11 @@ class ModelTable:
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = {model.name: model for model in models}
+
+    @property
+    def replicas(self) -> dict[str, dict[str, int]]:
+        """The replicas of each model that has some."""
+        return {name: found for name, model in self._models.items() if (found := model.replicas) is not None}
 
     @property
     def ready(self) -> list[ServedModel]:

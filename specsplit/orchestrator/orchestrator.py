@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -23,6 +24,8 @@ from specsplit.orchestrator.session import Session, SessionContext, decides, res
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
+
+_MAX_MET = 16
 
 
 class MonotonicClock:
@@ -67,8 +70,8 @@ class Orchestrator:
             draft_peer(drafter, self._target, self.retry_policy.rng) if drafter is not None and drafts else None
         )
         self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
-        self._met: Identity | None = None
-        """The target that these settings were checked against."""
+        self._met: deque[Identity] = deque(maxlen=_MAX_MET)
+        """The targets that these settings were checked against: replicas, or one after the other."""
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -87,15 +90,15 @@ class Orchestrator:
             InvalidRequest: the trees to be verified are larger than the target takes.
             DeadlineExceeded, LinkError: the target does not answer.
         """
-        return await self._connect(self._retrier(None, RequestEvents()))
+        return await self._connect(self._retrier(None, RequestEvents()), self._target.verifier)
 
-    async def _connect(self, retrier: Retrier) -> Identity:
+    async def _connect(self, retrier: Retrier, verifier: Verifier) -> Identity:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        target = await retrier.ask(self._target.verifier.ping)  # every request: it may be another one since the last
+        target = await retrier.ask(verifier.ping)  # every request: it may be another one since the last
         self._target.observe_ping(loop.time() - began_s)
         # Settings are checked once per target; a restarted worker with another model is another target.
-        if target != self._met:
+        if target not in self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
                     f"The target {target.model} has another vocabulary than the tokenizer here; connect again."
@@ -108,7 +111,7 @@ class Orchestrator:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {num_nodes}.", param="nodes"
                 )
-            self._met = target
+            self._met.append(target)
         return target
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents) -> Retrier:
@@ -129,29 +132,31 @@ class Orchestrator:
         started_s = clock.now()
         events = RequestEvents()
         retrier = self._retrier(request.timeout_s, events)
-        target = await self._connect(retrier)
-        request.check_fits(target.context, target.vocab_size)
-        context = SessionContext(
-            target=self._target,
-            identity=target,
-            draft=self._draft,
-            tokenizer=self.tokenizer,
-            speculation=self.speculation,
-            modes=self._modes,
-            keep_closing=self._keep_closing,
-        )
-        # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
-        async with Session(context, request, retrier, events) as session:
-            rounds = session.rounds
-            chunk = await rounds.next_chunk()
-            now_s = first_token_s = clock.now()
-            retrier.waits_when_full = True
-            while chunk.finish_reason is None:
-                yield chunk
+        with self._target.session_verifier() as verifier:
+            target = await self._connect(retrier, verifier)
+            request.check_fits(target.context, target.vocab_size)
+            context = SessionContext(
+                target=self._target,
+                verifier=verifier,
+                identity=target,
+                draft=self._draft,
+                tokenizer=self.tokenizer,
+                speculation=self.speculation,
+                modes=self._modes,
+                keep_closing=self._keep_closing,
+            )
+            # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
+            async with Session(context, request, retrier, events) as session:
+                rounds = session.rounds
                 chunk = await rounds.next_chunk()
-                now_s = clock.now()
-            ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
-            chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
+                now_s = first_token_s = clock.now()
+                retrier.waits_when_full = True
+                while chunk.finish_reason is None:
+                    yield chunk
+                    chunk = await rounds.next_chunk()
+                    now_s = clock.now()
+                ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
+                chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
         yield chunk
 
     async def generate(self, request: Request) -> Result:

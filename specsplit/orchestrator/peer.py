@@ -11,12 +11,14 @@ import asyncio
 import logging
 import math
 import random
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity
 from specsplit.orchestrator.events import reason_of
+from specsplit.orchestrator.replicas import Replicas
 from specsplit.orchestrator.request import Reason
 from specsplit.speculation.statistics import SpeculationStats
 
@@ -60,6 +62,10 @@ class TargetPeer:
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
         """Keyed by the draft, or by this peer itself without one; an entry is forgotten with its draft."""
+
+    def session_verifier(self) -> AbstractContextManager[Verifier]:
+        """Give the verifier of one session: one of the replicas, if there are several."""
+        return self.verifier.session() if isinstance(self.verifier, Replicas) else nullcontext(self.verifier)
 
     def stats(self, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> SpeculationStats:
         """Return what is known of decoding with `draft`, for sessions that pick tokens alike.

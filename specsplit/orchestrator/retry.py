@@ -139,14 +139,14 @@ class Retrier:
         """Do the same after a first attempt that ended with `error`.
 
         Raises:
-            Overloaded: at once, unless it `waits_when_full`.
+            Overloaded: as soon as it comes, unless it `waits_when_full`.
         """
-        if isinstance(error, Overloaded) and not self.waits_when_full:
-            raise error
         again, began_s = partial(send, *arguments), self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            if isinstance(error, Overloaded) and not self.waits_when_full:
+                raise error
             self.num_failures += 1
             self._events.degrade("target", reason_of(error))
             # The pause never outlives the end, so the last attempt begins in time.

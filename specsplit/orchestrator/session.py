@@ -15,7 +15,7 @@ from types import TracebackType
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.defaults import DEFAULT_DEPTH, Mode
 from specsplit.core.errors import LinkError, ResourceError
-from specsplit.core.ports import Tokenizer
+from specsplit.core.ports import Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
@@ -51,6 +51,8 @@ class SessionContext:
     """The workers that serve a request, and how they are used."""
 
     target: TargetPeer
+    verifier: Verifier
+    """The target's, or one of its replicas."""
     identity: Identity
     """The target's."""
     draft: DraftPeer | None
@@ -86,7 +88,7 @@ class Session:
 
         contract = SessionContract("target", key, history, params, events)
         limits = stream_limits(speculation, identity.max_nodes)
-        self._target = TargetClient(context.target.verifier, identity, contract, retrier, limits)
+        self._target = TargetClient(context.verifier, identity, contract, retrier, limits)
         self._draft: DraftClient | None = None
         self._speculator: Speculator | None = None
         # All sources share one speculator, hence one tree: `auto` may change the source between any two rounds.

@@ -150,7 +150,9 @@ def test_it_listens_for_others_only_with_keys() -> None:
 def test_contradictions_are_one_sentence(tmp_path: Path) -> None:
     for arguments, said in (
         (("--target", "a:1", "--target-model", "x"), "leave one out"),
-        (("--target", "x=a:1", "--target", "x=a:2"), "more than one target called x"),
+        (("--target", "x=a:1", "--target", "x=a:1"), "x stands twice with the same address"),
+        (("--target", "a:1", "--target", "a:2"), "or replicas of one model the same"),
+        (("--target", "x=a:1", "--draft", "x=a:2", "--draft", "x=a:3"), "the replicas of a target share one"),
         (("--target", "x=a:1", "--target", "y=a:2", "--draft", "a:3"), "write --draft NAME=HOST:PORT"),
         (("--target", "x=a:1", "--draft", "y=a:3"), "no target called y"),
         (("--target", "nowhere"), "HOST:PORT"),

@@ -1,0 +1,194 @@
+"""Replicas are one target: sessions spread over them, and a text goes on at another one as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specsplit.core.defaults import Mode
+from specsplit.core.errors import Overloaded, WorkerUnreachable
+from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.orchestrator import replicas
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.replicas import Replicas
+from specsplit.orchestrator.request import Request, RetryPolicy
+from specsplit.speculation.options import Speculation
+from specsplit.target.stream import TargetStream
+from tests.contract.stream_contract import VerifyStreamContract
+from tests.contract.verifier_contract import VerifierContract
+from tests.support.fakes import FakeDraft, FakeTarget
+from tests.support.language import FakeTokenizer
+
+REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
+
+
+class Killable(FakeTarget):
+    """A target that can be lost, full, or another one."""
+
+    is_lost = is_full = False
+    changes: dict[str, Any] = {}  # noqa: RUF012  (replaced, never changed)
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.slots.clear()
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise WorkerUnreachable("it was killed")
+
+    async def ping(self) -> Identity:
+        self._check()
+        return replace(await super().ping(), **self.changes)
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self._check()
+        if self.is_full and turn.opening is not None:
+            raise Overloaded("it is full", 60.0)
+        return await super().verify(turn, proposal)
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> TargetStream:
+        stream = super().open_stream(turn, limits)
+        next_commit = stream.next_commit
+
+        async def checked() -> Verdict | None:
+            self._check()
+            return await next_commit()
+
+        stream.next_commit = checked  # type: ignore[method-assign]
+        return stream
+
+
+def made(*targets: FakeTarget, mode: Mode = "plain") -> Orchestrator:
+    draft = FakeDraft() if mode in ("pingpong", "overlap", "stream") else None
+    speculation = Speculation(mode=mode, lookup=False, nodes=4, depth=2, branching=2)
+    together = Replicas({f"target-{number}": target for number, target in enumerate(targets)})
+    return Orchestrator(
+        together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=5, waits_when_full=False)
+    )
+
+
+@asynccontextmanager
+async def two_fakes() -> AsyncIterator[tuple[Drafter, Verifier]]:
+    yield FakeDraft(), Replicas({"one": FakeTarget(), "other": FakeTarget()})
+
+
+class TestReplicas(VerifierContract):
+    workers = staticmethod(two_fakes)
+
+
+class TestReplicasStream(VerifyStreamContract):
+    workers = staticmethod(two_fakes)
+
+
+async def test_a_request_goes_where_the_fewest_are() -> None:
+    targets = [Killable() for _ in range(3)]
+    owner = made(*targets)
+    running = [owner.stream(replace(REQUEST, choice=choice)) for choice in range(6)]
+    for each in running:
+        await anext(each)
+    assert [len(target.slots) for target in targets] == [2, 2, 2]
+    for each in running[::3]:
+        await each.aclose()
+    again = owner.stream(REQUEST)
+    await anext(again)
+    assert [len(target.slots) for target in targets] == [1, 2, 2]
+    for each in (*running, again):
+        await each.aclose()
+    assert not any(target.slots for target in targets)
+
+
+@pytest.mark.parametrize("mode", ["plain", "pingpong", "overlap", "stream"])
+@pytest.mark.parametrize("after", [0, 1, 4])
+async def test_a_text_goes_on_at_another_replica(mode: Mode, after: int) -> None:
+    expected = await made(FakeTarget(), mode="plain").generate(REQUEST)
+    targets = [Killable(), Killable()]
+    owner, result, count = made(*targets, mode=mode), None, 0
+    async with aclosing(owner.stream(REQUEST)) as chunks:
+        if after == 0:
+            targets[0].lose()
+        async for chunk in chunks:
+            result, count = chunk.result, count + 1
+            if count == after:
+                targets[0].lose()
+    assert result is not None
+    assert (result.token_ids, result.finish_reason) == (expected.token_ids, "length")
+    assert not targets[1].slots
+    if after:
+        assert [(phase.worker, phase.reason) for phase in result.degraded if phase.worker == "target"] == [
+            ("target", "unreachable")
+        ]
+
+
+async def test_all_but_one_may_be_lost_and_come_back_meanwhile() -> None:
+    expected = await made(FakeTarget()).generate(REQUEST)
+    targets = [Killable() for _ in range(3)]
+    tokens: list[int] = []
+    async with aclosing(made(*targets).stream(REQUEST)) as chunks:
+        async for chunk in chunks:
+            tokens += chunk.token_ids
+            for number, target in enumerate(targets):
+                target.is_lost = len(tokens) % 3 != number
+                if target.is_lost:
+                    target.slots.clear()
+    assert tuple(tokens) == expected.token_ids
+
+
+async def test_a_full_replica_sends_requests_to_another_and_all_full_ones_away() -> None:
+    targets = [Killable(), Killable()]
+    targets[0].is_full = True
+    owner = made(*targets)
+    assert (await owner.generate(REQUEST)).finish_reason == "length"
+    targets[1].is_full = True
+    with pytest.raises(Overloaded) as caught:
+        await owner.generate(REQUEST)
+    assert caught.value.retry_after_s == 60.0
+
+
+@pytest.mark.parametrize("changes", [{"weights_hash": "other"}, {"dtype": "bf16"}, {"context": 40}])
+async def test_another_model_is_no_replica(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    expected = await made(FakeTarget()).generate(REQUEST)
+    targets = [Killable(), Killable()]
+    owner = made(*targets)
+    await owner.connect()
+    targets[0].changes = changes
+    assert (await owner.generate(REQUEST)).token_ids == expected.token_ids
+    assert targets[1].num_forwards
+    assert "target-0 is not used for now: The target at target-0 is no replica of the others" in caplog.text
+
+
+async def test_other_numerics_are_said() -> None:
+    targets = [Killable(), Killable()]
+    for number, target in enumerate(targets):
+        target.changes = {"exactness": "bits", "numerics": f"cpu-{number}"}
+    owner, result = made(*targets), None
+    async with aclosing(owner.stream(REQUEST)) as chunks:
+        async for chunk in chunks:
+            result = chunk.result
+            targets[0].lose()
+    assert result is not None
+    assert result.exactness == "near ties"
+    assert "replaced by one with other numerics" in result.exactness_reason
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (nothing tells when a ping was answered)
+        await asyncio.sleep(0.005)
+
+
+async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PING_S", 0.01)
+    targets = [Killable(), Killable()]
+    together = Replicas(dict(zip("ab", targets, strict=True)))
+    watching = asyncio.create_task(together.watch())
+    async with asyncio.timeout(30):
+        for is_lost in (True, False):
+            targets[0].is_lost = is_lost
+            await until(lambda is_lost=is_lost: together.members[0].is_ready != is_lost)
+            assert together.num_ready == 2 - is_lost
+    watching.cancel()
