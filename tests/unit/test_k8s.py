@@ -34,8 +34,10 @@ CONTAINERFILE = ROOT / "Containerfile"
 OLDEST = (1, 30)
 """What docs/deployment.md asks of the cluster."""
 VERSIONS = sorted({v for v in schemas.all_versions() if tuple(map(int, v.split(".")[:2])) >= OLDEST})
-ROLES = {"target": "target", "draft": "draft", "orchestrate": "generate"}
+ROLES = {"target": "target", "draft": "draft", "gateway": "gateway", "orchestrate": "generate"}
 """Each workload, and the purpose for which its process reads the settings."""
+COMMANDS = {"gateway": "serve"}
+"""The command of a workload that has another name."""
 WORKERS = ("target", "draft")
 Object = dict[str, Any]
 
@@ -145,14 +147,16 @@ def test_the_validator_knows_recent_versions_and_refuses_an_unknown_field(object
         schemas.validate(broken, VERSIONS[-1], strict=True)
 
 
-def test_the_base_is_two_workers_with_services_and_one_job(objects: list[Object]):
-    kinds = ("Deployment", "Service", "Job")
+def test_the_base_is_workers_and_a_gateway_with_services_and_one_job(objects: list[Object]):
+    kinds = ("Deployment", "Service", "Job", "NetworkPolicy", "PodDisruptionBudget")
     assert {kind: set(_of_kind(objects, kind)) for kind in kinds} == {
-        "Deployment": {"draft", "target"},
-        "Service": {"draft", "target"},
+        "Deployment": {"draft", "target", "gateway"},
+        "Service": {"draft", "target", "gateway"},
         "Job": {"orchestrate"},
+        "NetworkPolicy": {"workers", "gateway"},
+        "PodDisruptionBudget": {"gateway"},
     }
-    assert len(objects) == 5 + len(_of_kind(objects, "ConfigMap"))
+    assert len(objects) == 10 + len(_of_kind(objects, "ConfigMap"))
     assert all("namespace" not in item["metadata"] for item in objects), "the namespace is the user's"
 
 
@@ -179,7 +183,7 @@ def test_no_config_map_is_left_unused(objects: list[Object]):
 def test_the_arguments_are_a_command_of_the_command_line(workloads: dict[str, Workload], name: str):
     commands: Any = typer.main.get_command(app)
     command, *rest = workloads[name].container["args"]
-    assert command == name
+    assert command == COMMANDS.get(name, name)
     assert command in commands.commands
     context = commands.commands[command].make_context(command, rest)  # raises for an option that does not exist
     given = options.given(context)
@@ -222,6 +226,61 @@ def test_the_job_asks_the_services(workloads: dict[str, Workload]):
     assert settings.is_remote
     for role in WORKERS:
         assert getattr(settings, role).address == f"{role}:{workloads[role].listen_port}"
+
+
+def test_the_gateway_serves_the_workers_to_whoever_has_a_key(
+    workloads: dict[str, Workload], services: dict[str, Object]
+):
+    settings, workload = _settings(workloads["gateway"], "gateway").gateway, workloads["gateway"]
+    assert settings.targets == (f"target:{workloads['target'].listen_port}",)
+    assert settings.drafts == (f"draft:{workloads['draft'].listen_port}",)
+    assert settings.http == f"0.0.0.0:{workload.listen_port}"
+    (service_port,) = services["gateway"]["spec"]["ports"]
+    assert service_port["targetPort"] == workload.container["ports"][0]["name"]
+    assert not settings.allow_anonymous
+    (mount,) = [each for each in workload.container["volumeMounts"] if each["name"] == "keys"]
+    assert PurePosixPath(settings.api_key_file or "").parent == PurePosixPath(mount["mountPath"])
+    assert mount["readOnly"]
+    assert workload.spec["replicas"] > 1, "a node can be drained"
+
+
+def test_the_gateway_is_asked_over_http_what_it_answers_without_a_key(workloads: dict[str, Workload]):
+    container = workloads["gateway"].container
+    asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
+    assert {kind: probe["path"] for kind, probe in asked.items()} == {
+        "startup": "/health",
+        "readiness": "/ready",
+        "liveness": "/health",
+    }
+    assert {probe["port"] for probe in asked.values()} == {container["ports"][0]["name"]}
+    startup, target = container["startupProbe"], workloads["target"].container["startupProbe"]
+    window_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert window_s >= target["periodSeconds"] * target["failureThreshold"], "it waits for the target"
+    assert _settings(workloads["gateway"], "gateway").orchestrator.retry < window_s
+
+
+def _selects(selector: Object, labels: dict[str, str]) -> bool:
+    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def test_only_the_gateway_and_the_job_reach_the_workers(objects: list[Object], workloads: dict[str, Workload]):
+    policies = {name: item["spec"] for name, item in _of_kind(objects, "NetworkPolicy").items()}
+
+    def selected(selector: Object) -> set[str]:
+        return {name for name, workload in workloads.items() if _selects(selector, workload.labels)}
+
+    assert selected(policies["workers"]["podSelector"]) == set(WORKERS)
+    (rule,) = policies["workers"]["ingress"]
+    assert selected(rule["from"][0]["podSelector"]) == {"gateway", "orchestrate"}
+    assert selected(policies["gateway"]["podSelector"]) == {"gateway"}
+    to_workers, names = policies["gateway"]["egress"]
+    assert selected(to_workers["to"][0]["podSelector"]) == set(WORKERS)
+    assert {port["port"] for port in names["ports"]} == {53}
+    for policy, name in (("workers", "target"), ("gateway", "gateway")):
+        (allowed,) = policies[policy]["ingress"][0]["ports"]
+        assert allowed["port"] == workloads[name].container["ports"][0]["name"]
 
 
 def test_no_service_makes_variables_that_look_like_settings(services: dict[str, Object]):
@@ -274,7 +333,7 @@ def test_the_job_gives_up_at_once_on_wrong_usage(workloads: dict[str, Workload])
     assert job.pod["restartPolicy"] == "Never"
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", [*WORKERS, "gateway"])
 def test_a_worker_has_time_to_drain_before_it_is_killed(workloads: dict[str, Workload], name: str):
     pause = workloads[name].container["lifecycle"]["preStop"]
     assert set(pause) == {"sleep"}, "needs no shell in the image"
@@ -291,7 +350,7 @@ def _containers(workload: Workload) -> Iterator[Object]:
 def test_a_pod_meets_pod_security_restricted(workloads: dict[str, Workload], name: str):
     pod = workloads[name].pod
     assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(pod)
-    assert all({"emptyDir", "configMap"} & volume.keys() for volume in pod["volumes"])
+    assert all({"emptyDir", "configMap", "secret"} & volume.keys() for volume in pod["volumes"])
     for container in _containers(workloads[name]):
         context = {**pod["securityContext"], **container["securityContext"]}
         assert context["runAsNonRoot"] is True
@@ -319,7 +378,7 @@ def test_whatever_is_written_lands_on_a_volume(workloads: dict[str, Workload], n
     pod, container = workloads[name].pod, workloads[name].container
     emptied = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
     folders = [PurePosixPath(m["mountPath"]) for m in container["volumeMounts"] if m["name"] in emptied]
-    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"])
+    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
     written = [workloads[name].environment[variable] for variable in ("HOME", "XDG_CACHE_HOME", "HF_HOME")]
     for path in ["/tmp", *written]:
         assert any(PurePosixPath(path).is_relative_to(folder) for folder in folders), path
@@ -329,7 +388,7 @@ def test_labels_are_the_standard_ones_and_templates_carry_them(objects: list[Obj
     for item in objects:
         labels = item["metadata"]["labels"]
         assert labels["app.kubernetes.io/part-of"] == "specsplit"
-        template = item["spec"].get("template") if "spec" in item else None
+        template = item["spec"].get("template") if "spec" in item else None  # a policy has none
         if template is not None:
             assert labels.items() <= template["metadata"]["labels"].items()
             assert "app.kubernetes.io/component" in labels
@@ -340,6 +399,7 @@ def test_images_carry_the_version_and_only_workers_need_torch(workloads: dict[st
     assert images == {
         "target": f"specsplit-worker:{specsplit.__version__}",
         "draft": f"specsplit-worker:{specsplit.__version__}",
+        "gateway": f"specsplit-gateway:{specsplit.__version__}",
         "orchestrate": f"specsplit-orchestrator:{specsplit.__version__}",
     }
 
@@ -355,7 +415,7 @@ def test_the_image_runs_the_command_as_the_user_that_the_pods_name(workloads: di
     assert _instructions("ENTRYPOINT") == ['["specsplit"]']
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "specsplit" in project["scripts"]
-    assert "worker" in project["optional-dependencies"]
+    assert {"worker", "gateway"} <= project["optional-dependencies"].keys()
     lowest = project["requires-python"].removeprefix(">=")
     assert {line.split()[0] for line in _instructions("FROM")} == {f"python:{lowest}-slim"}
 
