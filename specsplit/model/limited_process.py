@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
-from specsplit.core.errors import ResourceError, SpecSplitError
+from specsplit.core.errors import ResourceError
 
 CALL_S = 5.0
 """Limit of one call. Chosen: a conversation of a megabyte takes a tenth of it."""
@@ -33,7 +33,7 @@ HEAD = struct.Struct(">I")
 """The length of a message, in front of it."""
 
 
-class OverLimit(SpecSplitError):
+class OverLimit(Exception):
     """The work took more time or memory than it may, or brought its process down."""
 
 
@@ -88,7 +88,7 @@ class LimitedProcess:
             running.close()
 
 
-class Refused(SpecSplitError):
+class Refused(Exception):
     """The work ended with an error of its own; the text is its reason, cleaned and cut."""
 
 

@@ -22,7 +22,7 @@ from specsplit.core.errors import (
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 
-_PING_S = 1.0
+PING_S = 1.0
 """Period of pings, and the time for an answer."""
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Replicas:
     async def watch(self) -> None:
         """Ping all replicas for ever, so that no session begins at one that does not answer."""
         while True:
-            await asyncio.sleep(_PING_S)
+            await asyncio.sleep(PING_S)
             await asyncio.gather(*map(self._look, self.members))
 
     async def check(self) -> None:
@@ -88,7 +88,7 @@ class Replicas:
 
     async def _look(self, member: Replica, *, is_strict: bool = False) -> None:
         try:
-            async with asyncio.timeout(_PING_S):
+            async with asyncio.timeout(PING_S):
                 await self.meet(member)
         except (SpecSplitError, TimeoutError) as error:
             if is_strict and isinstance(error, PeerMismatch):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import shutil
-import subprocess
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,113 +21,42 @@ from specsplit.cli import options
 from specsplit.cli.main import app
 from specsplit.core.defaults import ENV_PREFIX
 from specsplit.core.errors import UsageError
-from specsplit.core.settings import KEYS, Settings, load_settings
+from specsplit.core.settings import KEYS
 from specsplit.rpc.server import serving
+from tests.support.kubernetes import (
+    BASE,
+    ROLES,
+    ROOT,
+    WORKERS,
+    Object,
+    Workload,
+    kustomize,
+    of_kind,
+    settings_of,
+    workloads_of,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "k8s" / "base"
 CONTAINERFILE = ROOT / "Containerfile"
 OLDEST = (1, 30)
 """What docs/deployment.md asks of the cluster."""
 VERSIONS = sorted({v for v in schemas.all_versions() if tuple(map(int, v.split(".")[:2])) >= OLDEST})
-ROLES = {"target": "target", "draft": "draft", "gateway": "gateway", "orchestrate": "generate"}
-"""Each workload, and the purpose for which its process reads the settings."""
 COMMANDS = {"gateway": "serve"}
 """The command of a workload that has another name."""
-WORKERS = ("target", "draft")
-Object = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A Deployment or Job with its one container."""
-
-    spec: Object
-    labels: dict[str, str]
-    pod: Object
-    environment: dict[str, str]
-    """As the container sees it: ConfigMaps, values, and limits of its resources."""
-
-    @property
-    def container(self) -> Object:
-        (container,) = self.pod["containers"]
-        return container
-
-    @property
-    def listen_port(self) -> int:
-        (port,) = self.container["ports"]
-        return port["containerPort"]
-
-
-def _kustomize(folder: Path) -> list[Object]:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed, and only it renders the Kubernetes base")
-    rendered = subprocess.run(
-        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert rendered.returncode == 0, rendered.stderr
-    assert rendered.stderr == "", "kustomize warns"
-    return [item for item in yaml.safe_load_all(rendered.stdout) if item]
 
 
 @pytest.fixture(scope="module")
 def objects() -> list[Object]:
-    return _kustomize(BASE)
-
-
-def _of_kind(objects: list[Object], kind: str) -> dict[str, Object]:
-    return {item["metadata"]["name"]: item for item in objects if item["kind"] == kind}
-
-
-def _environment(container: Object, config_maps: Mapping[str, Object]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for source in container.get("envFrom", []):
-        found.update(config_maps[source["configMapRef"]["name"]]["data"])
-    for variable in container.get("env", []):
-        if "value" in variable:
-            found[variable["name"]] = variable["value"]
-        else:
-            kind, resource = variable["valueFrom"]["resourceFieldRef"]["resource"].split(".")
-            quantity = container["resources"][kind][resource]
-            assert resource == "cpu"
-            cores = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-            found[variable["name"]] = str(math.ceil(cores))
-    return found
-
-
-def _workloads(objects: list[Object]) -> dict[str, Workload]:
-    config_maps = _of_kind(objects, "ConfigMap")
-    found: dict[str, Workload] = {}
-    for name, item in {**_of_kind(objects, "Deployment"), **_of_kind(objects, "Job")}.items():
-        template = item["spec"]["template"]
-        pod = template["spec"]
-        environment = _environment(pod["containers"][0], config_maps)
-        found[name] = Workload(item["spec"], template["metadata"]["labels"], pod, environment)
-    return found
+    return kustomize(BASE)
 
 
 @pytest.fixture(scope="module")
 def workloads(objects: list[Object]) -> dict[str, Workload]:
-    return _workloads(objects)
+    return workloads_of(objects)
 
 
 @pytest.fixture(scope="module")
 def services(objects: list[Object]) -> dict[str, Object]:
-    return _of_kind(objects, "Service")
-
-
-def _settings(workload: Workload, name: str) -> Settings:
-    """Return the settings that the container's process would run with."""
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in [variable for variable in os.environ if variable.startswith(ENV_PREFIX)]:
-            patch.delenv(variable)
-        for variable, value in workload.environment.items():
-            if variable.startswith(ENV_PREFIX):
-                patch.setenv(variable, value)
-        effective = load_settings(purpose=ROLES[name])  # pyright: ignore[reportArgumentType]
-    ours = {variable for variable in workload.environment if variable.startswith(ENV_PREFIX)}
-    assert {origin.name for origin in effective.origins.values()} == ours
-    return effective.settings
+    return of_kind(objects, "Service")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -149,14 +74,14 @@ def test_the_validator_knows_recent_versions_and_refuses_an_unknown_field(object
 
 def test_the_base_is_workers_and_a_gateway_with_services_and_one_job(objects: list[Object]):
     kinds = ("Deployment", "Service", "Job", "NetworkPolicy", "PodDisruptionBudget")
-    assert {kind: set(_of_kind(objects, kind)) for kind in kinds} == {
+    assert {kind: set(of_kind(objects, kind)) for kind in kinds} == {
         "Deployment": {"draft", "target", "gateway"},
         "Service": {"draft", "target", "gateway"},
         "Job": {"orchestrate"},
         "NetworkPolicy": {"workers", "gateway"},
         "PodDisruptionBudget": {"gateway"},
     }
-    assert len(objects) == 10 + len(_of_kind(objects, "ConfigMap"))
+    assert len(objects) == 10 + len(of_kind(objects, "ConfigMap"))
     assert all("namespace" not in item["metadata"] for item in objects), "the namespace is the user's"
 
 
@@ -166,17 +91,17 @@ def test_every_variable_of_ours_is_a_setting_that_accepts_its_value(workloads: d
         ours = {variable for variable in workload.environment if variable.startswith(ENV_PREFIX)}
         assert ours
         assert ours <= known
-        assert _settings(workload, name)
+        assert settings_of(workload, name)
 
 
 def test_no_config_map_is_left_unused(objects: list[Object]):
     used = {
         source["configMapRef"]["name"]
         for kind in ("Deployment", "Job")
-        for item in _of_kind(objects, kind).values()
+        for item in of_kind(objects, kind).values()
         for source in item["spec"]["template"]["spec"]["containers"][0]["envFrom"]
     }
-    assert used == set(_of_kind(objects, "ConfigMap"))
+    assert used == set(of_kind(objects, "ConfigMap"))
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -195,7 +120,7 @@ def test_the_arguments_are_a_command_of_the_command_line(workloads: dict[str, Wo
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_runs_as_many_threads_as_it_may_use_cores(workloads: dict[str, Workload], name: str):
-    settings = _settings(workloads[name], name)
+    settings = settings_of(workloads[name], name)
     threads = getattr(settings, name).threads
     assert str(threads) == workloads[name].container["resources"]["limits"]["cpu"]
 
@@ -205,7 +130,7 @@ def test_ports_agree_from_the_listening_socket_to_the_service(
     workloads: dict[str, Workload], services: dict[str, Object], name: str
 ):
     workload, service = workloads[name], services[name]["spec"]
-    host, _, port = getattr(_settings(workload, name), name).listen.rpartition(":")
+    host, _, port = getattr(settings_of(workload, name), name).listen.rpartition(":")
     (service_port,) = service["ports"]
     assert host == "0.0.0.0", "a pod is reached at its own address, never at loopback"
     assert int(port) == workload.listen_port
@@ -222,65 +147,10 @@ def test_a_service_selects_the_pods_of_its_own_role_only(workloads: dict[str, Wo
 
 
 def test_the_job_asks_the_services(workloads: dict[str, Workload]):
-    settings = _settings(workloads["orchestrate"], "orchestrate")
+    settings = settings_of(workloads["orchestrate"], "orchestrate")
     assert settings.is_remote
     for role in WORKERS:
         assert getattr(settings, role).address == f"{role}:{workloads[role].listen_port}"
-
-
-def test_the_gateway_serves_the_workers_to_whoever_has_a_key(
-    workloads: dict[str, Workload], services: dict[str, Object]
-):
-    settings, workload = _settings(workloads["gateway"], "gateway").gateway, workloads["gateway"]
-    assert settings.targets == (f"target:{workloads['target'].listen_port}",)
-    assert settings.drafts == (f"draft:{workloads['draft'].listen_port}",)
-    assert settings.http == f"0.0.0.0:{workload.listen_port}"
-    (service_port,) = services["gateway"]["spec"]["ports"]
-    assert service_port["targetPort"] == workload.container["ports"][0]["name"]
-    assert not settings.allow_anonymous
-    (mount,) = [each for each in workload.container["volumeMounts"] if each["name"] == "keys"]
-    assert PurePosixPath(settings.api_key_file or "").parent == PurePosixPath(mount["mountPath"])
-    assert mount["readOnly"]
-    assert workload.spec["replicas"] > 1, "a node can be drained"
-
-
-def test_the_gateway_is_asked_over_http_what_it_answers_without_a_key(workloads: dict[str, Workload]):
-    container = workloads["gateway"].container
-    asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
-    assert {kind: probe["path"] for kind, probe in asked.items()} == {
-        "startup": "/health",
-        "readiness": "/ready",
-        "liveness": "/health",
-    }
-    assert {probe["port"] for probe in asked.values()} == {container["ports"][0]["name"]}
-    startup, target = container["startupProbe"], workloads["target"].container["startupProbe"]
-    window_s = startup["periodSeconds"] * startup["failureThreshold"]
-    assert window_s >= target["periodSeconds"] * target["failureThreshold"], "it waits for the target"
-    assert _settings(workloads["gateway"], "gateway").orchestrator.retry < window_s
-
-
-def _selects(selector: Object, labels: dict[str, str]) -> bool:
-    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items()) and all(
-        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
-    )
-
-
-def test_only_the_gateway_and_the_job_reach_the_workers(objects: list[Object], workloads: dict[str, Workload]):
-    policies = {name: item["spec"] for name, item in _of_kind(objects, "NetworkPolicy").items()}
-
-    def selected(selector: Object) -> set[str]:
-        return {name for name, workload in workloads.items() if _selects(selector, workload.labels)}
-
-    assert selected(policies["workers"]["podSelector"]) == set(WORKERS)
-    (rule,) = policies["workers"]["ingress"]
-    assert selected(rule["from"][0]["podSelector"]) == {"gateway", "orchestrate"}
-    assert selected(policies["gateway"]["podSelector"]) == {"gateway"}
-    to_workers, names = policies["gateway"]["egress"]
-    assert selected(to_workers["to"][0]["podSelector"]) == set(WORKERS)
-    assert {port["port"] for port in names["ports"]} == {53}
-    for policy, name in (("workers", "target"), ("gateway", "gateway")):
-        (allowed,) = policies[policy]["ingress"][0]["ports"]
-        assert allowed["port"] == workloads[name].container["ports"][0]["name"]
 
 
 def test_no_service_makes_variables_that_look_like_settings(services: dict[str, Object]):
@@ -337,7 +207,7 @@ def test_the_job_gives_up_at_once_on_wrong_usage(workloads: dict[str, Workload])
 def test_a_worker_has_time_to_drain_before_it_is_killed(workloads: dict[str, Workload], name: str):
     pause = workloads[name].container["lifecycle"]["preStop"]
     assert set(pause) == {"sleep"}, "needs no shell in the image"
-    drain_s = getattr(_settings(workloads[name], name), name).drain
+    drain_s = getattr(settings_of(workloads[name], name), name).drain
     assert workloads[name].pod["terminationGracePeriodSeconds"] >= pause["sleep"]["seconds"] + drain_s + 5
 
 
@@ -439,14 +309,14 @@ def test_the_page_on_deployment_builds_and_overlays_what_exists(tmp_path: Path):
     assert overlay["resources"] == ["../k8s/base"]
     overlay["resources"] = [os.path.relpath(BASE.resolve(), tmp_path.resolve())]
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
-    objects = _kustomize(tmp_path)
-    workloads = _workloads(objects)
+    objects = kustomize(tmp_path)
+    workloads = workloads_of(objects)
     for item in objects:
         schemas.validate(item, VERSIONS[-1], strict=True)
-    assert _settings(workloads["target"], "target").target.model == "Qwen/Qwen3-8B"
-    assert _settings(workloads["target"], "target").target.threads == 16
-    assert _settings(workloads["draft"], "draft").draft.model == "Qwen/Qwen3-0.6B"
-    assert _settings(workloads["orchestrate"], "orchestrate").target.address == "target:50051"
+    assert settings_of(workloads["target"], "target").target.model == "Qwen/Qwen3-8B"
+    assert settings_of(workloads["target"], "target").target.threads == 16
+    assert settings_of(workloads["draft"], "draft").draft.model == "Qwen/Qwen3-0.6B"
+    assert settings_of(workloads["orchestrate"], "orchestrate").target.address == "target:50051"
     built = set(re.findall(r"-t (\S+)", page))
-    assert built == {workload.container["image"] for workload in _workloads(_kustomize(BASE)).values()}
+    assert built == {workload.container["image"] for workload in workloads_of(kustomize(BASE)).values()}
     assert {image.split("/")[-1] for image in (w.container["image"] for w in workloads.values())} == built

@@ -182,7 +182,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_PING_S", 0.01)
+    monkeypatch.setattr(replicas, "PING_S", 0.01)
     targets = [Killable(), Killable()]
     together = Replicas(dict(zip("ab", targets, strict=True)))
     watching = asyncio.create_task(together.watch())
