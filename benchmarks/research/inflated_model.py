@@ -21,8 +21,9 @@ from transformers import LlamaForCausalLM
 from benchmarks import workloads
 from specsplit.core.errors import ModelUnsupported
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.files import load_config, load_tokenizer, load_weights, resolve
+from specsplit.model.files import load_config, load_tokenizer, load_weights
 from specsplit.model.loader import load_model
+from specsplit.model.source import resolve
 
 MEASURED_ROWS = 256
 NUM_CHECKED_PROMPTS = 4

@@ -14,6 +14,7 @@ from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.source import check_source
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
@@ -40,7 +41,7 @@ class Models:
         if self.draft is not None and self.draft.context < self.target.context:
             reasons.append(
                 f"The draft's context of {self.draft.context} tokens is shorter than the target's "
-                f"{self.target.context}; beyond it, decoding is plain."
+                f"{self.target.context}; beyond it, there is lookup alone."
             )
         return reasons
 
@@ -77,6 +78,18 @@ def not_recorded(model: LoadedModel) -> str:
     return f"The forward of {model.name} could not be recorded, so it runs slower."
 
 
+def check_models(settings: Settings) -> None:
+    """Refuse models of this process that are not here and cannot be fetched, before torch is imported.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported.
+    """
+    if not settings.is_remote:
+        check_source(settings.target.model, "target")
+    if settings.draft_source is not None:
+        check_source(settings.draft_source, "draft")
+
+
 def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:
     """Load the target, and the draft if the settings name one.
 
@@ -86,6 +99,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here; the message says why.
         VocabularyMismatch: draft and target have different tokens.
     """
+    check_models(settings)
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
 
@@ -137,6 +151,7 @@ def load_local(
     source = settings.draft_source
     if source is None:
         return None
+    check_models(settings)
     require_worker_extra()
     context = settings.target.context
     return LoadedDraft(_load_draft(source, settings, context=context, max_sessions=max_sessions, progress=progress))
@@ -181,11 +196,13 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here; the message says why.
     """
+    source = settings.model or EMBEDDED
+    check_source(source, role)
     require_worker_extra()
     from specsplit.model.loader import load_model
 
     model = load_model(
-        settings.model or EMBEDDED,
+        source,
         role=role,
         dtype=settings.dtype,
         device=settings.device,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specsplit.assembly.models import LoadedDraft, load_local
 from specsplit.cli import render
-from specsplit.cli.doctor_checks import Check, exactness_check
+from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
@@ -118,7 +118,7 @@ def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     if len(here) == 2:
         checks.append(Check("vocabulary", True, "the same for draft and target"))
     elif not settings.has_draft:
-        checks.append(Check("draft", True, "none: decoding is plain"))
+        checks.append(no_draft_check(settings))
     return checks
 
 
@@ -131,11 +131,19 @@ def _model(model: LoadedModel) -> Check:
     left = "" if free is None else f", {free / _GIB:.1f} GiB left"
     detail = (
         f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
-        f"context {model.context}, weights {model.weight_bytes / _GIB:.2f} GiB, KV {cache_bytes / _GIB:.2f} GiB{left}, "
-        f"threads {model.threads}, "
+        f"context {_context(model)}, weights {model.weight_bytes / _GIB:.2f} GiB, "
+        f"KV {cache_bytes / _GIB:.2f} GiB{left}, threads {model.threads}, "
         f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)
+
+
+def _context(model: LoadedModel) -> str:
+    """Return the context, and what the model allows if the default is less."""
+    config: Any = model.runner.model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    is_less = limit is not None and model.context < limit
+    return f"{model.context} of the {limit} that it was made for (--context)" if is_less else str(model.context)
 
 
 def _exactness(model: LoadedModel) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specsplit.core.exactness import Computing, shown_exactness
+from specsplit.core.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,15 @@ def exactness_check(role: str, worker: Computing, reason: str = "") -> Check:
     """Return the line about the bits of a worker's forwards; `reason` is a sentence about how that is known."""
     shown = shown_exactness(worker)
     return Check(f"{role} exactness", True, f"{shown}: {reason}" if reason else shown)
+
+
+def no_draft_check(settings: Settings) -> Check:
+    """Return the line about a target that has no draft, and what it does without one."""
+    if not settings.speculates:
+        return Check("draft", True, "none: decoding is plain")
+    option = "--draft" if settings.is_remote else "--draft-model"
+    how = "none: trees come from lookup alone, which gains where a text repeats itself"
+    # A far target also takes steps by itself in auto, which hides the round trip.
+    alone = ", and a target that is far away takes steps by itself" if settings.is_remote else ""
+    by_choice = settings.orchestrator.mode == "lookup"
+    return Check("draft", True, f"{how}{alone}" + ("" if by_choice else f"; name one with {option}"))

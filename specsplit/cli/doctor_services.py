@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import specsplit
-from specsplit.cli.doctor_checks import Check, exactness_check
+from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
@@ -40,7 +40,7 @@ def check_services(settings: Settings, here: Mapping[Role, Identity]) -> list[Ch
         role: answer.identity for role, answer in answers.items() if isinstance(answer, PingDetails)
     }
     if not settings.has_draft:
-        return [*checks, Check("draft", True, "none: decoding is plain")]
+        return [*checks, no_draft_check(settings)]
     return [*checks, *_compatibility({**here, **found})]
 
 
@@ -109,5 +109,5 @@ def _compatibility(found: Mapping[Role, Identity]) -> list[Check]:
     is_shorter = small.context < large.context
     context = f"{large.context} tokens"
     if is_shorter:
-        context += f"; the draft's is {small.context}, and beyond it decoding is plain"
+        context += f"; the draft's is {small.context}, and beyond it there is lookup alone"
     return [Check("vocabulary", is_same, vocabulary), Check("context", True, context, is_warning=is_shorter)]

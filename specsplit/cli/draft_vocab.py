@@ -11,6 +11,7 @@ import typer
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.source import check_source
 
 app = typer.Typer()
 
@@ -35,13 +36,15 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
         InvalidRequest: a file cannot be read or written, or the corpus is empty.
         ModelNotFound, ModelDamaged: the model or its tokenizer cannot be read.
     """
-    require_worker_extra()
-    from specsplit.model import draft_vocab
-    from specsplit.model.files import load_config, load_tokenizer, resolve
-
     if not corpus:
         raise InvalidRequest("Name at least one text to count in with --corpus.", param="corpus")
     texts = [_read(Path(name)) for name in corpus]
+    check_source(model, "draft")
+    require_worker_extra()
+    from specsplit.model import draft_vocab
+    from specsplit.model.files import load_config, load_tokenizer
+    from specsplit.model.source import resolve
+
     path, name = resolve(model, "draft")
     tokenizer, _ = load_tokenizer(path, name, load_config(path, name))
     if tokenizer is None:

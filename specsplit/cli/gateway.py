@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specsplit.assembly.models import check_models
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
@@ -32,6 +33,7 @@ def run(given: Mapping[str, Any]) -> int:
     check_listen(settings.gateway.http)
     if settings.gateway.lmtp is not None:
         check_listen(settings.gateway.lmtp)
+    check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:

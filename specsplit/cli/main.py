@@ -306,9 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it takes those of the process, and may change settings of the whole process.
     """
-    # Both libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
+    # These libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
         # The encoding of an odd locale may lack a character of the answer, which is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):

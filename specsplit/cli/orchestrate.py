@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from specsplit.assembly.models import LoadedDraft, Models, load_local
+from specsplit.assembly.models import LoadedDraft, Models, check_models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import make_request
 from specsplit.assembly.workers import Workers
@@ -88,6 +88,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:
         raise InvalidSettings(f"--compare has nothing to compare in plain decoding; name a draft with {option}.")
+    check_models(settings)
     if settings.lacks_draft:
         how = "guessing from the text alone" if settings.speculates else "decoding plainly"
         render.note(f"No draft for this target: {how}; name one with {option}.")
@@ -169,6 +170,7 @@ class _TextOutput:
         self._text.end()
         if transcript.result is not None and transcript.result.exactness_reason:
             render.note(transcript.result.exactness_reason)
+        _note_full_context(transcript, request)
         render.note(transcript.summary(request))
         if transcript.result is not None and plain is not None:
             for line in render.comparison(transcript.result, plain):
@@ -199,6 +201,7 @@ class _JsonOutput:
         if result is None:
             render.note(transcript.summary(request))
             return
+        _note_full_context(transcript, request)
         answer: dict[str, Any] = result.to_dict()
         answer["timings"] = {"load_s": self._load_s, **answer["timings"]}
         if plain is not None:
@@ -210,6 +213,13 @@ class _JsonOutput:
             }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def _note_full_context(transcript: Transcript, request: Request) -> None:
+    if transcript.result is not None:
+        reason = render.full_context(transcript.result, request.max_new_tokens)
+        if reason is not None:
+            render.note(reason)
 
 
 async def _generate(job: _Job, models: Models | LoadedDraft | None) -> int:

@@ -167,6 +167,17 @@ def summary(result: Result) -> str:
     return " | ".join(parts)
 
 
+def full_context(result: Result, max_new_tokens: int) -> str | None:
+    """Return the sentence for a text that ends since its context is full; None for any other."""
+    if result.finish_reason != "length" or len(result.token_ids) >= max_new_tokens:
+        return None
+    num_tokens = len(result.prompt_token_ids) + len(result.token_ids)
+    return (
+        f"The text ends here since the context of {num_tokens} tokens is full; the target takes a longer one with "
+        "--context, up to what its model was made for."
+    )
+
+
 def _modes(result: Result) -> str:
     """Return the mode, and in `auto` how many rounds were run in each."""
     if result.mode != "auto":

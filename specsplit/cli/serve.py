@@ -34,6 +34,7 @@ from specsplit.core.defaults import Role
 from specsplit.core.sections import TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
+from specsplit.model.source import check_source
 from specsplit.telemetry.setup import trace_to_file
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
 
 
 def _serve_chain(settings: TargetSettings) -> None:
+    check_source(settings.model, "target")
     from specsplit.stages.serve import load_coordinator, serving_chain
 
     with terminable():

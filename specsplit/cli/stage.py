@@ -12,6 +12,7 @@ from specsplit.cli.serve import NOT_SETTINGS, check_listen, end_with_parent, ser
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
+from specsplit.model.source import check_source
 from specsplit.stages.serve import load_stage, serving_stage
 
 
@@ -27,6 +28,7 @@ def run(given: Mapping[str, Any]) -> int:
     settings = effective.settings.stage
     if settings.layers is None:
         raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
+    check_source(settings.model, "target")
     check_listen(settings.listen)
     with tracing(given):
         # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.

@@ -12,6 +12,7 @@ from typing import Any
 from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.core.settings import load_settings
+from specsplit.model.source import check_source
 from specsplit.stages.check import StageCheck, check_stages
 
 _FILE_WIDTH = 160
@@ -22,6 +23,7 @@ def run(given: Mapping[str, Any]) -> int:
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="target")
     set_up_logging(is_service=False)
+    check_source(effective.settings.target.model, "target")
     checks = check_stages(effective.settings.target)
     first = next((check for check in checks if not check.is_equal), None)
     if given.get("json"):

@@ -1,4 +1,4 @@
-"""Reads config, weights and tokenizer of a model from the embedded pair, a folder, or a hub id.
+"""Reads config, weights and tokenizer of a model from a folder or the hub.
 
 The one place that knows the exceptions of transformers, safetensors and the hub. Weights are read from safetensors
 only, and code from a repository is never run.
@@ -18,32 +18,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE
 from specsplit.model.tokenizer import TransformersTokenizer
-
-
-def resolve(source: str, role: str) -> tuple[str, str]:
-    """Return the path or hub id for transformers to open, and the name to show."""
-    if source == EMBEDDED:
-        return str(Path(__file__).parent / "embedded" / role), EMBEDDED
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
-    if not looks_local:
-        return source, source
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise ModelNotFound(f"There is no model folder at {source}.")
-    if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"{source} holds no config.json, so it is not a model folder.")
-    has_weights = any(folder.glob("*.safetensors"))
-    if not has_weights:
-        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        raise ModelDamaged(
-            f"{source} holds only pickled weights ({pickled[0].name}), never opened here; convert them to safetensors."
-            if pickled
-            else f"{source} holds no safetensors weights."
-        )
-    return str(folder), source
 
 
 def load_config(path: str, name: str) -> Any:
@@ -115,17 +92,16 @@ def lay_out(model: PreTrainedModel) -> None:
 
 
 _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
-_UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
 _INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.GatedRepoError, _GATED),
     (hub_errors.RepositoryNotFoundError, "There is no model {name} on the hub, and no folder of that name."),
-    (hub_errors.HFValidationError, "{name} is neither a model folder nor a valid hub id."),
-    (hub_errors.OfflineModeIsEnabled, _UNREACHABLE),
-    (hub_errors.LocalEntryNotFoundError, _UNREACHABLE),
+    (hub_errors.HFValidationError, NO_HUB_ID),
+    (hub_errors.OfflineModeIsEnabled, UNREACHABLE),
+    (hub_errors.LocalEntryNotFoundError, UNREACHABLE),
     (hub_errors.RemoteEntryNotFoundError, _INCOMPLETE),
-    (hub_errors.HfHubHTTPError, _UNREACHABLE),
-    (ConnectionError, _UNREACHABLE),
+    (hub_errors.HfHubHTTPError, UNREACHABLE),
+    (ConnectionError, UNREACHABLE),
 )
 _READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 """The exceptions of transformers over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
@@ -167,7 +143,7 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
     if not Path(path).is_dir() and ("does not appear to have" in said or "Should have a `model_type`" in said):
         return ModelNotFound(_INCOMPLETE.format(name=name))
     if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
-        return ModelNotFound(_UNREACHABLE.format(name=name))
+        return ModelNotFound(UNREACHABLE.format(name=name))
     if part == "tokenizer":
         return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
     if isinstance(error, OSError | json.JSONDecodeError):

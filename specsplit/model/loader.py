@@ -16,12 +16,13 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.draft_vocab import kept_ids, trim_head
-from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, resolve
+from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
+from specsplit.model.source import resolve
 from specsplit.model.threads import choose_threads, one_thread
 from specsplit.model.tokenizer import TransformersTokenizer
 

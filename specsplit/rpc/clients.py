@@ -34,7 +34,7 @@ from specsplit.rpc import calls, codec
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.load import decode_load
-from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.pb import common_pb2, draft_pb2, stage_pb2, target_pb2
 from specsplit.rpc.rounds import RoundsClient
 from specsplit.rpc.tokenizer_stream import TokenizerReader
 from specsplit.rpc.verify_stream import RemoteStream
@@ -47,6 +47,7 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A")
 Role = Literal["draft", "target"]
 _SERVICES: dict[Role, str] = {"draft": "/specsplit.v1.DraftService/", "target": "/specsplit.v1.TargetService/"}
+_STAGE_PING = "/specsplit.v1.StageService/Ping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,18 @@ class _RemoteWorker:
         )
 
     async def _named(self, mismatch: PeerMismatch) -> PeerMismatch:
-        """Return a better sentence if there is a worker of the other role at the address."""
-        try:
+        """Return a better sentence if there is a worker of another role at the address."""
+        with suppress(SpecSplitError):
             return self._wrong_role((await self._ping("draft" if self.role == "target" else "target")).identity)
-        except SpecSplitError:
-            return mismatch
+        with suppress(SpecSplitError):
+            timeout_s = min(PING_TIMEOUT_S, self._call_timeout_s)
+            answer = await self._channel.call(_STAGE_PING, common_pb2.PingRequest().SerializeToString(), timeout_s)
+            stage = calls.parse(stage_pb2.StagePingResponse, answer).identity
+            return PeerMismatch(
+                f"At {self.address} is a stage of a target ({stage.model}, layers {stage.start}:{stage.end}), but a "
+                f"{self.role} is needed; name the target that was started with --stages."
+            )
+        return mismatch
 
     def _wrong_role(self, identity: Identity) -> PeerMismatch:
         return PeerMismatch(

@@ -77,7 +77,7 @@ _FOREIGN: dict[grpc.StatusCode, tuple[type[SpecSplitError], str]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineExceeded, "{peer} gave no answer in time."),
     grpc.StatusCode.UNIMPLEMENTED: (
         errors.PeerMismatch,
-        "{peer} serves no such service; is it a draft where a target is needed, or the other way round?",
+        "{peer} serves no such service: a worker of another role, or none of specsplit's, is there; check the address.",
     ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         errors.InvalidRequest,

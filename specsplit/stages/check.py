@@ -92,8 +92,9 @@ def _known_entry(coordinator: Coordinator) -> SequenceInput:
 
 
 def _compute(settings: TargetSettings, coordinator: Coordinator, entry: SequenceInput) -> _Truth:
-    from specsplit.model.files import load_config, resolve
+    from specsplit.model.files import load_config
     from specsplit.model.loader import load_model
+    from specsplit.model.source import resolve
     from specsplit.stages.shard.outline import find_outline
 
     model = load_model(

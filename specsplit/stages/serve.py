@@ -117,7 +117,8 @@ def stage_spec(layers: range, num_layers: int, ends: EndsAt, name: str) -> Shard
 
 def num_layers_of(source: str) -> int:
     """Return how many layers a model has, from its config alone; raises ModelError."""
-    from specsplit.model.files import load_config, resolve
+    from specsplit.model.files import load_config
+    from specsplit.model.source import resolve
 
     path, name = resolve(source, "target")
     config = load_config(path, name)
@@ -163,8 +164,9 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
 
 def _default_dtype(settings: TargetSettings) -> str:
     """Return the number format of stages without --dtype: what a worker would choose on this machine."""
-    from specsplit.model.files import load_config, resolve
+    from specsplit.model.files import load_config
     from specsplit.model.loader import DTYPES, as_device, as_dtype
+    from specsplit.model.source import resolve
 
     config = load_config(*resolve(settings.model, "target"))
     chosen = as_dtype(None, as_device(settings.device), config)
@@ -174,8 +176,8 @@ def _default_dtype(settings: TargetSettings) -> str:
 
 def _has_weights(source: str) -> bool:
     """Return whether the model's weights are here, so that those of stages can be compared with them."""
-    from specsplit.model.files import resolve
     from specsplit.model.identity import model_folder
+    from specsplit.model.source import resolve
 
     folder = model_folder(resolve(source, "target")[0])
     return folder is not None and any(folder.glob("*.safetensors"))

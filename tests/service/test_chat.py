@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from specsplit import Pipeline
 from specsplit.core.defaults import EMBEDDED
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import LIMIT_S, environment

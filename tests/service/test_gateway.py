@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specsplit import Pipeline
 from specsplit.core.defaults import EMBEDDED
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from tests.support.gateways import GatewayProcess
 from tests.support.http_fuzz import fuzzed_request
 from tests.support.stage_processes import is_gone

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from specsplit import Pipeline
 from specsplit.core.defaults import EMBEDDED
 from specsplit.gateway.keys import new_key
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from tests.support.forked import ForkedProcess
 from tests.support.gateways import GatewayProcess
 from tests.support.lmql_client import assert_logprobs, collect, lmql_client

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, PeerMismatch
 from specsplit.core.types import SamplingParams, Verdict
 from specsplit.engine.executor import LoopExecutor
+from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot
 from tests.support.processes import LIMIT_S
@@ -208,3 +209,14 @@ async def test_a_stage_that_a_spare_has_replaced_meanwhile_is_not_moved() -> Non
             await chain.link.move_slots(source, target)
         assert chain.link.addresses[1] == target
         assert await together(chain.target, SAMPLING["hot"], LENGTHS, texts, "tree") == given
+
+
+@pytest.mark.parametrize("client", [RemoteVerifier, RemoteDrafter])
+async def test_a_client_of_a_worker_that_meets_a_stage_names_it(client: type[RemoteVerifier | RemoteDrafter]) -> None:
+    async with opened_remote(shards("stages", ())) as chain:
+        worker = client(chain.hosts[0].address)
+        try:
+            with pytest.raises(PeerMismatch, match=rf"is a stage of a target .*, but a {worker.role} is needed"):
+                await worker.ping()
+        finally:
+            await worker.aclose()

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.ports import ChatMessage
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from tests.support.model_zoo import byte_tokenizer
 

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 
 from specsplit.cli import render
+from specsplit.cli.doctor_checks import no_draft_check
 from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
 from specsplit.cli.prompt import read_prompt, with_prompt
@@ -330,6 +331,27 @@ def test_few_accepted_nodes_in_many_plain_rounds_do_not_look_like_a_gain():
     )
     assert result.to_dict()["tokens_per_target_forward"] == pytest.approx(400 / 398)
     assert accepted.to_dict()["mean_acceptance_length"] == 2.0, "the field's definition stays"
+
+
+def test_a_text_that_ends_with_its_context_says_so():
+    result = _result((1, 2, 3), 12.5)
+    assert "since the context of 4 tokens is full" in (render.full_context(result, 128) or "")
+    assert render.full_context(result, 3) is None
+    assert render.full_context(replace(result, finish_reason="stop"), 128) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"target": "a:1"}, "a target that is far away takes steps by itself; name one with --draft"),
+        ({"target_model": "m"}, "lookup alone, which gains where a text repeats itself; name one with --draft-model"),
+        ({"target_model": "m", "mode": "lookup"}, "lookup alone, which gains where a text repeats itself"),
+        ({"target": "a:1", "lookup": False}, "none: decoding is plain"),
+    ],
+)
+def test_doctor_says_what_a_target_does_without_a_draft(given: dict[str, object], words: str):
+    check = no_draft_check(load_settings(given, purpose="check").settings)
+    assert (check.is_ok, check.detail.endswith(words)) == (True, True), check.detail
 
 
 def test_texts_that_differ_break_a_promise_only_if_both_made_the_same():

@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specsplit.core.defaults import EMBEDDED
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 

@@ -94,7 +94,7 @@ def write_useless(source: str, folder: Path, seed: int = USELESS_SEED) -> None:
 
 
 def _path(source: str) -> Path:
-    from specsplit.model.files import resolve
+    from specsplit.model.source import resolve
 
     return Path(resolve(source, "draft")[0])
 

@@ -67,7 +67,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from specsplit.model.files import resolve
+    from specsplit.model.source import resolve
 
     cast(Any, torch).manual_seed(SEED)
     config = LlamaConfig(

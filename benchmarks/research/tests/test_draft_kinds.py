@@ -28,7 +28,7 @@ from benchmarks.results_file import SWEEP, read
 from benchmarks.settings import Pair, Shape
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 from tests.support.bench_runs import made_sample
 
 RESULTS = Path(results_file.__file__).parent / "results"

@@ -10,11 +10,12 @@ import torch
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.files import load_config, load_tokenizer, resolve
+from specsplit.model.files import load_config, load_tokenizer
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DTYPES, LoadedModel, as_context
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
+from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.stages.shard.outline import find_outline
 

@@ -25,7 +25,7 @@ from specsplit.model.attention.function import NAME
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import StepShape
-from specsplit.model.files import load_config, resolve, translated
+from specsplit.model.files import load_config, translated
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import (
     DEFAULT_CONTEXT,
@@ -40,6 +40,7 @@ from specsplit.model.loader import (
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
+from specsplit.model.source import resolve
 from specsplit.model.threads import one_thread
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged
-from specsplit.model.files import load_config, load_weights, resolve, translated
+from specsplit.model.files import load_config, load_weights, translated
 from specsplit.model.probe import refuse_by_config
+from specsplit.model.source import resolve
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline, shard_class
 
 _SINGLE = "model.safetensors"

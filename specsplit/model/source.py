@@ -1,0 +1,122 @@
+"""Finds a model by its name: the embedded pair, a folder, or a hub id. Knows neither torch nor transformers.
+
+What cannot be had is refused here, at once: before torch is imported, and without waiting for a hub that is away.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from specsplit.core.defaults import EMBEDDED
+from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported
+
+UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
+NO_HUB_ID = "{name} is neither a model folder nor a valid hub id."
+_PATIENCE_S = 2.0
+"""Longest wait for the hub; without a connection by then the cache is all there is."""
+_REMEMBERED_S = 60.0
+
+
+def check_source(source: str, role: str) -> None:
+    """Refuse a model that is not here and cannot be fetched either.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported.
+    """
+    path, name = resolve(source, role)
+    if Path(path).is_dir():
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE and _cached(path) is None:
+        raise ModelNotFound(UNREACHABLE.format(name=name))
+
+
+def resolve(source: str, role: str) -> tuple[str, str]:
+    """Return the path or hub id for transformers to open, and the name to show.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported.
+    """
+    if source == EMBEDDED:
+        return str(Path(__file__).parent / "embedded" / role), EMBEDDED
+    if source.lower().endswith(".gguf"):
+        raise ModelUnsupported(
+            f"{source} is a GGUF file, and models are read from safetensors: name the folder or hub id of the model "
+            "that it was made from."
+        )
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
+    return _folder(source) if looks_local else _on_hub(source)
+
+
+def _folder(source: str) -> tuple[str, str]:
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        raise ModelNotFound(f"There is no model folder at {source}, which is a file; name the folder that it is in.")
+    if not folder.is_dir():
+        raise ModelNotFound(f"There is no model folder at {source}.")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{source} holds no config.json, so it is not a model folder.")
+    has_weights = any(folder.glob("*.safetensors"))
+    if not has_weights:
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        raise ModelDamaged(
+            f"{source} holds only pickled weights ({pickled[0].name}), never opened here; convert them to safetensors."
+            if pickled
+            else f"{source} holds no safetensors weights."
+        )
+    return str(folder), source
+
+
+def _on_hub(source: str) -> tuple[str, str]:
+    """Return the hub id, or the folder of its files in the cache if the hub is away."""
+    from huggingface_hub import constants
+
+    cached = _cached(source)
+    if constants.HF_HUB_OFFLINE or _hub_answers(constants.ENDPOINT, time.monotonic() // _REMEMBERED_S):
+        return source, source
+    if cached is None:
+        raise ModelNotFound(UNREACHABLE.format(name=source))
+    return str(cached), source
+
+
+def _cached(repository: str) -> Path | None:
+    """Return the folder of a hub model's files in the cache, if its config is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(repository, "config.json")
+    except HFValidationError as error:
+        raise ModelNotFound(NO_HUB_ID.format(name=repository)) from error
+    return Path(config).parent if isinstance(config, str) else None
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(endpoint: str, period: float) -> bool:
+    """Return whether the hub, or the proxy on the way to it, takes a connection; asked once a `period`."""
+    url = urlsplit(endpoint)
+    proxy = getproxies().get(url.scheme)
+    if proxy is not None and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, _PATIENCE_S).close()
+        except OSError:
+            return
+        answered.set()
+
+    # A resolver of names may take minutes and cannot be cancelled, so a thread that nobody waits for asks it.
+    asking = threading.Thread(target=connect, name="specsplit-hub", daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    return answered.is_set()

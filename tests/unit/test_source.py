@@ -1,0 +1,98 @@
+"""Finding a model by its name: what cannot be had is refused at once, before torch and without waiting for a hub."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specsplit.core.errors import ModelError, ModelNotFound, ModelUnsupported
+from specsplit.model.source import check_source, resolve
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache of this process, which is not told to stay offline."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def _endpoint(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub at a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _endpoint(server.getsockname()[1], monkeypatch)
+
+
+def _cached(cache: Path) -> Path:
+    """Return the folder of somebody/model in the cache, which has a config only."""
+    repository = cache / "models--somebody--model"
+    folder = repository / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        ("model-q4_k_m.gguf", ModelUnsupported, "is a GGUF file, and models are read from safetensors"),
+        ("./nowhere", ModelNotFound, "There is no model folder at ./nowhere."),
+        ("not a name!", ModelNotFound, "is neither a model folder nor a valid hub id"),
+        (__file__, ModelNotFound, "which is a file; name the folder that it is in"),
+        (str(Path(__file__).parent), ModelNotFound, "holds no config.json, so it is not a model folder"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_its_name(source: str, kind: type[ModelError], message: str):
+    with pytest.raises(kind, match=message):
+        check_source(source, "target")
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_hub_that_is_away_is_not_waited_for(hub: Path):
+    with pytest.raises(ModelNotFound, match="somebody/model is not cached here and the model hub cannot be reached"):
+        resolve("somebody/model", "target")
+    folder = _cached(hub)
+    assert resolve("somebody/model", "target") == (str(folder), "somebody/model")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _endpoint(server.getsockname()[1], monkeypatch)
+        assert resolve("somebody/model", "target") == ("somebody/model", "somebody/model")
+
+
+def test_a_user_who_stays_offline_is_told_what_is_missing(hub: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match="is not cached here"):
+        check_source("somebody/model", "draft")
+    _cached(hub)
+    check_source("somebody/model", "draft")
+
+
+@pytest.mark.parametrize("command", ["orchestrate", "target", "stage"])
+def test_a_folder_without_a_model_is_refused_before_torch_is_imported(command: str, tmp_path: Path):
+    more = {"orchestrate": ["a", "--target-model"], "stage": ["--layers", "0:1", "--model"]}.get(command, ["--model"])
+    program = (
+        "import sys; from specsplit.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
+    )
+    run = [sys.executable, "-c", program, command, *more, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"Error: {tmp_path} holds no config.json, so it is not a model folder.",
+    )
