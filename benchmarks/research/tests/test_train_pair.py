@@ -25,6 +25,7 @@ from benchmarks.research.train_pair.forward import QUERY_BLOCK, Forward
 from benchmarks.research.train_pair.loop import Budget, Loop
 from benchmarks.research.train_pair.losses import Losses
 from benchmarks.research.train_pair.model import Shape
+from benchmarks.research.train_pair.muon import Muon
 from benchmarks.research.train_pair.optimizer import Optimizers, Rates, schedule
 from benchmarks.research.train_pair.recipe import CPU, CUDA, Machine, Recipe, Shares
 from benchmarks.research.train_pair.sources import SMALL_LIST, Package
@@ -132,6 +133,24 @@ def test_muon_moves_a_layers_matrix_by_singular_values_near_one(rows: int, colum
     rate = rates.muon * max(1.0, rows / columns) ** 0.5
     values = torch.linalg.svdvals((before - layer.weight.detach()) / rate)
     assert 0.3 < values.min().item() <= values.max().item() < 1.4
+
+
+def test_muon_turns_a_matrix_as_torchs_own_does():
+    """torch's multiplies in bf16, so the updates agree to its precision."""
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(24, 16, bias=False), torch.nn.Linear(24, 16, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    both = [
+        (ours, Muon(ours.parameters(), dtype=torch.float32, **settings)),
+        (theirs, torch.optim.Muon(theirs.parameters(), **settings)),
+    ]
+    for _ in range(3):
+        grad = torch.randn(16, 24)
+        for layer, optimizer in both:
+            layer.weight.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, atol=2e-3, rtol=0)
 
 
 def test_the_rates_rise_stay_and_fall_to_nothing():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from benchmarks.research.train_pair import sittings
 from benchmarks.research.train_pair.acceptance import DEPTHS
 from benchmarks.research.train_pair.corpus import manifest_path
 from benchmarks.research.train_pair.files import write_whole
@@ -41,7 +42,7 @@ def write_card(space: Workspace, found: dict[str, Any]) -> None:
     parts = (
         _FRONT,
         _data(manifest, record),
-        _recipe(record),
+        recipe_section(record),
         _losses(found),
         _acceptance(found),
         _bars(found),
@@ -84,29 +85,38 @@ Licences: {counted}.
 """
 
 
-def _recipe(record: dict[str, Any]) -> str:
+def recipe_section(record: dict[str, Any]) -> str:
     lines = ["## Recipe", "", "| | target | draft |", "|---|---|---|"]
-    target, draft = record["target"], record["draft"]
+    done = sittings.of(record)
+    both = [done[name] for name in ("target", "draft")]
     rows: dict[str, Iterable[Any]] = {
-        "parameters": (f"{part['parameters']:,}" for part in (target, draft)),
-        "layers x width (MLP), heads/KV heads": (_shape(part["shape"]) for part in (target, draft)),
-        "tokens seen": (f"{record[name + '_state']['tokens']:,}" for name in ("target", "draft")),
-        "steps": (f"{record[name + '_state']['step']:,}" for name in ("target", "draft")),
-        "minutes": (f"{record[name + '_state']['elapsed_s'] / 60:.1f}" for name in ("target", "draft")),
-        "device, dtype, threads": (f"{part['device']}, {part['dtype']}, {part['threads']}" for part in (target, draft)),
-        "seed": (part["seed"] for part in (target, draft)),
-        "commit": (part["provenance"]["commit"][:12] for part in (target, draft)),
+        "parameters": (f"{all_of[-1]['parameters']:,}" for all_of in both),
+        "layers x width (MLP), heads/KV heads": (_each(all_of, lambda one: _shape(one["shape"])) for all_of in both),
+        "tokens seen": (_each(all_of, lambda one: f"{one['tokens']:,}") for all_of in both),
+        "steps": (_each(all_of, lambda one: f"{one['steps']:,}") for all_of in both),
+        "minutes": (_each(all_of, lambda one: f"{one['minutes']:.1f}") for all_of in both),
+        "device, dtype, threads": (
+            _each(all_of, lambda one: f"{one['device']}, {one['dtype']}, {one['threads']}") for all_of in both
+        ),
+        "seed": (_each(all_of, lambda one: str(one["seed"])) for all_of in both),
+        "commit": (_each(all_of, lambda one: one["commit"]) for all_of in both),
     }
     lines += [f"| {name} | " + " | ".join(map(str, values)) + " |" for name, values in rows.items()]
-    machine = target["provenance"]["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in target["provenance"]["versions"].items())
-    lines += ["", f"Machine: {machine['cpu']}, {machine['cores']} cores. Versions: {versions}."]
-    num_texts = record["continuations"]["rows"]
+    last = done["draft"][-1]
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    lines += ["", f"Machine: {last['machine']['cpu']}, {last['machine']['cores']} cores. Versions: {versions}."]
+    num_texts = _each(done["draft"], lambda one: f"{one['texts']:,}")
     lines += [
         "",
-        f"Half of what the draft saw was human text, half {num_texts:,} texts by the target, gone over several times.",
+        f"Half of what the draft saw was human text, half {num_texts} texts by the target, gone over several times.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _each(sittings_of_one: Sequence[dict[str, Any]], told: Callable[[dict[str, Any]], str]) -> str:
+    """Return what the sittings of one model say, once if all say the same."""
+    values = [told(sitting) for sitting in sittings_of_one]
+    return values[0] if len(set(values)) == 1 else ", then ".join(values)
 
 
 def _shape(shape: dict[str, int]) -> str:

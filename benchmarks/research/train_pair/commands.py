@@ -33,6 +33,7 @@ Corpus = Annotated[Path | None, typer.Option(help="A corpus built elsewhere, its
 PipArguments = Annotated[str, typer.Option(help="Passed on to pip download, such as '--no-index --find-links DIR'.")]
 MaxMegabytes = Annotated[float | None, typer.Option(min=0.1, help="Keep so many million bytes of training text.")]
 DraftLayers = Annotated[int, typer.Option(min=1, max=2, help="Layers of the draft.")]
+TargetSize = Annotated[int | None, typer.Option(min=1, help="Of the target; by default as in the pair.")]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -51,8 +52,11 @@ def _run(work: Path, device: str = "auto", threads: int = CORES, compiled: bool 
         raise typer.BadParameter(f"device must be auto, cpu or cuda, not {device}")
     machine = this_machine(device, threads, compiled)
     recipe = RECIPES["cuda" if machine.device.type == "cuda" else "cpu"]
-    recipe = dataclasses.replace(recipe, draft=dataclasses.replace(recipe.draft, num_layers=layers))
-    return Run(Workspace(work), recipe, machine, report.new_console())
+    space = Workspace(work)
+    # Another sitting reads the same text in another order.
+    seed = recipe.seed + space.record().get("sitting", 0)
+    recipe = dataclasses.replace(recipe, draft=dataclasses.replace(recipe.draft, num_layers=layers), seed=seed)
+    return Run(space, recipe, machine, report.new_console())
 
 
 def _prepare(run: Run, corpus: Path | None, pip_arguments: str, max_megabytes: float | None) -> None:
@@ -108,6 +112,30 @@ def tokenizer(work: Work, corpus: Corpus = None, device: Device = "auto") -> Non
     if corpus is not None:
         stages.take_corpus(run, corpus)
     stages.build_tokenizer(run)
+
+
+@app.command()
+def grow(
+    work: Work,
+    pair: Annotated[Path, typer.Option("--from", help="The trained pair to go on from.", file_okay=False)] = EMBEDDED,
+    layers: TargetSize = None,
+    hidden: TargetSize = None,
+    mlp: TargetSize = None,
+    heads: TargetSize = None,
+    kv_heads: TargetSize = None,
+    draft_mlp: Annotated[int | None, typer.Option(min=1, help="Units that the draft's MLP keeps.")] = None,
+    keep_target: Annotated[bool, typer.Option("--keep-target", help="Train the draft only.")] = False,
+) -> None:
+    """Begin from a trained pair: a larger target with the same logits, a narrower draft, or both as they are."""
+    from benchmarks.research.train_pair import begin
+
+    run = _run(work)
+    wanted = {"num_layers": layers, "hidden": hidden, "mlp": mlp, "num_heads": heads, "num_kv_heads": kv_heads}
+    larger = {name: size for name, size in wanted.items() if size is not None}
+    if larger and keep_target:
+        raise typer.BadParameter("a target that is kept does not grow; leave out its sizes or --keep-target")
+    shape = dataclasses.replace(begin.shape_of(pair), **larger) if larger else None
+    begin.begin(run, pair, begin.Beginning(shape, draft_mlp, keep_target))
 
 
 @app.command()

@@ -20,11 +20,13 @@ from benchmarks.research.train_pair.teacher import Teacher
 from benchmarks.research.train_pair.train import Batches, length_at
 
 MAX_TV_WEIGHT = 0.8
+CONTINUED_TV_WEIGHT = 0.4
+"""First weight of total variation for a draft that was distilled before."""
 
 
-def tv_weight(fraction: float) -> float:
-    """Return the weight of total variation at a fraction of the run: none at first, most of the loss at the end."""
-    return MAX_TV_WEIGHT * min(1.0, 2 * fraction)
+def tv_weight(fraction: float, first: float = 0.0) -> float:
+    """Return the weight of total variation at a fraction of the run: `first` at first, most of the loss from half."""
+    return first + (MAX_TV_WEIGHT - first) * min(1.0, 2 * fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class DraftTask:
     human: Teacher
     own: Teacher | None
     batches: Batches
+    first_tv_weight: float = 0.0
+    """Weight of total variation at the start: none for a new draft, whose gradient it would starve."""
 
     def backward(self, position: int, fraction: float) -> tuple[float, int, int]:
         """Accumulate the gradients of one batch of each text."""
@@ -44,7 +48,7 @@ class DraftTask:
         if self.own is not None:
             texts.append((self.own, ROW_TOKENS))
         parts = self.batches.blocks // self.batches.micro_blocks
-        weight = tv_weight(fraction)
+        weight = tv_weight(fraction, self.first_tv_weight)
         total = torch.zeros((), device=self.model.device)
         for teacher, length in texts:
             for part in range(parts):

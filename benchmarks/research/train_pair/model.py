@@ -6,8 +6,9 @@ Knows no data and no training.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,6 +17,7 @@ from benchmarks.research.train_pair.tokenizer import END_OF_TEXT_ID
 
 CONTEXT = 8192
 ROPE_THETA = 100_000.0
+RMS_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,30 @@ class Shape:
     num_heads: int
     num_kv_heads: int
 
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """Return the shape that a transformers config has."""
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
+
     @property
     def head_dim(self) -> int:
         return self.hidden // self.num_heads
 
-    def config(self, vocab_size: int) -> LlamaConfig:
+    @property
+    def group(self) -> int:
+        """Query heads that share keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    def with_mlp(self, mlp: int) -> Shape:
+        return replace(self, mlp=mlp)
+
+    def config(self, vocab_size: int, rms_norm_eps: float = RMS_NORM_EPS) -> LlamaConfig:
         """Return the transformers config of this shape."""
         return LlamaConfig(
             vocab_size=vocab_size,
@@ -47,14 +68,15 @@ class Shape:
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             bos_token_id=END_OF_TEXT_ID,
             eos_token_id=END_OF_TEXT_ID,
+            rms_norm_eps=rms_norm_eps,
             use_cache=True,
         )
 
 
-def new_model(shape: Shape, vocab_size: int, seed: int) -> LlamaForCausalLM:
+def new_model(shape: Shape, vocab_size: int, seed: int, rms_norm_eps: float = RMS_NORM_EPS) -> LlamaForCausalLM:
     """Return a model with fresh fp32 weights: small ones, and none on what is added to the residual stream."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(shape.config(vocab_size))
+    model = LlamaForCausalLM(shape.config(vocab_size, rms_norm_eps))
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.02)
         for layer in model.model.layers:
@@ -80,10 +102,10 @@ def num_parameters(model: LlamaForCausalLM) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write the checkpoint in bf16, the master weights left as they are."""
-    shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    shipped.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
+def save(model: LlamaForCausalLM, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the checkpoint, by default in bf16 as it ships; the master weights stay as they are."""
+    shipped = LlamaForCausalLM(model.config).to(dtype)
+    shipped.load_state_dict({name: value.to(dtype) for name, value in model.state_dict().items()})
     shipped.save_pretrained(folder, safe_serialization=True)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.research.train_pair.muon import Muon
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -37,7 +39,8 @@ def schedule(fraction: float, rates: Rates) -> float:
 class Optimizers:
     """The optimizers of one model, stepped and saved together."""
 
-    def __init__(self, model: nn.Module, rates: Rates) -> None:
+    def __init__(self, model: nn.Module, rates: Rates, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is what Muon multiplies in: bf16 where the machine has products of it."""
         named = dict(model.named_parameters())
         matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name and rates.use_muon]
         in_muon = {id(p) for p in matrices}
@@ -48,8 +51,7 @@ class Optimizers:
         self._rates = rates
         self._optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:
-            muon = torch.optim.Muon(matrices, lr=rates.muon, momentum=rates.momentum, weight_decay=rates.weight_decay)
-            self._optimizers.append(muon)
+            self._optimizers.append(Muon(matrices, rates.muon, rates.momentum, rates.weight_decay, dtype))
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._parameters = list(named.values())
 

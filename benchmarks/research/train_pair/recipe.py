@@ -44,6 +44,8 @@ class Recipe:
     shares: Shares
     target_rates: Rates = field(default=Rates())
     draft_rates: Rates = field(default=Rates())
+    continued_rates: Rates = field(default=Rates(muon=0.005, adam=1.5e-3, flat_until=0.2))
+    """Of models that were trained before."""
     held_out_windows: int = 64
     num_prompts: int = 50
     num_table_prompts: int = 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,10 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import workloads
 from benchmarks.environment import provenance
-from benchmarks.research.train_pair import corpus, model, tokenizer
+from benchmarks.research.train_pair import corpus, model, sittings, tokenizer
 from benchmarks.research.train_pair.continuations import Continuations
 from benchmarks.research.train_pair.data import Stream, pack
-from benchmarks.research.train_pair.distill import DraftTask
+from benchmarks.research.train_pair.distill import CONTINUED_TV_WEIGHT, DraftTask
 from benchmarks.research.train_pair.files import write_whole
 from benchmarks.research.train_pair.filters import without_header
 from benchmarks.research.train_pair.forward import Forward
@@ -112,11 +113,15 @@ def train_target(run: Run, minutes: float) -> None:
         return
     space, recipe, machine = run.space, run.recipe, run.machine
     stream = Stream.open(space.require(space.train_tokens, "tokenizer"))
-    trained = model.new_model(recipe.target, recipe.vocab_size, recipe.seed).to(machine.device)
+    is_new = not space.started_target.exists()
+    trained = (
+        model.new_model(recipe.target, recipe.vocab_size, recipe.seed) if is_new else model.load(space.started_target)
+    ).to(machine.device)
     forward = Forward(trained, machine.dtype, machine.compiled)
     losses = Losses.new(machine.compiled)
     task = TargetTask(trained, forward, losses, stream, recipe.target_batches, recipe.seed)
-    _run_loop(run, "target", task, Optimizers(trained, recipe.target_rates), minutes)
+    rates = recipe.target_rates if is_new else recipe.continued_rates
+    _run_loop(run, "target", task, Optimizers(trained, rates, machine.dtype), minutes)
     _save(run, trained, space.target)
     space.note(target=_facts(run, "target", trained, minutes))
 
@@ -143,7 +148,10 @@ def distill_draft(run: Run, minutes: float) -> None:
         return
     space, recipe, machine = run.space, run.recipe, run.machine
     target = model.load(space.require(space.target, "target")).to(machine.device).requires_grad_(False)
-    draft = model.new_draft(recipe.draft, target, recipe.seed).to(machine.device)
+    is_new = not space.started_draft.exists()
+    draft = (model.new_draft(recipe.draft, target, recipe.seed) if is_new else model.load(space.started_draft)).to(
+        machine.device
+    )
     reader = Forward(target, machine.dtype, machine.compiled)
     human, own = Stream.open(space.train_tokens), Stream.open(space.require(space.continuations, "distill"))
     task = DraftTask(
@@ -153,8 +161,10 @@ def distill_draft(run: Run, minutes: float) -> None:
         human=Teacher(human, reader, recipe.seed + 1, recipe.num_kept_blocks),
         own=Teacher(own, reader, recipe.seed + 1, recipe.num_kept_blocks),
         batches=recipe.draft_batches,
+        first_tv_weight=0.0 if is_new else CONTINUED_TV_WEIGHT,
     )
-    _run_loop(run, "draft", task, Optimizers(draft, recipe.draft_rates), minutes)
+    rates = recipe.draft_rates if is_new else recipe.continued_rates
+    _run_loop(run, "draft", task, Optimizers(draft, rates, machine.dtype), minutes)
     _save(run, draft, space.draft)
     space.note(draft=_facts(run, "draft", draft, minutes))
 
@@ -176,7 +186,7 @@ def _facts(run: Run, name: str, trained: LlamaForCausalLM, minutes: float) -> di
         "is_done": True,
         "minutes": round(minutes, 2),
         "parameters": model.num_parameters(trained),
-        "shape": asdict(run.recipe.target if name == "target" else run.recipe.draft),
+        "shape": asdict(model.Shape.of(trained.config)),
         "seed": run.recipe.seed,
         "device": torch.cuda.get_device_name() if machine.device.type == "cuda" else "cpu",
         "dtype": str(machine.dtype).removeprefix("torch."),
@@ -222,3 +232,5 @@ def export(space: Workspace, folder: Path, tell: Callable[[str], None]) -> None:
         if path.is_file():
             write_whole(folder / path.relative_to(space.pair), path.read_bytes())
             tell(str(path.relative_to(space.pair)))
+    write_whole(folder / sittings.FILE, json.dumps(sittings.of(space.record()), indent=1).encode())
+    tell(sittings.FILE)

@@ -51,6 +51,15 @@ class Workspace:
         return self.root / "continuations.u16"
 
     @property
+    def started_target(self) -> Path:
+        """The target that training begins with, in fp32, if it does not begin from nothing."""
+        return self.root / "start" / "target"
+
+    @property
+    def started_draft(self) -> Path:
+        return self.root / "start" / "draft"
+
+    @property
     def pair(self) -> Path:
         """Return the files that are exported: two checkpoints and the model card."""
         return self.root / "pair"
