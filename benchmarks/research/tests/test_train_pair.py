@@ -308,7 +308,29 @@ def test_both_recipes_make_a_pair_of_the_size_that_ships():
         target = model.new_model(recipe.target, recipe.vocab_size, 0)
         both = [model.num_parameters(each) for each in (target, model.new_draft(recipe.draft, target, 0))]
         assert both[0] <= 14_000_000
-        assert 2 * sum(both) < judge.MAX_WEIGHT_BYTES
+        assert 2 * max(both) < judge.MAX_FILE_BYTES
+
+
+def test_a_target_that_goes_on_is_held_against_the_one_before():
+    def sitting(loss: float, corpus_hash: str) -> dict[str, object]:
+        return {"device": "cpu", "nats_per_byte": loss, "corpus": corpus_hash}
+
+    kept = {"target": {"is_kept": True}, "draft": {"is_kept": True}}
+    found = {
+        "loss": {"target": {"nats_per_byte": 0.6}, "draft": {"nats_per_byte": 0.75}},
+        "samples": [],
+        "weight_bytes": 1,
+        "loading_s": 0.1,
+        **{f"code_prompts_T{t}": {"mean_acceptance_length": 3, "num_loops": 28, "num_prompts": 50} for t in "01"},
+    }
+    for earlier, bar in (
+        ([sitting(0.6, "a")], "<= 0.7"),
+        ([sitting(0.5666, "a"), sitting(0.6, "a")], "<= 0.5666"),
+        ([sitting(0.5666, "b"), sitting(0.6, "a")], "<= 0.7"),
+    ):
+        judged = judge.bars(found, {**kept, "earlier": {"target": earlier}})
+        assert judged[0]["bar"] == bar
+        assert {each["name"]: each["holds"] for each in judged}["greedy answers that loop, share"] is False
 
 
 def test_a_run_that_is_asked_to_stop_keeps_what_it_did(stream: Stream, tmp_path: Path):

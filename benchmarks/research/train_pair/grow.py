@@ -140,9 +140,9 @@ def narrowed_output(weight: Tensor, moment: Tensor, count: int) -> tuple[Tensor,
     for _ in range(len(moment) - count):
         cost = weight.square().sum(0) / inverse.diagonal()
         unit = int(cost.masked_fill(~is_kept, torch.inf).argmin())
-        row = inverse[unit] / inverse[unit, unit]
-        weight = weight - torch.outer(weight[:, unit], row)
-        inverse = inverse - torch.outer(inverse[:, unit], row)
+        row, column = inverse[unit] / inverse[unit, unit], inverse[:, unit].clone()
+        weight = torch.addr(weight, weight[:, unit], row, alpha=-1)
+        inverse.addr_(column, row, alpha=-1)
         is_kept[unit] = False
         inverse[unit, unit] = 1.0  # already gone: the row and column are zero, and only the division needs a number
     kept = is_kept.nonzero().flatten()
