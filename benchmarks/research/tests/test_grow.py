@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoConfig
 
 from benchmarks.research.tests.toy_sources import module
 from benchmarks.research.train_pair import begin, corpus, model, sittings, stages, tokenizer
 from benchmarks.research.train_pair.begin import Beginning
 from benchmarks.research.train_pair.card import recipe_section
+from benchmarks.research.train_pair.commands import EMBEDDED
 from benchmarks.research.train_pair.forward import Forward
 from benchmarks.research.train_pair.grow import grown, narrowed, narrowed_output
 from benchmarks.research.train_pair.losses import Losses
@@ -183,6 +185,12 @@ def test_a_pair_goes_on_from_where_it_was_shipped(run: stages.Run, pair: Path, t
     done = sittings.of(again.space.record())
     assert [len(done[name]) for name in ("target", "draft")] == [1, 2]
     assert "| tokens seen |" in recipe_section(again.space.record())
+
+
+def test_the_pair_in_the_package_tells_of_its_sittings():
+    for name, done in sittings.read(EMBEDDED).items():
+        shipped = AutoConfig.from_pretrained(EMBEDDED / name)
+        assert Shape(**done[-1]["shape"]) == Shape.of(shipped)
 
 
 def test_what_cannot_be_begun_from_is_told(run: stages.Run, pair: Path, tmp_path: Path):
