@@ -22,6 +22,7 @@ from specsplit.cli.chat_turn import Conversation
 from specsplit.core.errors import InvalidSettings, LinkError, WorkerFailed
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.orchestrator.request import Piece
+from specsplit.rpc.words import clean_name, clean_words
 
 CONNECT_S = 10.0
 """Seconds to reach an endpoint. Chosen: a user in front of a terminal waits no longer."""
@@ -120,12 +121,12 @@ class EndpointAnswers:
             listed = _answered(connection.getresponse(), self.url)
             self._model = json.loads(listed.read())["data"][0]
         except (OSError, http.client.HTTPException) as error:
-            raise LinkError(f"The endpoint {self.url} cannot be reached ({error}).") from error
+            raise LinkError(f"The endpoint {self.url} cannot be reached ({clean_words(str(error))}).") from error
         except (ValueError, LookupError, TypeError) as error:
             raise WorkerFailed(f"The endpoint {self.url} lists no models as OpenAI's does.") from error
         finally:
             connection.close()
-        return str(self._model["id"])
+        return clean_name(str(self._model["id"]))
 
     async def stream(
         self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
@@ -215,7 +216,7 @@ class _EventReader(threading.Thread):
             self._put(None)
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             if not self._has_left.is_set():
-                self._put(LinkError(f"The endpoint {self._where} broke off ({error})."))
+                self._put(LinkError(f"The endpoint {self._where} broke off ({clean_words(str(error))})."))
         except WorkerFailed as error:
             self._put(error)
 
@@ -249,7 +250,7 @@ def _answered(response: http.client.HTTPResponse, where: str) -> http.client.HTT
     try:
         raise WorkerFailed(_message(json.loads(said), f"{where} answered {response.status}."))
     except ValueError:
-        raise WorkerFailed(f"{where} answered {response.status} {response.reason}.") from None
+        raise WorkerFailed(f"{where} answered {response.status} {clean_name(response.reason)}.") from None
 
 
 def _message(answer: Any, otherwise: str) -> str:
@@ -257,7 +258,7 @@ def _message(answer: Any, otherwise: str) -> str:
     for name in ("error", "message"):
         if isinstance(found, dict):
             found = cast("dict[str, Any]", found).get(name)
-    return render.visible(found) if isinstance(found, str) else otherwise
+    return clean_words(found) if isinstance(found, str) else otherwise
 
 
 def _pieces(choice: Mapping[str, Any]) -> list[Piece]:

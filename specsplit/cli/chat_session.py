@@ -48,7 +48,7 @@ async def _chat(settings: Settings, conversation: Conversation, endpoint: str | 
         answers: Answers
         if endpoint is not None:
             answers = EndpointAnswers(endpoint, os.environ.get(ENV_API_KEY), settings.orchestrator, stats)
-            render.note(f"Model {render.visible(await asyncio.to_thread(answers.meet))} at {endpoint}.")
+            render.note(f"Model {await asyncio.to_thread(answers.meet)} at {endpoint}.")
         else:
             with render.loading_bar() as progress:
                 models = load_local(settings, progress, max_sessions=1)

@@ -148,9 +148,9 @@ class SessionError(SpecSplitError):
 class SlotBehind(SessionError):
     """The slot holds only `have` of the tokens that `base_length` claims."""
 
-    def __init__(self, have: int) -> None:
+    def __init__(self, have: int, peer: str = "The worker") -> None:
         super().__init__(f"the slot holds {have} tokens of this session")
-        self.have = have
+        self.have, self.peer = have, peer
 
 
 class StaleRound(SessionError):

@@ -178,7 +178,7 @@ class DraftClient:
                     if num_raises > MAX_RAISES:
                         raise
                     verified = await self._resume(error, turn)
-            contract.is_open = True
+            contract.is_open, contract.num_behind = True, 0
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
             _check(proposal, turn, self._num_known_nodes, self._peer.identity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound, WorkerFailed
 from specsplit.core.types import SessionParams, Timings, Turn
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.request import ReplayReason, WorkerRole
@@ -16,6 +16,8 @@ from specsplit.orchestrator.wire import Traffic
 
 MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
+MAX_BEHIND = 8
+"""Times in a row that a worker may lack tokens: it may have been evicted again while the rest was on its way."""
 CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch)
 """Errors by which a worker says that it holds another state than the turn claims; see docs/protocol.md."""
 
@@ -59,7 +61,10 @@ class SessionContract:
         self.num_held = 0
         self.is_open = False
         """Whether the worker knows the session's parameters in this epoch."""
-        self.sent_bytes = self.received_bytes = 0
+        self.traffic = Traffic()
+        """Bytes of the answered calls."""
+        self.num_behind = 0
+        """SlotBehind answers since the last one that was none; the clients set it back."""
         self._role: WorkerRole = role
         self.events = events
         self._has_unreported_raise = False
@@ -100,25 +105,25 @@ class SessionContract:
             max_wait_s=max_wait_s,
         )
 
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of the answered calls."""
-        return Traffic(self.sent_bytes, self.received_bytes)
-
     def count_bytes(self, timings: Timings) -> None:
         """Count the bytes of an answered call."""
-        self.sent_bytes += timings.sent_bytes
-        self.received_bytes += timings.received_bytes
+        sent_bytes = self.traffic.sent_bytes + timings.sent_bytes
+        self.traffic = Traffic(sent_bytes, self.traffic.received_bytes + timings.received_bytes)
 
     def fall_back(self, believed: int, behind: SlotBehind) -> None:
         """Believe a worker that says how little it holds of `believed` tokens.
 
         Raises:
-            SlotBehind: the worker lacks nothing that could be sent, so the fault is its own.
+            WorkerFailed: it lacks what it was just sent, again and again, so the fault is its own.
         """
-        if believed == 0:
-            raise behind
-        # One token less than believed at most, so that a worker which never agrees cannot make this go on for ever.
+        # A worker that never agrees must not make this go on for ever.
+        self.num_behind += 1
+        if believed == 0 or self.num_behind > MAX_BEHIND:
+            raise WorkerFailed(
+                f"{behind.peer} says again and again that it lacks tokens which it was sent; "
+                "it is broken, or not what it seems: restart it, or use another one."
+            ) from behind
+        # One token less than believed at most: a worker that claims more has no reason to complain.
         self.num_held = min(behind.have, believed - 1)
         self.is_open = False
         reason: ReplayReason = "slot_behind" if self.num_held else "slot_lost"

@@ -119,7 +119,7 @@ class TargetClient:
 
     def _take(self, verdict: Verdict) -> None:
         contract = self.contract
-        contract.is_open = True
+        contract.is_open, contract.num_behind = True, 0
         # The bonus token is committed, and yet not in the slot: the next turn's tail is never empty.
         contract.num_held = min(verdict.length, len(contract.history.ids) + len(verdict.accepted))
         if verdict.timings.sent_bytes:

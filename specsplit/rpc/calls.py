@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
+from specsplit.core.types import ROOT, Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
 from specsplit.rpc.codec import (
     MAX_NODES,
     MAX_TAIL,
@@ -27,9 +27,12 @@ from specsplit.rpc.codec import (
     encode_turn,
     require,
     require_at_most,
+    require_tokens,
 )
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 
+ANY_ID = 1 << 32
+"""Size of a vocabulary that has every id which a message can carry."""
 M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
 
@@ -140,11 +143,13 @@ def encode_verdict(verdict: Verdict, proposal: Proposal, span_id: bytes = b"") -
     )
 
 
-def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal, timings: Timings) -> Verdict:
+def decode_verdict(
+    message: target_pb2.VerifyDraftsResponse, proposal: Proposal, timings: Timings, vocab_size: int = ANY_ID
+) -> Verdict:
     """Return the verdict on `proposal`.
 
     Raises:
-        InvalidRequest: no bonus token, nodes that `proposal` does not have, or wrong log-probabilities.
+        InvalidRequest: no bonus token, nodes that `proposal` does not have, or wrong tokens or log-probabilities.
     """
     # A target of another version, or a broken one, must not bring our token tree out of step: every number is checked.
     numbers = _numbers(proposal)
@@ -152,6 +157,7 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
     require(len(message.token_ids) == len(accepted) + 1, "token_ids", "A verdict has one bonus token, always.")
     require(set(accepted) <= set(numbers), "accepted", "The verdict accepts a node that was not sent.")
     require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
+    require_tokens(message.token_ids, vocab_size, "token_ids")
     require(set(message.verified) <= set(numbers), "verified", "The verdict scored a node that was not sent.")
     require(message.is_trimmed or not message.verified, "verified", "The verdict names the nodes of a whole tree.")
     return Verdict(
@@ -161,9 +167,25 @@ def decode_verdict(message: target_pb2.VerifyDraftsResponse, proposal: Proposal,
         verified=tuple(message.verified) if message.is_trimmed else numbers,
         timings=timings,
         revision=message.revision,
-        log_probs=_decode_emitted(message),
+        log_probs=_decode_emitted(message, vocab_size),
         num_reused=message.num_reused,
     )
+
+
+def check_verdict(verdict: Verdict, turn: Turn, proposal: Proposal) -> None:
+    """Check that the verdict is one on `proposal`, after `turn`.
+
+    Raises:
+        InvalidRequest: a path that the tree does not have, other tokens than its nodes', or another length of the slot.
+    """
+    accepted = verdict.accepted
+    nodes = [number - proposal.first_node for number in accepted]
+    is_path = [proposal.parents[node] for node in nodes] == [ROOT, *accepted][: len(nodes)]
+    require(is_path, "accepted", "The verdict accepts nodes that are no path.")
+    is_sent = list(verdict.token_ids[:-1]) == [proposal.token_ids[node] for node in nodes]
+    require(is_sent, "token_ids", "The verdict accepts other tokens than those of its nodes.")
+    length = turn.base_length + len(turn.tail) + len(accepted)
+    require(verdict.length == length, "length", f"The slot holds {verdict.length} tokens, where {length} were sent.")
 
 
 @_request
@@ -224,18 +246,19 @@ def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifySt
     return target_pb2.VerifyStreamResponse(commit=commit)
 
 
-def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
-    """Return the verdict of a commit; the client checks that it knows the nodes.
+def decode_commit(commit: target_pb2.Commit, timings: Timings, vocab_size: int = ANY_ID) -> Verdict:
+    """Return the verdict of a commit; the client checks that it knows the nodes, and the length.
 
     Raises:
         InvalidRequest: no bonus token, a path that does not rise, a node accepted that was not verified, or wrong
-            log-probabilities.
+            tokens or log-probabilities.
     """
     accepted, verified = tuple(commit.accepted), tuple(commit.verified)
     require_at_most(MAX_NODES, verified, "verified")
     require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
     require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
     require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
+    require_tokens(commit.token_ids, vocab_size, "token_ids")
     return Verdict(
         accepted=accepted,
         token_ids=tuple(commit.token_ids),
@@ -243,12 +266,14 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings) -> Verdict:
         verified=verified,
         timings=timings,
         revision=commit.revision,
-        log_probs=_decode_emitted(commit),
+        log_probs=_decode_emitted(commit, vocab_size),
         num_reused=commit.num_reused,
     )
 
 
-def _decode_emitted(message: target_pb2.VerifyDraftsResponse | target_pb2.Commit) -> tuple[TokenLogProb, ...]:
+def _decode_emitted(
+    message: target_pb2.VerifyDraftsResponse | target_pb2.Commit, vocab_size: int
+) -> tuple[TokenLogProb, ...]:
     """Return the log-probabilities of a verdict's tokens, none if the session asked for none.
 
     Raises:
@@ -257,7 +282,7 @@ def _decode_emitted(message: target_pb2.VerifyDraftsResponse | target_pb2.Commit
     if not message.log_probs and not message.top_log_probs:
         return ()
     require(len(message.log_probs) == len(message.token_ids), "log_probs", "Not every token has a log-probability.")
-    return decode_log_probs(message.log_probs, message.top_log_probs)
+    return decode_log_probs(message.log_probs, message.top_log_probs, vocab_size)
 
 
 def _numbers(proposal: Proposal) -> tuple[int, ...]:
@@ -305,7 +330,9 @@ def encode_scores(scores: Scores, span_id: bytes = b"") -> target_pb2.ScoreRespo
     )
 
 
-def decode_scores(message: target_pb2.ScoreResponse, count: int, timings: Timings, top_logprobs: int = 0) -> Scores:
+def decode_scores(
+    message: target_pb2.ScoreResponse, count: int, timings: Timings, top_logprobs: int = 0, vocab_size: int = ANY_ID
+) -> Scores:
     """Return the log-probabilities of the `count` tokens asked for, with likeliest tokens if `top_logprobs` were.
 
     Raises:
@@ -314,4 +341,4 @@ def decode_scores(message: target_pb2.ScoreResponse, count: int, timings: Timing
     require(len(message.log_probs) == count, "log_probs", f"{len(message.log_probs)} of {count} scores were answered.")
     # A target of an earlier release does not know that it was asked for them.
     require(not top_logprobs or len(message.top_log_probs) == count, "top_log_probs", "It lacks the likeliest tokens.")
-    return Scores(decode_log_probs(message.log_probs, message.top_log_probs), timings)
+    return Scores(decode_log_probs(message.log_probs, message.top_log_probs, vocab_size), timings)

@@ -38,6 +38,7 @@ from specsplit.rpc.pb import common_pb2, draft_pb2, stage_pb2, target_pb2
 from specsplit.rpc.rounds import RoundsClient
 from specsplit.rpc.tokenizer_stream import TokenizerReader
 from specsplit.rpc.verify_stream import RemoteStream
+from specsplit.rpc.words import clean_name
 
 CALL_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
@@ -78,6 +79,8 @@ class _RemoteWorker:
         self._peer = f"The {self.role} at {address}"
         self._call_timeout_s = call_timeout_s
         self._channel = WorkerChannel(address, self._peer)
+        self._vocab_size = calls.ANY_ID
+        """Size of the worker's vocabulary, as its last ping said."""
         self._rounds = RoundsClient(self._channel, _SERVICES[self.role] + "Rounds", self._peer)
 
     async def ping(self) -> Identity:
@@ -103,6 +106,7 @@ class _RemoteWorker:
                 f"{self._peer} speaks protocol version {identity.protocol_version} (specsplit {details.version}), "
                 f"not {PROTOCOL_VERSION} as here; install the same release on both sides."
             )
+        self._vocab_size = identity.vocab_size
         return details
 
     async def close(self, session: str) -> None:
@@ -154,7 +158,7 @@ class _RemoteWorker:
         # As in NTP, the worker is taken to have read its clock half a round trip after we sent.
         return PingDetails(
             identity=self._read(lambda: codec.decode_identity(answer.identity)),
-            version=answer.identity.version,
+            version=clean_name(answer.identity.version),
             clock_skew_ms=(answer.time_us - start_us) / 1e3 - round_trip_ms / 2,
             round_trip_ms=round_trip_ms,
             load=decode_load(answer.load),
@@ -193,6 +197,7 @@ class RemoteDrafter(_RemoteWorker):
 
         def decode() -> Proposal:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
+            codec.require_tokens(answer.tree.token_ids, self._vocab_size, "token_ids")
             return codec.decode_tree(answer.tree, timings)
 
         return self._read(decode)
@@ -210,7 +215,9 @@ class RemoteVerifier(_RemoteWorker):
 
         def decode() -> Verdict:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
-            return calls.decode_verdict(answer, proposal, timings)
+            verdict = calls.decode_verdict(answer, proposal, timings, self._vocab_size)
+            calls.check_verdict(verdict, turn, proposal)
+            return verdict
 
         return self._read(decode)
 
@@ -219,11 +226,11 @@ class RemoteVerifier(_RemoteWorker):
         opening = calls.encode_open(turn, limits).SerializeToString()
         return RemoteStream(
             self._channel,
-            _SERVICES[self.role] + "VerifyStream",
             opening,
             self._peer,
             max_waiting=limits.max_unacknowledged + 1,
             timeout_s=self._call_timeout_s,
+            vocab_size=self._vocab_size,
         )
 
     async def score(
@@ -239,7 +246,7 @@ class RemoteVerifier(_RemoteWorker):
 
         def decode() -> Scores:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
-            return calls.decode_scores(answer, len(scored), timings, top_logprobs)
+            return calls.decode_scores(answer, len(scored), timings, top_logprobs, self._vocab_size)
 
         return self._read(decode)
 

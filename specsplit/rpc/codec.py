@@ -25,6 +25,7 @@ from specsplit.core.types import (
     Turn,
 )
 from specsplit.rpc.pb import common_pb2
+from specsplit.rpc.words import clean_name
 
 MAX_NODES = 4096
 _MAX_STEP_TIMES = 64
@@ -33,6 +34,7 @@ MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
 _MAX_WAIT_MS = 1 << 31
 _LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
+Top = Sequence[common_pb2.TopLogProbs]
 _ROLES = {"draft": common_pb2.ROLE_DRAFT, "target": common_pb2.ROLE_TARGET}
 
 
@@ -245,18 +247,23 @@ def encode_top(tokens: Sequence[TokenLogProb]) -> list[common_pb2.TopLogProbs]:
     ]
 
 
-def decode_log_probs(log_probs: Sequence[float], top: Sequence[common_pb2.TopLogProbs]) -> tuple[TokenLogProb, ...]:
+def require_tokens(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest if an answer has a token that the vocabulary has not."""
+    require(max(token_ids, default=0) < vocab_size, param, f"A token is outside its vocabulary of {vocab_size}.")
+
+
+def decode_log_probs(log_probs: Sequence[float], top: Top, vocab_size: int) -> tuple[TokenLogProb, ...]:
     """Return what a message has of each token: its own log-probability, and those of the likeliest.
 
     Raises:
-        InvalidRequest: a value is not a finite number, or there are likeliest tokens of some tokens only, or too many
-            of one.
+        InvalidRequest: a value is not finite, or likeliest tokens are too many, too few, or outside the vocabulary.
     """
     require(len(top) in (0, len(log_probs)), "top_log_probs", "Not every token has its likeliest ones.")
     likeliest: list[tuple[tuple[int, float], ...]] = []
     for each in top:
         require(len(each.token_ids) == len(each.log_probs), "top_log_probs", "A likeliest token lacks its value.")
         require(len(each.token_ids) <= MAX_TOP_LOGPROBS, "top_log_probs", "There are too many likeliest tokens.")
+        require_tokens(each.token_ids, vocab_size, "top_log_probs")
         likeliest.append(tuple(zip(each.token_ids, each.log_probs, strict=True)))
     values = [*log_probs, *(value for each in likeliest for _, value in each)]
     require(all(map(math.isfinite, values)), "log_probs", "A log-probability is not a finite number.")
@@ -341,20 +348,20 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         InvalidRequest: its role is neither draft nor target, a hash or the numerics are none, or step times are
             impossible.
     """
-    is_known = message.role in _ROLES.values()
-    require(is_known, "role", f"The worker's role {int(message.role)} is neither draft nor target.")
+    role = int(message.role)
+    require(role in _ROLES.values(), "role", f"The worker's role {role} is neither draft nor target.")
     return Identity(
         role="draft" if message.role == common_pb2.ROLE_DRAFT else "target",
-        model=message.model,
+        model=clean_name(message.model),
         vocab_size=message.vocab_size,
-        vocab_hash=message.vocab_hash,
+        vocab_hash=clean_name(message.vocab_hash),
         context=message.context,
         max_nodes=message.max_nodes,
         tokenizer_hash=_checked_hash(message.tokenizer_hash),
         weights_hash=_checked_hash(message.weights_hash),
         protocol_version=message.protocol_version,
-        dtype=message.dtype,
-        device=message.device,
+        dtype=clean_name(message.dtype),
+        device=clean_name(message.device),
         step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),

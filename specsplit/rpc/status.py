@@ -25,6 +25,7 @@ from specsplit.core.errors import (
     WorkerFailed,
 )
 from specsplit.rpc.pb import common_pb2
+from specsplit.rpc.words import MAX_NAME, clean_words
 
 STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.SpecSplitError: grpc.StatusCode.UNKNOWN,
@@ -146,12 +147,12 @@ def error_said(data: bytes, peer: str) -> SpecSplitError:
 
 
 def _error(rich: status_pb2.Status | None, code: grpc.StatusCode, message: str, peer: str) -> SpecSplitError:
-    detail = _detail_of(rich)
+    detail, message = _detail_of(rich), clean_words(message)
     if detail is not None and detail.kind in _KINDS:
         kind = _KINDS[detail.kind]
         if issubclass(kind, Overloaded):
             return kind(message, _retry_after_s(rich))
-        return _rebuilt(kind, detail, message)
+        return _rebuilt(kind, detail, message, peer)
     kind, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
     return kind(sentence.format(peer=peer))
 
@@ -176,13 +177,13 @@ def _retry_after_s(rich: status_pb2.Status | None) -> float:
     return _DEFAULT_RETRY_S
 
 
-def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str) -> SpecSplitError:
+def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str, peer: str) -> SpecSplitError:
     if issubclass(kind, SlotBehind):
-        return kind(detail.have)
+        return kind(detail.have, peer)
     if issubclass(kind, StageBehind):
         return kind(dict(sorted(detail.rows.items())))
     if issubclass(kind, CorruptPacket):
-        return kind(detail.link)
+        return kind(clean_words(detail.link, MAX_NAME))
     if issubclass(kind, InvalidRequest):
-        return kind(message, param=detail.param or None)
+        return kind(message, param=clean_words(detail.param, MAX_NAME) or None)
     return kind(message)

@@ -12,7 +12,7 @@ from specsplit.rpc.pb import target_pb2
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_FILES = 64
 _PIECE_BYTES = 256 << 10
-_FILE_NAME = re.compile(r"[^./\\:\0][^/\\:\0]{0,127}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_. +-]{0,127}")
 """Matches a plain file name."""
 
 

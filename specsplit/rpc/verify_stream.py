@@ -21,6 +21,7 @@ from specsplit.telemetry import spans
 
 OPEN_S = 2.0
 """Longest time from the beginning of a stream to its first message."""
+_VERIFY_STREAM = "/specsplit.v1.TargetService/VerifyStream"
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 
 
@@ -136,12 +137,13 @@ class RemoteStream:
     """
 
     def __init__(
-        self, channel: WorkerChannel, method: str, opening: bytes, peer: str, max_waiting: int, timeout_s: float
+        self, channel: WorkerChannel, opening: bytes, peer: str, max_waiting: int, timeout_s: float, vocab_size: int
     ) -> None:
         self._peer, self._max_waiting, self._timeout_s = peer, max_waiting, timeout_s
+        self._vocab_size = vocab_size
         self._incoming: deque[bytes] = deque()
         self._has_incoming = asyncio.Event()
-        self._stream = DuplexStream(channel.duplex(method), self._take, "specsplit-verify-stream")
+        self._stream = DuplexStream(channel.duplex(_VERIFY_STREAM), self._take, "specsplit-verify-stream")
         self._stream.when_over(self._has_incoming.set)
         self._stream.send(opening)
         self._listener = current_listener()
@@ -184,7 +186,7 @@ class RemoteStream:
                 return None
             commit = message.commit
             timings = codec.decode_telemetry(commit.telemetry, sent_bytes=sent, received_bytes=len(data))
-            return calls.decode_commit(commit, timings)
+            return calls.decode_commit(commit, timings, self._vocab_size)
         except InvalidRequest as error:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
 

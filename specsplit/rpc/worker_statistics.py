@@ -12,6 +12,7 @@ from specsplit.core.record import record
 from specsplit.rpc import calls
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.pb import common_pb2
+from specsplit.rpc.words import clean_name
 from specsplit.telemetry.statistics import StepCounts, TreeCounts, WorkerStatistics
 
 StatisticsRole = Literal["draft", "target", "stage"]
@@ -20,7 +21,6 @@ _SERVICES: dict[StatisticsRole, str] = {
     "target": "/specsplit.v1.TargetService/",
     "stage": "/specsplit.v1.StageService/",
 }
-_MAX_NAME = 200
 
 
 def encode_statistics(statistics: WorkerStatistics, version: str, uptime_s: float) -> common_pb2.StatsResponse:
@@ -57,7 +57,7 @@ def encode_statistics(statistics: WorkerStatistics, version: str, uptime_s: floa
 def decode_statistics(message: common_pb2.StatsResponse) -> WorkerStatistics:
     """Return the statistics that a worker states."""
     return WorkerStatistics(
-        model=message.model[:_MAX_NAME],
+        model=clean_name(message.model),
         layers=(message.start, message.end) if message.end else None,
         num_sessions=message.num_sessions,
         num_slots=message.num_slots,
@@ -115,7 +115,7 @@ class StatisticsReader:
             message = calls.parse(common_pb2.StatsResponse, data)
         except InvalidRequest as error:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
-        return StatisticsReading(decode_statistics(message), message.version[:_MAX_NAME], message.uptime_us / 1e6)
+        return StatisticsReading(decode_statistics(message), clean_name(message.version), message.uptime_us / 1e6)
 
     async def aclose(self) -> None:
         """Close the connection."""

@@ -29,6 +29,7 @@ MAX_ROUND_BYTES = 400
 NODES = 32
 VOCAB_SIZE = 152_064
 ROUNDS = 40
+NUM_NEW = 9
 TIMINGS = Timings(12.25, 0.5, 11.0, 4, 40, 8)
 
 
@@ -49,13 +50,15 @@ def verdict_on(proposal: Proposal) -> Verdict:
     """Accept one branch whole: the longest answer there is."""
     accepted = tuple(range(proposal.first_node, proposal.first_node + NODES, 4))
     numbers = tuple(range(proposal.first_node, proposal.first_node + NODES))
-    return Verdict(accepted, tuple(VOCAB_SIZE - 1 - n % 99 for n in range(9)), 30_000, numbers, TIMINGS)
+    token_ids = (*(proposal.token_ids[number - proposal.first_node] for number in accepted), VOCAB_SIZE - 1)
+    length = proposal.root_position + NUM_NEW + len(accepted)
+    return Verdict(accepted, token_ids, length, numbers, TIMINGS)
 
 
 def turn_of(session: str, number: int) -> Turn:
     """Return a turn far into a session: nine new tokens, and what was verified last."""
     verified = tuple(range(1 + (number - 1) * NODES, 1 + number * NODES)) if number else ()
-    tail = tuple(VOCAB_SIZE - 1 - token for token in range(9))
+    tail = tuple(VOCAB_SIZE - 1 - token for token in range(NUM_NEW))
     return Turn(session, 1, 70_000 + number, 30_000 + 5 * number, 0xDEADBEEF, tail, None, verified)
 
 

@@ -345,5 +345,5 @@ async def test_a_lost_slot_is_replayed_as_the_next_round_with_the_opening() -> N
 
 async def test_a_worker_that_is_behind_nothing_is_an_error() -> None:
     target = FakeTarget(Faults(fail_at=0, error=SlotBehind(0)))
-    with pytest.raises(SlotBehind):
+    with pytest.raises(WorkerFailed, match=r"^The worker says again and again that it lacks tokens"):
         await orchestrator(target, None, Speculation(lookup=False)).generate(REQUEST)

@@ -28,12 +28,13 @@ from specsplit.core.types import (
 from specsplit.rpc import calls, codec
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 from specsplit.rpc.tokenizer_stream import MAX_TOKENIZER_BYTES, TokenizerReader, encode_tokenizer
+from specsplit.rpc.words import clean_name
 
 uint32 = st.integers(0, (1 << 32) - 1)
 ids = st.lists(uint32, max_size=12).map(tuple)
 finite32 = st.floats(0, 1e6, width=32)
 hashes = st.text("0123456789abcdef", max_size=64)
-words = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(clean_name)
 samplings = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100),
@@ -57,7 +58,7 @@ openings = st.builds(
 )
 turns = st.builds(
     Turn,
-    session=words.filter(bool),
+    session=names.filter(bool),
     epoch=uint32,
     round=uint32,
     base_length=uint32,
@@ -75,16 +76,16 @@ timings = st.builds(
 identities = st.builds(
     Identity,
     role=st.sampled_from(["draft", "target"]),
-    model=words,
+    model=names,
     vocab_size=uint32,
-    vocab_hash=words,
+    vocab_hash=names,
     context=uint32,
     max_nodes=uint32,
     tokenizer_hash=hashes,
     weights_hash=hashes,
     protocol_version=uint32,
-    dtype=words,
-    device=words,
+    dtype=names,
+    device=names,
     step_times=st.dictionaries(
         st.integers(1, 4096), st.floats(width=32, min_value=2**-20, max_value=2**10), max_size=8
     ).map(lambda times: tuple(sorted(times.items()))),

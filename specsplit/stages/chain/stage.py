@@ -183,8 +183,7 @@ class StageEngine:
         for session in packet.sessions:
             self._slots[session.slot].write(session, packet.request_id)
         following = self._following(packet, rows)
-        # The scheduler counts forwards of its own batches only, and this one ran within an action.
-        self._worker.scheduler.health.has_succeeded = True
+        self._worker.scheduler.health.has_succeeded = True  # no batch of its own, so the scheduler cannot tell
         self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
         return following
 
@@ -221,8 +220,7 @@ class StageEngine:
 
     def _answers(self, packet: Packet, logits: Tensor) -> tuple[PacketSession, ...]:
         vocab_size, device = self.shard.vocab_size, self.shard.runner.device
-        answers: list[PacketSession] = []
-        sessions = packet.sessions
+        answers, sessions = list[PacketSession](), packet.sessions
         rows = [logits] if len(sessions) == 1 else logits.split([session.num_logits for session in sessions])
         for session, session_rows in zip(sessions, rows, strict=True):
             answer, slot, request = empty_answer(session), self._slots[session.slot], session.head_request

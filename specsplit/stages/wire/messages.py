@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specsplit.rpc.codec import decode_exactness, decode_numerics, require
 from specsplit.rpc.pb import stage_pb2
+from specsplit.rpc.words import clean_name
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import Buffer
 from specsplit.stages.slot_state import SlotState, decode_state, encode_state
@@ -16,7 +17,7 @@ T = TypeVar("T")
 _PIECE_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 20
 """A larger slot is hashed in a thread, since that takes about a millisecond per MiB."""
-_MAX_TEXT = 256
+_WORDS = ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash")
 _FIELDS = (
     "model",
     "num_layers",
@@ -51,14 +52,14 @@ def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
         InvalidRequest: it says what cannot be.
     """
     # Every field has the same name in the record and in the message, so one table serves both ways.
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _FIELDS}
+    fields |= {name: clean_name(fields[name]) for name in _WORDS}
     identity = StageIdentity(
-        **{name: getattr(message, name) for name in _FIELDS},
+        **fields,
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
     )
     require(identity.start < identity.end <= identity.num_layers, "layers", f"{identity.layers} is no range of layers.")
-    for name in ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash"):
-        require(len(getattr(identity, name)) <= _MAX_TEXT, name, f"{name} is longer than {_MAX_TEXT} characters.")
     return identity
 
 

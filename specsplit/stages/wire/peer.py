@@ -14,6 +14,7 @@ from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch
 from specsplit.rpc import calls
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.pb import common_pb2, stage_pb2
+from specsplit.rpc.words import clean_name
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.messages import decode_identity
@@ -75,7 +76,9 @@ class StagePeer:
         def read() -> StagePing:
             identity = decode_identity(answer.identity)
             num_bytes = answer.received_bytes, answer.sent_bytes
-            return StagePing(identity, answer.version, answer.process, *num_bytes, answer.computing_us / 1e6)
+            return StagePing(
+                identity, clean_name(answer.version), clean_name(answer.process), *num_bytes, answer.computing_us / 1e6
+            )
 
         return self._read(read)
 
