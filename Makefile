@@ -11,14 +11,16 @@ export PROMPT
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# What runs models, what benchmarks need beside it, and the tools of whoever works on the code.
 RUNS   := $(VENV)/.runs
+BENCH  := $(VENV)/.bench
 TOOLS  := $(VENV)/.tools
 JOBS   ?= 2
 # A file's tests stay in one process, where they share what they set up; the long files of tests/service come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -58,13 +60,13 @@ type: $(TOOLS)  ## Check the types of the package and of tools
 proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
 	$(BIN)/python proto/generate.py
 
-bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
+bench-smoke: $(BENCH)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
 
-bench: $(RUNS)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
+bench: $(BENCH)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
 	$(BIN)/python -m benchmarks figures
 
-bench-load: $(RUNS)  ## Put 1 to 16 clients on the embedded pair, beside batched generate (12 minutes), one JSON line last
+bench-load: $(BENCH)  ## Put 1 to 16 clients on the embedded pair, beside batched generate (12 minutes), one JSON line last
 	$(BIN)/python -m benchmarks load --temperature 0,1 --clients 1,8,16 --new-tokens 48
 
 research-test: $(TOOLS)  ## Run the tests of benchmarks/research: training the pair and the studies (not part of CI)
@@ -75,6 +77,10 @@ browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser
 	$(PIP) --editable '.[browser]'
 	$(BIN)/python -m pytest -q tests/browser
 
+wheel: $(TOOLS)  ## Build dist/*.whl and dist/*.tar.gz, and check that the wheel works where nothing else of ours is
+	rm -rf dist
+	$(BIN)/python -m tools.wheel dist
+
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find specsplit tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -82,9 +88,13 @@ clean:  ## Remove the virtual environment, caches and build outputs
 $(RUNS): pyproject.toml constraints.txt
 	@echo "Building $(VENV), which takes a minute or two, once ..." >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[worker]'
+	@touch $@
+
+$(BENCH): $(RUNS)
 	$(PIP) --editable '.[all]'
 	@touch $@
 
-$(TOOLS): $(RUNS)
+$(TOOLS): $(BENCH)
 	$(PIP) --editable '.[all,dev]'
 	@touch $@

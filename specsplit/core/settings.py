@@ -347,15 +347,23 @@ def _from_file(path: Path) -> _Layer:
     layer: _Layer = {}
     for role, table in tables.items():
         if role not in _ROLES:
-            raise InvalidSettings(f"{path}: {_unknown(role, _ROLES, kind='table')}")
+            raise InvalidSettings(f"{path}: {_misplaced(role, role) or _unknown(role, _ROLES, kind='table')}")
         if not isinstance(table, dict):
             raise InvalidSettings(f"{path}: {role} must be a table: write [{role}] above its settings.")
         for field, value in cast("dict[str, Any]", table).items():
             key = f"{role}.{field}"
             if key not in KEYS:
-                raise InvalidSettings(f"{path}: {_unknown(key, KEYS)}")
+                raise InvalidSettings(f"{path}: {_misplaced(key, field) or _unknown(key, KEYS)}")
             layer[key] = (value, Origin(f"file {path}", f"{key} in {path}"))
     return layer
+
+
+def _misplaced(written: str, option: str) -> str | None:
+    """Return the sentence for the name of an option in a place of the file where it means nothing."""
+    if option not in FLAT_KEYS:
+        return None
+    role, field = FLAT_KEYS[option][-1].split(".")
+    return f"There is no setting {written}; what --{option.replace('_', '-')} sets is {field} under [{role}]."
 
 
 def _from_caller(given: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], as_options: bool) -> _Layer:

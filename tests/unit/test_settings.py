@@ -117,6 +117,8 @@ def test_an_unknown_variable_is_refused_by_name(variable: str, nearest: str, mon
         ("[target]\nmodle = 'x'\n", r"There is no setting target\.modle; the nearest one is target\.model\.$"),
         ("[targets]\nmodel = 'x'\n", r"There is no table targets; the nearest one is target\.$"),
         ("target = 'x'\n", r"target must be a table"),
+        ("temperature = 1\n", r"what --temperature sets is temperature under \[orchestrator\]\.$"),
+        ("[orchestrator]\ndraft = 'a:1'\n", r"what --draft sets is address under \[draft\]\.$"),
         ("[target\n", r"is not valid TOML"),
         (
             "[target]\nthreads = 0\n",
