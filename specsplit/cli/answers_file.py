@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from specsplit.core.errors import InvalidRequest, ResourceError
+from specsplit.core.paths import expanded
 
 LineId = str | int
 
@@ -36,7 +37,7 @@ class AnswersFile:
         Raises:
             InvalidRequest: it cannot be read or written, or holds something else than answers.
         """
-        path = path.expanduser().resolve()
+        path = expanded(path).resolve()
         try:
             data = path.read_bytes() if path.is_file() else b""
             kept, done_ids = _kept_lines(data, path, retried)

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.paths import expanded
 from specsplit.core.ports import ChatMessage
 
 PARAMETERS = (
@@ -61,7 +61,7 @@ class Conversation:
             InvalidRequest: it cannot be written.
         """
         system: list[ChatMessage] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        path = Path(name).expanduser()
+        path = expanded(name)
         try:
             path.write_text(json.dumps([*system, *self.messages], ensure_ascii=False, indent=1) + "\n", "utf-8")
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.paths import expanded
 from specsplit.model.extra import require_worker_extra
 from specsplit.model.source import check_source
 
@@ -65,6 +66,6 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8", errors="replace")
+        return expanded(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read ({error.strerror}).", param="corpus") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specsplit.assembly.models import check_models
 from specsplit.cli import render
 from specsplit.cli.gateway import gateway_extra
 from specsplit.cli.logs import set_up_logging
@@ -23,6 +24,7 @@ def run(given: Mapping[str, Any]) -> int:
         from specsplit.gateway.lmtp.session import LmtpServer
         from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
     set_up_logging(is_service=True)
+    check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
     async def serve() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from specsplit.core import defaults
+from specsplit.core.paths import expanded
 
 if TYPE_CHECKING:
     from specsplit.stages.planner import ChainPlan, Workload
@@ -156,7 +157,7 @@ def _config_path(source: str) -> Path:
     """Return where the config.json lies; unlike a worker, a plan wants no weights beside it."""
     if source == defaults.EMBEDDED:
         return Path(__file__).parents[1] / "model" / "embedded" / "target" / "config.json"
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         return path / "config.json"
     # A hub id has one slash at most and no dot in front, so everything else is a path, even one that does not exist.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from specsplit.assembly.requests import check_prompt
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.paths import expanded
 
 _NONE = (
     'There is no prompt; write it behind the command, as in specsplit orchestrate "def f(", or name its file with '
@@ -62,7 +62,7 @@ def _from_pipe() -> str:
 
 def _from_file(name: str) -> str:
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        data = sys.stdin.buffer.read() if name == "-" else expanded(name).read_bytes()
     except OSError as error:
         raise InvalidRequest(
             f"The prompt file {name} cannot be read ({error.strerror}); check --prompt-file.", param="prompt"

@@ -23,6 +23,7 @@ from specsplit.cli.answers_file import AnswersFile, LineId, id_of
 from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.core.defaults import CONCURRENCY
 from specsplit.core.errors import InvalidRequest, SpecSplitError
+from specsplit.core.paths import expanded
 from specsplit.core.settings import Settings
 
 OPTIONS = ("prompts_file", "output", "concurrency")
@@ -61,7 +62,7 @@ def read_batch(given: Mapping[str, Any], settings: Settings) -> Batch | None:
         raise InvalidRequest(f"--concurrency must be at least 1, not {concurrency}.", param="concurrency")
     if output is None:
         raise InvalidRequest("--prompts-file needs a file for the answers; name it with --output.", param="output")
-    if source != "-" and Path(source).expanduser().resolve() == Path(output).expanduser().resolve():
+    if source != "-" and expanded(source).resolve() == expanded(output).resolve():
         raise InvalidRequest("--prompts-file and --output name the same file; choose another output.", param="output")
     lines = list(_parsed(_read(source)))
     answers = AnswersFile.open(Path(output), retried={line.id for line in lines})
@@ -71,7 +72,7 @@ def read_batch(given: Mapping[str, Any], settings: Settings) -> Batch | None:
 
 def _read(source: str) -> bytes:
     try:
-        return sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()
+        return sys.stdin.buffer.read() if source == "-" else expanded(source).read_bytes()
     except OSError as error:
         raise InvalidRequest(
             f"The prompts file {source} cannot be read ({error.strerror}); check --prompts-file.", param="prompts_file"

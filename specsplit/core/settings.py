@@ -21,6 +21,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 from specsplit.core.complaints import complaint
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.paths import expanded
 from specsplit.core.sections import (
     DraftSettings,
     GatewaySettings,
@@ -339,7 +340,7 @@ def _from_environment() -> _Layer:
 
 def _from_file(path: Path) -> _Layer:
     try:
-        tables = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        tables = tomllib.loads(expanded(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidSettings(f"The settings file {path} cannot be read ({error.strerror}); check --config.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -358,12 +359,10 @@ def _from_file(path: Path) -> _Layer:
     return layer
 
 
-def _misplaced(written: str, option: str) -> str | None:
-    """Return the sentence for the name of an option in a place of the file where it means nothing."""
-    if option not in FLAT_KEYS:
-        return None
-    role, field = FLAT_KEYS[option][-1].split(".")
-    return f"There is no setting {written}; what --{option.replace('_', '-')} sets is {field} under [{role}]."
+def _misplaced(written: str, option: str) -> str:
+    """Return the sentence for the name of an option that means nothing in that place of the file; else nothing."""
+    role, _, field = FLAT_KEYS.get(option, ("",))[-1].partition(".")
+    return role and f"There is no setting {written}; what --{option.replace('_', '-')} sets is {field} under [{role}]."
 
 
 def _from_caller(given: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], as_options: bool) -> _Layer:

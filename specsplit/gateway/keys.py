@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.paths import expanded
 
 _LINE = re.compile(r"([A-Za-z0-9_.-]{1,64}):([0-9a-f]{64})")
 
@@ -41,7 +42,7 @@ class KeyRing:
             InvalidSettings: it cannot be read, or a line is malformed.
         """
         try:
-            lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+            lines = expanded(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidSettings(f"The file of keys {path} cannot be read; check --api-key-file.") from error
         names: dict[str, str] = {}

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelUnsupported
+from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
 
 _KIND = "specsplit draft vocabulary"
@@ -91,7 +92,7 @@ def write_draft_vocab(path: Path, token_ids: Sequence[int], tokenizer: Tokenizer
 
 def _read(path: Path, tokenizer: Tokenizer | None) -> list[int]:
     try:
-        found: Any = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        found: Any = json.loads(expanded(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidSettings(
             f"The draft vocabulary {path} cannot be read ({error.strerror}); make one with specsplit draft-vocab, or "

@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported
+from specsplit.core.paths import expanded
 
 UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
 NO_HUB_ID = "{name} is neither a model folder nor a valid hub id."
@@ -56,7 +57,7 @@ def resolve(source: str, role: str) -> tuple[str, str]:
 
 
 def _folder(source: str) -> tuple[str, str]:
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if folder.is_file():
         raise ModelNotFound(f"There is no model folder at {source}, which is a file; name the folder that it is in.")
     if not folder.is_dir():

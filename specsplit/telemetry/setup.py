@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.paths import expanded
 from specsplit.telemetry import spans
 
 
@@ -66,7 +67,7 @@ def trace_to_file(path: Path) -> Generator[None]:
         InvalidSettings: the file cannot be written.
     """
     try:
-        file = path.expanduser().open("w", encoding="utf-8", buffering=1)
+        file = expanded(path).open("w", encoding="utf-8", buffering=1)
     except OSError as error:
         message = f"The trace file {path} cannot be written ({error.strerror}); name another one."
         raise InvalidSettings(message) from error

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.paths import expanded
 from specsplit.gateway.lmtp.messages import Item, split_frame
 
 _MAX_WAITING = 10_000
@@ -92,7 +92,7 @@ def message_log(path: str | None, *, shows_prompts: bool) -> Generator[MessageLo
         return
     try:
         file = open(  # noqa: SIM115 - closed below, and pathlib knows no opener
-            Path(path).expanduser(), "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
+            expanded(path), "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
         )
     except OSError as error:
         raise InvalidSettings(
