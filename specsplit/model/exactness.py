@@ -22,7 +22,8 @@ from torch import Tensor
 from specsplit.core.exactness import Exactness
 from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.packed_linear import pack, packed_product
+from specsplit.model.backends.half_weights import Product
+from specsplit.model.backends.packed_linear import ProductKind, pack, product_with
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.user_cache import user_cache
 
@@ -39,7 +40,7 @@ _LAST = 24
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
 """Variables that choose the libraries' kernels."""
-_VERSION = 4
+_VERSION = 5
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
 
@@ -56,8 +57,8 @@ class Provable(Protocol):
     numerics: str
 
     @property
-    def products(self) -> Mapping[tuple[int, int], Tensor]:
-        """One pack of each shape (outputs, inputs); empty if no weight is packed."""
+    def products(self) -> Mapping[ProductKind, Product]:
+        """One product of each kind; empty if no weight is packed."""
         ...
 
     @property
@@ -75,7 +76,7 @@ def product_width(dtype: torch.dtype) -> int:
     generator = torch.Generator().manual_seed(0)
     for width in _WIDTHS:
         weight = torch.randn(768, width, generator=generator).to(dtype)
-        if _has_invariant_rows(pack(weight), (768, width), dtype):
+        if _has_invariant_rows(product_with(pack(weight)), ProductKind(768, width, weight.itemsize * 8), dtype):
             return width
     return _NO_CUT
 
@@ -111,23 +112,23 @@ def _digest(*parts: object) -> str:
 
 def _objection(runner: Provable) -> str:
     """Return why a row of this model has other bits in other company; "" if it has the same."""
-    for shape, weight in runner.products.items():
-        if not _has_invariant_rows(weight, shape, runner.dtype):
-            return f"products of {shape[0]} x {shape[1]} differ with the number of rows on this machine"
+    for kind, product in runner.products.items():
+        if not _has_invariant_rows(product, kind, runner.dtype):
+            return f"products of {kind.num_outputs} x {kind.num_inputs} differ with the number of rows on this machine"
     for name, holds in _trials(runner):
         if not holds:
             return f"a row differs {name} on this machine"
     return ""
 
 
-def _has_invariant_rows(weight: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    most = max(_COUNTS[3], min(_COUNTS[-1], _MOST_PRODUCTS // (shape[0] * shape[1])))
-    rows = torch.randn(most, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+def _has_invariant_rows(product: Product, kind: ProductKind, dtype: torch.dtype) -> bool:
+    most = max(_COUNTS[3], min(_COUNTS[-1], _MOST_PRODUCTS // (kind.num_outputs * kind.num_inputs)))
+    rows = torch.randn(most, kind.num_inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     places = sorted({0, 1, 2, 6, most // 3, most - 1})
-    alone = {place: packed_product(rows[place : place + 1], weight, None) for place in places}
+    alone = {place: product(rows[place : place + 1]) for place in places}
     for count in _COUNTS:
         if count <= most:
-            among = packed_product(rows[:count], weight, None)
+            among = product(rows[:count])
             if any(not torch.equal(among[place], row[0]) for place, row in alone.items() if place < count):
                 return False
     return True
@@ -135,7 +136,7 @@ def _has_invariant_rows(weight: Tensor, shape: tuple[int, int], dtype: torch.dty
 
 def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
     """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
-    is_small = sum(shape[0] * shape[1] for shape in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
+    is_small = sum(kind.num_outputs * kind.num_inputs for kind in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
     num_rows = min(_PROOF_ROWS if is_small else _FEW_PROOF_ROWS, runner.context)
     last = min(_LAST, num_rows)
     token_ids = torch.randint(runner.vocab_size, (num_rows,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -15,6 +15,8 @@ from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilde
 from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
+from specsplit.model.backends.half_weights import Product
+from specsplit.model.backends.packed_linear import ProductKind
 from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.rows import tensor_over
@@ -125,16 +127,16 @@ class Runner:
         return self.is_recorded
 
     @property
-    def products(self) -> Mapping[tuple[int, int], Tensor]:
-        """One packed weight of each shape (outputs, inputs); empty if none is packed."""
-        return self._eager.linears.by_shape if self._eager.linears is not None else {}
+    def products(self) -> Mapping[ProductKind, Product]:
+        """One product of each kind; empty if no weight is packed."""
+        return self._eager.linears.by_kind if self._eager.linears is not None else {}
 
     @property
     def outline(self) -> str:
         """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
-        return repr((sorted(config.items(), key=str), sorted(self.products), layers, self.is_recorded))
+        return repr((sorted(config.items(), key=str), sorted(map(tuple, self.products)), layers, self.is_recorded))
 
     def pack(self, width: int) -> None:
         """Pack the weights, in products of at most `width` inputs.

@@ -140,9 +140,11 @@ def build_model(config: Any, seed: int) -> Any:
     return model.float()
 
 
-def save_model(folder: Path, config: Any, seed: int, *, with_tokenizer: bool = True) -> Path:
+def save_model(
+    folder: Path, config: Any, seed: int, *, with_tokenizer: bool = True, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a random model as an ordinary checkpoint and return its folder."""
-    build_model(config, seed).save_pretrained(folder)
+    build_model(config, seed).to(dtype).save_pretrained(folder)
     if with_tokenizer:
         byte_tokenizer().save_pretrained(folder)
     return folder

@@ -139,8 +139,8 @@ def test_layers_of_one_input_are_one_product(bias: bool, width: int) -> None:
     linears = checked(block, lambda: block(x), width=width)
     num_parts = (1 + 1) if width == WHOLE else (2 + 5)
     assert len(linears.packs) == num_parts
-    expected = {(80, 32), (32, 80)} if width == WHOLE else {(80, 16), (32, 16)}
-    assert set(linears.by_shape) == expected
+    expected = {(80, 32, 32), (32, 80, 32)} if width == WHOLE else {(80, 16, 32), (32, 16, 32)}
+    assert set(linears.by_kind) == expected
 
 
 def test_a_packed_weight_is_held_once() -> None:
@@ -168,7 +168,7 @@ def test_a_member_that_is_called_without_the_first_is_still_computed() -> None:
 def test_a_layer_that_is_called_twice_stays_by_itself() -> None:
     block, x = Block(), randn(1, 2, 32)
     linears = checked(block, lambda: block.q(x) + block.q(x) + block.q(x + 1))
-    assert list(linears.by_shape) == [(48, 32)]
+    assert list(linears.by_kind) == [(48, 32, 32)]
 
 
 def test_layers_of_other_inputs_or_with_a_bias_do_not_join_those_without() -> None:
@@ -210,7 +210,7 @@ class AddMm(nn.Module):
 def test_an_addmm_with_a_parameter_is_a_layer() -> None:
     layer = AddMm()
     linears = checked(layer, lambda: layer(randn(5, 32)))
-    assert list(linears.by_shape) == [(20, 32)]
+    assert list(linears.by_kind) == [(20, 32, 32)]
     assert layer.weight.untyped_storage().nbytes() == 4
 
 

@@ -39,7 +39,10 @@ TEXT, OTHER, THIRD = range(3)
 _folders = TemporaryDirectory()
 
 Case = tuple[str, str, bool]
-"""Model, dtype, and whether the forward is recorded."""
+"""Model, format, and whether the forward is recorded."""
+HALVES = "fp32, 16-bit weights"
+FORMATS = {"fp32": "fp32", HALVES: "fp32", "bf16": "bf16"}
+"""The dtype that each format computes in."""
 WIDE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -53,13 +56,13 @@ WIDE: dict[str, Any] = {
 }
 """Products that are cut in three, eight query heads to a key head, and heads of a large model's size."""
 MODELS = {**FAMILIES, "wide": lambda: tf.LlamaConfig(**WIDE)}
-_LEAN: list[Case] = [(model, list(DTYPES)[index % 2], True) for index, model in enumerate(MODELS)]
+_LEAN: list[Case] = [(model, list(FORMATS)[index % 3], True) for index, model in enumerate(MODELS)]
 CASES: list[Case] = (
-    sorted(product(MODELS, DTYPES, (True, False)))
+    sorted(product(MODELS, FORMATS, (True, False)))
     if FULL
-    else [*_LEAN, ("gemma2", "bf16", False), ("wide", "bf16", True)]
+    else [*_LEAN, ("gemma2", "bf16", False), ("wide", "bf16", True), ("wide", HALVES, True)]
 )
-FEW = CASES if FULL else [("wide", "fp32", True), ("gpt2", "bf16", True), ("gemma2", "fp32", True)]
+FEW = CASES if FULL else [("wide", HALVES, True), ("gpt2", "bf16", True), ("gemma2", "fp32", True)]
 """Cases of what hardly depends on the family."""
 # By this scope the tests of a case run one after the other, and few models are held at a time.
 of_cases = pytest.mark.parametrize("case", CASES, ids=str, scope="module")
@@ -75,8 +78,10 @@ def config_of(family: str) -> Any:
 
 
 @cache
-def folder(family: str) -> Path:
-    return save_model(Path(_folders.name) / family, config_of(family), seed=3, with_tokenizer=False)
+def folder(family: str, *, has_half_weights: bool = False) -> Path:
+    dtype = torch.bfloat16 if has_half_weights else torch.float32
+    path = Path(_folders.name) / f"{family}-{dtype}"
+    return save_model(path, config_of(family), seed=3, with_tokenizer=False, dtype=dtype)
 
 
 @cache
@@ -87,18 +92,19 @@ def ids() -> list[int]:
 @lru_cache(maxsize=4)
 def loaded(case: Case) -> tuple[Runner, Tensor]:
     """Return a runner, and the rows [LENGTH, V] of the text, which lies in the first slot, from one forward."""
-    family, dtype, record = case
+    family, form, record = case
+    path = str(folder(family, has_half_weights=form == HALVES))
     model = load_model(
-        str(folder(family)), role="target", dtype=dtype, max_sessions=3, context=LENGTH + 20, threads=1, record=record
+        path, role="target", dtype=FORMATS[form], max_sessions=3, context=LENGTH + 20, threads=1, record=record
     )
     assert model.runner.is_recorded == record
     return model.runner, model.runner.forward([SequenceInput(TEXT, 0, ids(), num_logits=LENGTH)])[0].clone()
 
 
 def runner_of(case: Case) -> tuple[Runner, Tensor]:
-    require_packs(case[1])
+    require_packs(FORMATS[case[1]])
     runner, truth = loaded(case)
-    require_bits(runner, case[1])
+    require_bits(runner, FORMATS[case[1]])
     return runner, truth
 
 
@@ -340,25 +346,26 @@ def test_a_recording_has_the_bits_of_the_model(case: Case) -> None:
 CUTS: list[tuple[str, str, tuple[int, ...], str]] = (
     [
         (f, d, b, e)
-        for f, d in product(FAMILIES, DTYPES)
+        for f, d in product(FAMILIES, FORMATS)
         for b in ((1,), (2,), (1, 2))
         for e in ("stages", "coordinator")
     ]
     if FULL
     else [
         ("qwen2", "bf16", (1,), "stages"),
-        ("gemma2", "fp32", (1, 2), "coordinator"),
+        ("gemma2", HALVES, (1, 2), "coordinator"),
         ("gpt2", "bf16", (1, 2), "stages"),
         ("qwen3-moe", "fp32", (2,), "stages"),
     ]
 )
 
 
-@pytest.mark.parametrize(("family", "dtype", "bounds", "ends"), CUTS)
-def test_stages_have_the_bits_of_the_whole_model(family: str, dtype: str, bounds: tuple[int, ...], ends: str) -> None:
+@pytest.mark.parametrize(("family", "form", "bounds", "ends"), CUTS)
+def test_stages_have_the_bits_of_the_whole_model(family: str, form: str, bounds: tuple[int, ...], ends: str) -> None:
     """On two and three stages, with the model's ends on them or at the coordinator."""
-    runner, truth = runner_of((family, dtype, True))
-    chain = Chain.load(folder(family), 3, bounds, ends=ends, dtype=dtype, context=LENGTH + 20)
+    runner, truth = runner_of((family, form, True))
+    path = folder(family, has_half_weights=form == HALVES)
+    chain = Chain.load(path, 3, bounds, ends=ends, dtype=FORMATS[form], context=LENGTH + 20)
     for stage in chain.stages:
         assert (stage.runner.exactness, stage.runner.numerics) == ("bits", runner.numerics)
     check_chain(chain, runner, truth)

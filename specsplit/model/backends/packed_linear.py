@@ -1,6 +1,6 @@
-"""Linear layers in oneDNN's packed layout: a few rows cost what one costs, and a row has the same bits among many.
+"""Linear layers in packed layouts: a few rows cost what one costs, and a row has the same bits among many.
 
-Products have at most `width` inputs; longer ones are cut along the inputs and added in order, since beyond some width
+The layout is oneDNN's, or FBGEMM's for weights that fp16 holds exactly (half_weights.py). Products have at most `width` inputs; longer ones are cut along the inputs and added in order, since beyond some width
 oneDNN's order of sums follows the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its
 pack is there.
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specsplit.model.backends.half_weights import Product, half_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
 
@@ -69,6 +70,17 @@ def _product(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) ->
     return total.to(x.dtype)
 
 
+def _half_sum(x: Tensor, products: Sequence[Product], width: int) -> Tensor:
+    """Return the sum of the products with the parts of the inputs, in order."""
+    if len(products) == 1:
+        return products[0](x)
+    parts = x.split(width, dim=-1)
+    total = products[0](parts[0])
+    for part, of_part in zip(parts[1:], products[1:], strict=True):
+        total += of_part(part)
+    return total
+
+
 def _grouped_product(x: Tensor, packs: list[Tensor], width: int, offsets: Tensor) -> Tensor:
     """Return the product of rows that are sorted by expert; `offsets` [X] are the ends of each expert's rows.
 
@@ -93,6 +105,14 @@ with warnings.catch_warnings():
     grouped_product: Callable[[Tensor, list[Tensor], int, Tensor], Tensor] = torch.jit.script(_grouped_product)
 
 
+class ProductKind(NamedTuple):
+    """What the order of a product's sums follows from."""
+
+    num_outputs: int
+    num_inputs: int
+    weight_bits: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """One product as it is computed: the weights of one call, or of several that read the same input."""
@@ -104,7 +124,9 @@ class _Packed:
     bias: Tensor | None
     width: int
     packs: slice
-    """Its packs among all."""
+    """Its packs among all; none if it has products of its own."""
+    halves: Sequence[Product] = ()
+    """The products with each part of the inputs if the weights are held in 16 bits; the first one adds the bias."""
 
 
 class PackedLinears:
@@ -122,8 +144,8 @@ class PackedLinears:
         looked_up = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
         self.packs: list[Tensor] = []
         """A recording takes them as arguments: it can hold no tensor of this layout."""
-        self.by_shape: dict[tuple[int, int], Tensor] = {}
-        """One pack of each shape, outputs and inputs, cut as it is."""
+        self.by_kind: dict[ProductKind, Product] = {}
+        """One product of each kind, cut as it is."""
         self._width = width
         self._products: dict[int, _Packed] = {}
         # A part of a weight is left alone: other parts may be used elsewhere.
@@ -146,6 +168,8 @@ class PackedLinears:
         """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""
 
         def compute(packed: _Packed, call: LinearCall) -> Tensor:
+            if packed.halves:
+                return _half_sum(call.input, packed.halves, packed.width)
             own = list(packs[packed.packs])
             if call.offsets is not None:
                 return grouped_product(call.input, own, packed.width, call.offsets)
@@ -155,22 +179,41 @@ class PackedLinears:
 
     def _packed(self, group: Sequence[LinearCall]) -> _Packed:
         first, first_pack = group[0], len(self.packs)
-        num_inputs = first.weight.shape[-1]
-        width = part_width(num_inputs, self._width)
+        width = part_width(first.weight.shape[-1], self._width)
         weights = first.weight.unbind() if first.offsets is not None else [_joined([call.weight for call in group])]
-        for weight in weights:
-            parts = weight.split(width, dim=1)
-            for part in parts:
-                self.packs.append(pack(part))
-                self.by_shape.setdefault((part.shape[0], part.shape[1]), self.packs[-1])
         biases = [call.bias for call in group if call.bias is not None]
+        bias = _joined(biases) if biases else None
+        parts = [part for weight in weights for part in weight.split(width, dim=1)]
+        halves = _halves(parts, bias) if first.offsets is None else ()
+        if not halves:
+            self.packs += map(pack, parts)
+        weight_bits = 16 if halves else first.weight.dtype.itemsize * 8
+        for part, of_part in zip(parts, halves or map(product_with, self.packs[first_pack:]), strict=True):
+            self.by_kind.setdefault(ProductKind(part.shape[0], part.shape[1], weight_bits), of_part)
         return _Packed(
             members=(),
             sizes=[call.weight.shape[-2] for call in group],
-            bias=_joined(biases) if biases else None,
+            bias=bias,
             width=width,
             packs=slice(first_pack, len(self.packs)),
+            halves=halves,
         )
+
+
+def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:
+    """Return the products with the parts of one weight held in 16 bits; none unless all of them can be."""
+    products: list[Product] = []
+    for part in parts:
+        of_part = half_product(part, None if products else bias)
+        if of_part is None:
+            return ()
+        products.append(of_part)
+    return products
+
+
+def product_with(weight: Tensor) -> Product:
+    """Return the product with a pack."""
+    return lambda x: packed_product(x, weight, None)
 
 
 def _size(parameter: Tensor | None) -> int:

@@ -1,0 +1,123 @@
+"""Weights held in 16 bits and multiplied in fp32, by FBGEMM: half the bytes of a forward that computes in fp32.
+
+A checkpoint in bf16 or fp16 has no more bits than that, so nothing is rounded; a weight that fp16 cannot hold is left to
+oneDNN (packed_linear.py), whose products take five times as long to begin.
+
+FBGEMM computes rows in blocks of up to six, and a block of one row in another order of sums. So rows are filled up to
+a number that is cut into longer blocks only: then a row has the same bits among any number of them.
+
+Legend: N outputs, K inputs, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+"""Returns fp32 [..., N] for an input [..., K]."""
+_PERIOD = 120
+"""Rows after which FBGEMM begins anew; how what is left is cut into blocks follows from its number alone."""
+_SAMPLE = 6
+"""Rows whose bits are the ones that all others are compared with."""
+_LARGEST_EXPONENT = 14
+"""Binary exponent of the largest weight after scaling; fp16 ends at 2^16, and holds 8 bits of a weight from 2^-17 on."""
+_PIECE = 1 << 18
+"""Elements that are looked at in one go, which the caches hold."""
+_jit: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_ops: Any = torch.ops.quantized
+
+
+def _half_product(
+    x: Tensor, fills: list[int], scale: float, pack: "torch.classes.quantized.LinearPackedParamsBase"
+) -> Tensor:
+    """Return the product; `fills[r - 1]` rows are added to r rows, modulo its length."""
+    rows = x.reshape(-1, x.size(-1))
+    num_rows = rows.size(0)
+    fill = fills[(num_rows - 1) % len(fills)]
+    if fill > 0:
+        rows = torch.cat([rows, rows[:1].expand(fill, -1)])
+    result = torch.ops.quantized.linear_dynamic_fp16(rows, pack)
+    if fill > 0:
+        result = result[:num_rows]
+    if scale != 1.0:
+        result.mul_(scale)
+    return result.reshape(x.size()[:-1] + [result.size(-1)])
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
+    _script: Any = torch.jit.script(_half_product)
+
+
+def half_product(weight: Tensor, bias: Tensor | None = None) -> Product | None:
+    """Return the product with a weight [N, K], in fp32; None if this machine or 16 bits cannot give it exactly.
+
+    A recording holds it as a whole, the packed weight included.
+    """
+    fills = _fills() if weight.dtype == torch.float32 else None
+    scale = _scale(weight) if fills is not None else None
+    if fills is None or scale is None:
+        return None
+    if scale != 1:
+        weight, bias = weight * scale, bias * scale if bias is not None else None
+    return _bound(list(fills), 1 / scale, _packed(weight, bias))
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Any:
+    return _ops.linear_prepack_fp16(weight.contiguous(), bias)
+
+
+def _bound(*values: object) -> Product:
+    """Return the product with all arguments but the input set: constants of its graph, as a recording needs them."""
+    graph = _script.graph.copy()
+    graph.setInsertPoint(next(graph.nodes()))
+    inputs = list(graph.inputs())
+    for place in range(len(values), 0, -1):
+        inputs[place].replaceAllUsesWith(graph.insertConstant(values[place - 1]))
+        graph.eraseInput(place)
+    return _jit._create_function_from_graph("half_product", graph)
+
+
+def _scale(weight: Tensor) -> float | None:
+    """Return a power of two, times which every weight is exactly one of fp16; None if there is none."""
+    least, most = (value.item() for value in weight.aminmax())
+    largest = max(-least, most)
+    if not largest < torch.inf:  # or not a number
+        return None
+    if _is_exact(weight, 1.0):
+        return 1.0
+    scale = 2.0 ** (_LARGEST_EXPONENT + 1 - math.frexp(largest)[1])
+    return scale if _is_exact(weight, scale) else None
+
+
+def _is_exact(weight: Tensor, scale: float) -> bool:
+    """Return whether fp16 holds every weight times `scale`."""
+    for piece in weight.reshape(-1).split(_PIECE):
+        scaled = piece * scale if scale != 1 else piece
+        if not torch.equal(scaled.half().float(), scaled):
+            return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _fills() -> Sequence[int] | None:
+    """Return how many rows are added to 1, 2, ... 120 rows; None if this machine or torch has no such products."""
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(70, 65, generator=generator).half().float(), torch.randn(2 * _PERIOD, 65)
+    try:
+        pack = _packed(weight, None)
+    except RuntimeError:
+        return None
+
+    truth = torch.cat([_ops.linear_dynamic_fp16(part, pack) for part in rows.split(_SAMPLE)])
+    is_same = [torch.equal(_ops.linear_dynamic_fp16(rows[:count], pack), truth[:count]) for count in range(1, _PERIOD + 1)]
+    if not is_same[-1]:
+        return None
+    return [is_same[count:].index(True) for count in range(_PERIOD)]
