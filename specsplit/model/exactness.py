@@ -136,7 +136,9 @@ def _has_invariant_rows(product: Product, kind: ProductKind, dtype: torch.dtype)
 
 def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
     """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
-    is_small = sum(kind.num_outputs * kind.num_inputs for kind in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
+    is_small = (
+        sum(kind.num_outputs * kind.num_inputs for kind in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
+    )
     num_rows = min(_PROOF_ROWS if is_small else _FEW_PROOF_ROWS, runner.context)
     last = min(_LAST, num_rows)
     token_ids = torch.randint(runner.vocab_size, (num_rows,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specsplit.model import exactness, processor
+from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import packed_linear
 from specsplit.model.exactness import Provable, fingerprint, settle

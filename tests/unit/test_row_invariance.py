@@ -41,8 +41,7 @@ _folders = TemporaryDirectory()
 Case = tuple[str, str, bool]
 """Model, format, and whether the forward is recorded."""
 HALVES = "fp32, 16-bit weights"
-FORMATS = {"fp32": "fp32", HALVES: "fp32", "bf16": "bf16"}
-"""The dtype that each format computes in."""
+FORMATS = {"fp32": "fp32", HALVES: "fp32", "bf16": "bf16"}  # and the dtype that each computes in
 WIDE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -51,8 +50,6 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "head_dim": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 """Products that are cut in three, eight query heads to a key head, and heads of a large model's size."""
 MODELS = {**FAMILIES, "wide": lambda: tf.LlamaConfig(**WIDE)}
@@ -78,10 +75,9 @@ def config_of(family: str) -> Any:
 
 
 @cache
-def folder(family: str, *, has_half_weights: bool = False) -> Path:
-    dtype = torch.bfloat16 if has_half_weights else torch.float32
-    path = Path(_folders.name) / f"{family}-{dtype}"
-    return save_model(path, config_of(family), seed=3, with_tokenizer=False, dtype=dtype)
+def folder(family: str, form: str) -> Path:
+    dtype = torch.bfloat16 if form == HALVES else torch.float32
+    return save_model(Path(_folders.name) / family / form, config_of(family), 3, with_tokenizer=False, dtype=dtype)
 
 
 @cache
@@ -93,10 +89,8 @@ def ids() -> list[int]:
 def loaded(case: Case) -> tuple[Runner, Tensor]:
     """Return a runner, and the rows [LENGTH, V] of the text, which lies in the first slot, from one forward."""
     family, form, record = case
-    path = str(folder(family, has_half_weights=form == HALVES))
-    model = load_model(
-        path, role="target", dtype=FORMATS[form], max_sessions=3, context=LENGTH + 20, threads=1, record=record
-    )
+    path, dtype = str(folder(family, form)), FORMATS[form]
+    model = load_model(path, role="target", dtype=dtype, max_sessions=3, context=LENGTH + 20, threads=1, record=record)
     assert model.runner.is_recorded == record
     return model.runner, model.runner.forward([SequenceInput(TEXT, 0, ids(), num_logits=LENGTH)])[0].clone()
 
@@ -364,8 +358,7 @@ CUTS: list[tuple[str, str, tuple[int, ...], str]] = (
 def test_stages_have_the_bits_of_the_whole_model(family: str, form: str, bounds: tuple[int, ...], ends: str) -> None:
     """On two and three stages, with the model's ends on them or at the coordinator."""
     runner, truth = runner_of((family, form, True))
-    path = folder(family, has_half_weights=form == HALVES)
-    chain = Chain.load(path, 3, bounds, ends=ends, dtype=FORMATS[form], context=LENGTH + 20)
+    chain = Chain.load(folder(family, form), 3, bounds, ends=ends, dtype=FORMATS[form], context=LENGTH + 20)
     for stage in chain.stages:
         assert (stage.runner.exactness, stage.runner.numerics) == ("bits", runner.numerics)
     check_chain(chain, runner, truth)

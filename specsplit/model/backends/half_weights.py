@@ -1,7 +1,7 @@
 """Weights held in 16 bits and multiplied in fp32, by FBGEMM: half the bytes of a forward that computes in fp32.
 
-A checkpoint in bf16 or fp16 has no more bits than that, so nothing is rounded; a weight that fp16 cannot hold is left to
-oneDNN (packed_linear.py), whose products take five times as long to begin.
+A checkpoint in bf16 or fp16 has no more bits than that, so nothing is rounded; a weight that fp16 cannot hold is left
+to oneDNN (packed_linear.py), whose products take five times as long to begin.
 
 FBGEMM computes rows in blocks of up to six, and a block of one row in another order of sums. So rows are filled up to
 a number that is cut into longer blocks only: then a row has the same bits among any number of them.
@@ -27,7 +27,7 @@ _PERIOD = 120
 _SAMPLE = 6
 """Rows whose bits are the ones that all others are compared with."""
 _LARGEST_EXPONENT = 14
-"""Binary exponent of the largest weight after scaling; fp16 ends at 2^16, and holds 8 bits of a weight from 2^-17 on."""
+"""Binary exponent of the largest weight after scaling; fp16 ends at 2^16, and has 8 bits of a weight from 2^-17 on."""
 _PIECE = 1 << 18
 """Elements that are looked at in one go, which the caches hold."""
 _jit: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -35,7 +35,10 @@ _ops: Any = torch.ops.quantized
 
 
 def _half_product(
-    x: Tensor, fills: list[int], scale: float, pack: "torch.classes.quantized.LinearPackedParamsBase"
+    x: Tensor,
+    fills: list[int],
+    scale: float,
+    pack: torch.classes.quantized.LinearPackedParamsBase,  # pyright: ignore[reportInvalidTypeForm] - known to TorchScript
 ) -> Tensor:
     """Return the product; `fills[r - 1]` rows are added to r rows, modulo its length."""
     rows = x.reshape(-1, x.size(-1))
@@ -48,7 +51,9 @@ def _half_product(
         result = result[:num_rows]
     if scale != 1.0:
         result.mul_(scale)
-    return result.reshape(x.size()[:-1] + [result.size(-1)])
+    sizes = list(x.size())
+    sizes[-1] = result.size(-1)
+    return result.reshape(sizes)
 
 
 with warnings.catch_warnings():
@@ -117,7 +122,9 @@ def _fills() -> Sequence[int] | None:
         return None
 
     truth = torch.cat([_ops.linear_dynamic_fp16(part, pack) for part in rows.split(_SAMPLE)])
-    is_same = [torch.equal(_ops.linear_dynamic_fp16(rows[:count], pack), truth[:count]) for count in range(1, _PERIOD + 1)]
+    is_same = [
+        torch.equal(_ops.linear_dynamic_fp16(rows[:count], pack), truth[:count]) for count in range(1, _PERIOD + 1)
+    ]
     if not is_same[-1]:
         return None
     return [is_same[count:].index(True) for count in range(_PERIOD)]

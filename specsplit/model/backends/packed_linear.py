@@ -1,8 +1,8 @@
 """Linear layers in packed layouts: a few rows cost what one costs, and a row has the same bits among many.
 
-The layout is oneDNN's, or FBGEMM's for weights that fp16 holds exactly (half_weights.py). Products have at most `width` inputs; longer ones are cut along the inputs and added in order, since beyond some width
-oneDNN's order of sums follows the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its
-pack is there.
+The layout is oneDNN's, or FBGEMM's for weights that fp16 holds exactly (half_weights.py). Products have at most `width`
+inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
+the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its pack is there.
 
 Legend: N outputs, K inputs, R rows, X experts.
 """
@@ -106,7 +106,7 @@ with warnings.catch_warnings():
 
 
 class ProductKind(NamedTuple):
-    """What the order of a product's sums follows from."""
+    """All that the order of a product's sums follows from, on one machine."""
 
     num_outputs: int
     num_inputs: int
