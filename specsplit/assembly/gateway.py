@@ -50,11 +50,11 @@ class RunningGateway:
     def model_names(self) -> list[str]:
         return [model.name for model in self.gateway.models.ready]
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no new request, give those under way `grace_s` seconds to end, then end them."""
+    async def drain(self, grace_s: float) -> int:
+        """Take no new request, give those under way `grace_s` seconds to end, then end them; return how many."""
         self.gateway.is_draining = True
         servers = [self.server] if self.lmtp is None else [self.server, self.lmtp]
-        await asyncio.gather(*(server.drain(grace_s) for server in servers))
+        return sum(await asyncio.gather(*(server.drain(grace_s) for server in servers)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
@@ -14,7 +14,7 @@ from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
-from specsplit.model.source import check_source
+from specsplit.model.source import check_source, public_name
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
@@ -214,7 +214,8 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     )
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
-    return model
+    # From here on clients see the name, and where the files are is no business of theirs.
+    return replace(model, name=settings.served_name or public_name(source))
 
 
 def _available_cores() -> int:

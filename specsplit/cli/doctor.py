@@ -97,7 +97,7 @@ def _machine(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
 
     cpu = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    wants_cuda = "cuda" in (settings.target.device, settings.draft.device)
+    wants_cuda = any(device.startswith("cuda") for device in (settings.target.device, settings.draft.device))
     cuda = Check("cuda", bool(names) or not wants_cuda, ", ".join(names) or "no device")
     return [Check("cpu", True, cpu), cuda, *_models(settings, here)]
 

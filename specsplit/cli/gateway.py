@@ -40,8 +40,7 @@ def run(given: Mapping[str, Any]) -> int:
         return serving_gateway(settings, arguments, render.note)
 
     with tracing(given):
-        event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
-    return 0
+        return event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
 
 
 @contextmanager

@@ -105,7 +105,9 @@ DtypeOption = Annotated[
     Dtype | None,
     _option("--dtype", _MODELS, "Number format of the weights.", "the checkpoint's, or fp32 on a CPU without it"),
 ]
-DeviceOption = Annotated[DeviceName, _option("--device", _MODELS, "Where both models run.")]
+DeviceOption = Annotated[
+    DeviceName, _option("--device", _MODELS, "Where both models run: cpu, cuda or cuda:N.", metavar="D")
+]
 Threads = Annotated[
     str | None, _option("--threads", _MODELS, "CPU threads of each model.", "auto: what forwards gain from", "N")
 ]
@@ -133,7 +135,12 @@ DraftPatience = Annotated[
 ]
 
 Model = Annotated[str, _option("--model -m", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
-ServedDevice = Annotated[DeviceName, _option("--device", _MODELS, "Where the model runs.")]
+ServedDevice = Annotated[
+    DeviceName, _option("--device", _MODELS, "Where the model runs: cpu, cuda or cuda:N.", metavar="D")
+]
+ServedName = Annotated[
+    str | None, _option("--served-name", _SERVICES, "The model's name for clients.", "that of its folder", "NAME")
+]
 ServedThreads = Annotated[
     str | None, _option("--threads", _MODELS, "CPU threads of the model.", "auto: what forwards gain from", "N")
 ]

@@ -40,6 +40,8 @@ from specsplit.telemetry.setup import trace_to_file
 T = TypeVar("T")
 NOT_SETTINGS = ("config", "trace_file", "print_config", "parent")
 _PR_SET_PDEATHSIG = 1
+ANSWERS_CUT = 3
+"""Exit code of a drain that had to cut answers."""
 
 
 class Draining(Protocol):
@@ -48,7 +50,9 @@ class Draining(Protocol):
     @property
     def address(self) -> str: ...
 
-    async def drain(self, grace_s: float, /) -> None: ...
+    async def drain(self, grace_s: float, /) -> int:
+        """Give what is under way time to end, and return how many answers were cut."""
+        ...
 
 
 S = TypeVar("S", bound=Draining)
@@ -67,10 +71,8 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     check_listen(settings.listen)
     with tracing(given):
         if isinstance(settings, TargetSettings) and settings.is_cut:
-            _serve_chain(settings)
-        else:
-            _serve_model(role, settings)
-    return 0
+            return _serve_chain(settings)
+        return _serve_model(role, settings)
 
 
 def end_with_parent(given: Mapping[str, Any]) -> None:
@@ -85,7 +87,7 @@ def end_with_parent(given: Mapping[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def _serve_model(role: Role, settings: WorkerSettings) -> None:
+def _serve_model(role: Role, settings: WorkerSettings) -> int:
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress)
     # The model lives as long as the process, so the garbage collector need not look at its objects again.
@@ -93,10 +95,10 @@ def _serve_model(role: Role, settings: WorkerSettings) -> None:
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}
-    event_loop.run(serve_until_signal(lambda: serving(model, settings), lambda _: ready, settings.drain))
+    return event_loop.run(serve_until_signal(lambda: serving(model, settings), lambda _: ready, settings.drain))
 
 
-def _serve_chain(settings: TargetSettings) -> None:
+def _serve_chain(settings: TargetSettings) -> int:
     check_source(settings.model, "target")
     from specsplit.stages.serve import load_coordinator, serving_chain
 
@@ -105,7 +107,7 @@ def _serve_chain(settings: TargetSettings) -> None:
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
     opening = partial(serving_chain, coordinator, settings, render.note)
-    event_loop.run(serve_until_signal(opening, lambda _: ready, settings.drain))
+    return event_loop.run(serve_until_signal(opening, lambda _: ready, settings.drain))
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -139,8 +141,10 @@ def terminable() -> Generator[None]:
 
 async def serve_until_signal(
     opening: Callable[[], AbstractAsyncContextManager[S]], describe: Callable[[S], Mapping[str, Any]], drain_s: float
-) -> None:
+) -> int:
     """Open the server with `opening`, print a line with its address and description, and drain at the first signal.
+
+    The exit code is returned: 0, or ANSWERS_CUT if the time was too short for some.
 
     A signal that comes before the server is open ends the opening, and nothing is printed.
     """
@@ -148,7 +152,7 @@ async def serve_until_signal(
     async with AsyncExitStack() as stack:
         server = await stop.unless_signalled(stack.enter_async_context(opening()))
         if server is None:
-            return
+            return 0
         ready = describe(server)
         line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
         # Printed only now, so whoever started us may connect as soon as the line is there.
@@ -156,7 +160,10 @@ async def serve_until_signal(
         sys.stdout.flush()
         await stop.wait()
         render.note(f"Draining for up to {drain_s:g} s; a second signal ends at once.")
-        await server.drain(drain_s)
+        num_cut = await server.drain(drain_s)
+        if num_cut:
+            render.note(f"{num_cut} answers were cut, which were not done after {drain_s:g} s; a longer --drain helps.")
+        return ANSWERS_CUT if num_cut else 0
 
 
 class _Stop:

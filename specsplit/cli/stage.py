@@ -36,5 +36,6 @@ def run(given: Mapping[str, Any]) -> int:
             shard = load_stage(settings)
         gc.freeze()  # what lives as long as the process need not be looked at again
         ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
-        event_loop.run(serve_until_signal(lambda: serving_stage(shard, settings), lambda _: ready, settings.drain))
-    return 0
+        return event_loop.run(
+            serve_until_signal(lambda: serving_stage(shard, settings), lambda _: ready, settings.drain)
+        )

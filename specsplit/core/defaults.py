@@ -8,7 +8,8 @@ Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
 DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 """Modes that ask no draft."""
 Dtype = Literal["fp32", "bf16", "fp16"]
-DeviceName = Literal["cpu", "cuda"]
+DeviceName = str
+"""cpu, cuda, or cuda:N for one of several."""
 Role = Literal["draft", "target"]
 PrefixReuse = Literal["off", "caller", "all"]
 """Whose rows a session may begin with, if they are of the same first tokens."""

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
-from specsplit.core.defaults import EMBEDDED, DeviceName, Dtype, EndsAt, Mode, PrefixReuse
+from specsplit.core.defaults import EMBEDDED, Dtype, EndsAt, Mode, PrefixReuse
 from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams
 
 
@@ -80,8 +80,16 @@ def _layer_range(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value) is None:
+        raise ValueError("must be cpu, cuda, or cuda:N for one of several")
+    return value
+
+
 _MAX_PORT = 65535
+Device = Annotated[str, AfterValidator(_device)]
 ModelSource = Annotated[str, Field(min_length=1)]
+ServedName = Annotated[str, Field(pattern=r"^[\w.:/@+-]{1,128}$")]
 Positive = Annotated[int, Field(ge=1)]
 Threads = Annotated[Positive | None, BeforeValidator(_threads)]
 """None lets the model's own forwards decide."""
@@ -109,9 +117,11 @@ class WorkerSettings(_Frozen):
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     """Port 0 picks a free one."""
     dtype: Dtype | None = None
-    device: DeviceName = defaults.DEVICE
+    device: Device = defaults.DEVICE
     threads: Threads = None
     context: Context | None = None
+    served_name: ServedName | None = None
+    """The name that clients see; by default the hub id, or the name of the model's folder without its path."""
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
     queue: NotNegative | None = None
@@ -160,7 +170,7 @@ class StageSettings(_Frozen):
     """Addresses at which it may dial the stage that follows it, beside those of the coordinator's own host."""
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     dtype: Dtype | None = None
-    device: DeviceName = defaults.DEVICE
+    device: Device = defaults.DEVICE
     threads: Positive | None = None
     context: Context | None = None
     sessions: Positive = defaults.SERVED_SESSIONS

@@ -94,13 +94,15 @@ class HttpServer:
         """Address as HOST:PORT, with the port that was bound."""
         self._server, self._running = server, running
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no new connection, give requests under way `grace_s` seconds to end, then end them."""
+    async def drain(self, grace_s: float) -> int:
+        """Take no new connection, give requests under way `grace_s` seconds to end, then end them; return how many."""
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
         self._server.should_exit = True
         await asyncio.wait({self._running})
+        num_cut = len(self._server.server_state.tasks)
         if tasks := self._server.server_state.tasks:  # cancelled by now; they tell their clients so
             await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
+        return num_cut
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
@@ -216,10 +217,16 @@ def _weights_hash(path: str, name: str) -> str:
 
 def as_device(device: str) -> torch.device:
     """Return the device of a setting, if this machine has it."""
-    if device == "cuda" and not torch.cuda.is_available():
+    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", device)
+    if match is None:
+        raise InvalidRequest(f"device must be cpu, cuda or cuda:N, not {device}.", param="device")
+    if device == "cpu":
+        return torch.device(device)
+    if not torch.cuda.is_available():
         raise DeviceUnavailable("No CUDA device is available here; use --device cpu.")
-    if device not in ("cpu", "cuda"):
-        raise InvalidRequest(f"device must be cpu or cuda, not {device}.", param="device")
+    number, count = int(match[1] or 0), torch.cuda.device_count()
+    if number >= count:
+        raise DeviceUnavailable(f"There is no device {device} here, only cuda:0 to cuda:{count - 1}.")
     return torch.device(device)
 
 

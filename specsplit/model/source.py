@@ -56,6 +56,12 @@ def resolve(source: str, role: str) -> tuple[str, str]:
     return _folder(source) if looks_local else _on_hub(source)
 
 
+def public_name(source: str) -> str:
+    """Return the name by which clients may know a model: a hub id, or a folder without the path to it."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if folder.is_dir() and source != EMBEDDED else source
+
+
 def _folder(source: str) -> tuple[str, str]:
     folder = expanded(source)
     if folder.is_file():

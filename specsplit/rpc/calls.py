@@ -31,6 +31,8 @@ from specsplit.rpc.codec import (
 )
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 
+MAX_NUMBER = 1 << 31
+"""Largest number of a node that a client may say it knows."""
 ANY_ID = 1 << 32
 """Size of a vocabulary that has every id which a message can carry."""
 M = TypeVar("M", bound=Message)
@@ -112,6 +114,8 @@ def decode_drafts_request(message: draft_pb2.GenerateDraftsRequest) -> tuple[Tur
         value: int = getattr(limits, name)
         require(value <= MAX_NODES, name, f"{name} must be at most {MAX_NODES}, not {value}.")
     budget = Budget(limits.max_new_nodes, limits.max_depth, limits.max_branching)
+    # The nodes of the answer are numbered above it, and their numbers have to fit a message, too.
+    require(message.known_nodes <= MAX_NUMBER, "known_nodes", f"known_nodes must be at most {MAX_NUMBER}.")
     return decode_turn(message.turn), message.known_nodes, budget
 
 

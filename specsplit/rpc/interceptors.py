@@ -37,6 +37,8 @@ _OF_ROUNDS = {
     "/specsplit.v1.TargetService/Rounds": "VerifyDrafts",
 }
 """Streams of rounds, and the call that each of their messages stands for."""
+ANSWERS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "Score", "GetTokenizer"})
+"""Methods whose calls a drain gives time; it says how many it had to cut."""
 SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession", "Stats"})
 """Methods that a draining worker still answers: those of its open sessions, and what shows how many are left."""
 
@@ -56,6 +58,8 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._answered: frozenset[str] | None = None
         """Methods that are not refused while the server drains; None while it does not drain."""
         self._num_running = 0
+        self.num_answers = 0
+        """Calls under way that somebody waits for the answer of: those of ANSWERS."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending_rounds = asyncio.Event()
@@ -203,7 +207,9 @@ class Boundary(grpc.aio.ServerInterceptor):
         self, serve: Callable[[], Awaitable[T]], num_bytes: int, name: str, metadata: Metadata, limit_s: float | None
     ) -> T | Status:
         """Run one call or round within the budget of bytes and the time limit; count and trace it."""
+        is_answer = name in ANSWERS
         self._num_running += 1
+        self.num_answers += is_answer
         self._idle.clear()
         has_room = self._budget.take(num_bytes)
         try:
@@ -212,6 +218,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             if has_room:
                 self._budget.give_back(num_bytes)
             self._num_running -= 1
+            self.num_answers -= is_answer
             if not self._num_running:
                 self._idle.set()
 

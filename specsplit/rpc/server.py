@@ -102,10 +102,10 @@ class Server:
             self._last_health[name] = status
             await self._health.set(name, status)
 
-    async def drain(self, grace_s: float = 10.0) -> None:
-        """Open no new session, give open ones `grace_s` seconds to end, then stop; doing so again does no harm.
+    async def drain(self, grace_s: float = 10.0) -> int:
+        """Open no new session, give open ones `grace_s` seconds to end, then stop; return how many answers were cut.
 
-        A coordinator has that time to move its sessions from this stage to another one.
+        A coordinator has that time to move its sessions from this stage to another one. Doing so again does no harm.
         """
         end_s = asyncio.get_running_loop().time() + grace_s
         self._is_draining = True
@@ -119,9 +119,11 @@ class Server:
         await self._wait_sessions(end_s)
         self._boundary.refuse()
         is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
+        num_cut = self._boundary.num_answers
         self._boundary.end_rounds()
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)
+        return num_cut
 
     async def _wait_sessions(self, end_s: float) -> None:
         """Wait until no session is open, at most until `end_s`."""

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
@@ -30,6 +30,7 @@ from specsplit.core.exactness import shown_exactness
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.source import public_name
 from specsplit.stages.planner import even_ranges
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ RECONNECT_S = 2.5
 LOOK_S = 1.0
 """Period at which a coordinator looks whether its chain is whole."""
 TAKEN_S = 10.0
-"""A target whose stages another coordinator has had for so long is not live: its own restart tells whoever looks."""
 _AT_ONCE_S = 0.02
-"""A packet that takes a stage less is computed on its event loop; health checks and pings can wait so long."""
+"""A packet that takes a stage less is computed on its event loop: health checks can wait so long."""
 _log = logging.getLogger(__name__)
 _PAUSES_S = (0.1, 2.0)
 """Pauses between two tries to connect a chain: the first, and the longest."""
@@ -80,7 +80,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
 
     layers = settings.layer_range
     assert layers is not None, "the command asks for layers"
-    return load_shard(
+    shard = load_shard(
         settings.model,
         stage_spec(layers, num_layers_of(settings.model), settings.ends, settings.model),
         ShardOptions(
@@ -91,6 +91,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
             threads=settings.threads,
         ),
     )
+    return replace(shard, name=public_name(settings.model))
 
 
 def stage_spec(layers: range, num_layers: int, ends: EndsAt, name: str) -> ShardSpec:
@@ -150,6 +151,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     )
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
+    model = replace(model, name=settings.served_name or public_name(settings.model))
     ends = None
     if settings.ends == "coordinator":
         embedding, head = load_ends(
@@ -387,13 +389,11 @@ async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _ChainLog, 
     It stays live without a stage that is away, since a restart would bring none back; but not where another coordinator
     or another model has a stage's place for TAKEN_S, which does not end by itself.
     """
-    loop = asyncio.get_running_loop()
-    taken_s: float | None = None
+    loop, taken_s = asyncio.get_running_loop(), None
     while True:
         await link.look()
         incidents.write_new()
         taken_s = (taken_s or loop.time()) if isinstance(link.trouble, PeerMismatch) else None
         is_live = engine.is_alive and (taken_s is None or loop.time() - taken_s < TAKEN_S)
-        is_ready = link.trouble is None and engine.is_well
-        await server.tell_health(is_ready=is_ready, is_live=is_live)
+        await server.tell_health(is_ready=link.trouble is None and engine.is_well, is_live=is_live)
         await asyncio.sleep(LOOK_S)

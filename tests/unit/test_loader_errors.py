@@ -288,7 +288,10 @@ def test_what_is_wrong_with_a_hub_model_is_not_put_down_to_the_hub(cached: Path)
 def test_a_device_that_is_not_here_is_named(sound: Path) -> None:
     if not torch.cuda.is_available():
         refusal(sound, DeviceUnavailable, "No CUDA device is available here; use --device cpu", device="cuda")
-    refusal(sound, InvalidRequest, "device must be cpu or cuda, not tpu", device="tpu")
+        refusal(sound, DeviceUnavailable, "No CUDA device is available here; use --device cpu", device="cuda:1")
+    else:
+        refusal(sound, DeviceUnavailable, "There is no device cuda:99 here, only cuda:0 to", device="cuda:99")
+    refusal(sound, InvalidRequest, "device must be cpu, cuda or cuda:N, not tpu", device="tpu")
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones(sound: Path) -> None:

@@ -136,7 +136,7 @@ def resent(message: Any) -> Any:
     return calls.parse(type(message), message.SerializeToString())
 
 
-@given(turns, uint32, budgets)
+@given(turns, st.integers(0, calls.MAX_NUMBER), budgets)
 def test_what_a_draft_is_asked_arrives_whole(turn: Turn, known_nodes: int, budget: Budget):
     request = resent(calls.encode_drafts_request(turn, known_nodes, budget))
     assert calls.decode_drafts_request(request) == (turn, known_nodes, budget)

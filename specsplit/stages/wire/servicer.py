@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import (
     CorruptPacket,
+    DeadlineExceeded,
     InvalidPacket,
     InvalidRequest,
     SpecSplitError,
@@ -40,6 +41,7 @@ STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _METHODS = frozenset(method.name for method in stage_pb2.DESCRIPTOR.services_by_name["StageService"].methods)
 GRACE_S = 10.0
 HELLO_S = 2.0
+PIECE_S = 10.0
 MAX_STAGES = 1024
 _MAX_COORDINATOR = 64
 M = TypeVar("M", bound=Message)
@@ -194,7 +196,7 @@ class StageService:
         tenancy = self._tenancy
         content, chain, refused, is_first = bytearray(), ChainId("", 0), None, True
         # Read to the end even what is refused: gRPC may lose the reason of a call that is cut while the other writes.
-        async for data in requests:
+        async for data in _timely(requests):
             if refused is None:
                 try:
                     piece = self._checked(data, len(content), is_first=is_first)
@@ -253,6 +255,23 @@ async def _hello(requests: AsyncIterator[bytes]) -> stage_pb2.Hello:
     if frame.WhichOneof("other") != "hello" or frame.hello.role not in (_COORDINATOR, _PREVIOUS):
         raise InvalidRequest("A stream between stages begins with who opens it.", param="hello")
     return frame.hello
+
+
+async def _timely(requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield a slot's pieces, each of which has to come within PIECE_S.
+
+    Raises:
+        DeadlineExceeded: one does not.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(PIECE_S):
+                data = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"No piece of the slot came within {PIECE_S:g} s.") from None
+        if data is None:
+            return
+        yield data
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

@@ -1,0 +1,121 @@
+"""Workers that say how they end, where their model is for nobody else, and that no odd request upsets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from specsplit.assembly.models import load_worker
+from specsplit.cli.serve import ANSWERS_CUT, serve_until_signal
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, InvalidSettings
+from specsplit.core.sections import DraftSettings
+from specsplit.core.settings import load_settings
+from specsplit.core.types import Budget
+from specsplit.model.source import public_name
+from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.server import Server, serving
+from specsplit.rpc.servicers import DraftService, TargetService
+from specsplit.stages.wire import servicer
+from tests.contract.session_contract import Script
+from tests.contract.verifier_contract import without_tree
+from tests.support.fakes import FakeDraft, FakeTarget, Faults
+from tests.support.processes import ROOT
+from tests.support.remote_chains import served
+from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
+from tests.support.small_target import shards
+from tests.support.stage_processes import EMBEDDED_TARGET
+
+Capture = pytest.CaptureFixture[str]
+
+
+async def test_nodes_that_no_message_can_number_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(LOOPBACK, [DraftService(FakeDraft())]) as server, drafter_at(server) as draft:
+        with pytest.raises(InvalidRequest, match="known_nodes must be at most") as refused:
+            await draft.propose(Script().first(), (1 << 32) - 1, Budget(4, 4, 1))
+        assert refused.value.param == "known_nodes"
+    assert caplog.text == "", "no traceback for what a caller did wrong"
+
+
+async def test_a_slot_that_never_comes_holds_up_no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "PIECE_S", 0.05)
+    async with served([shards(bounds=()).stages[0]]) as hosts:
+        channel = WorkerChannel(hosts[0].address, "The stage")
+        stream = channel.duplex("/specsplit.v1.StageService/ImportKV")
+        with pytest.raises(DeadlineExceeded, match="No piece of the slot came"):
+            await stream.read()
+        await wait_until(lambda: hosts[0].server.num_running == 0)
+        await channel.aclose()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capture) -> None:
+    gate, served_here = asyncio.Event(), asyncio.get_running_loop().create_future()
+    target = FakeTarget(Faults(gate=gate))
+
+    @asynccontextmanager
+    async def opening() -> AsyncIterator[Server]:
+        async with serving(LOOPBACK, [TargetService(target)]) as server:
+            served_here.set_result(server.address)
+            yield server
+
+    ending = asyncio.create_task(serve_until_signal(opening, lambda _: {"role": "target"}, 0.2 if is_cut else 30.0))
+    async with verifier_at(await served_here) as verifier:
+        turn = Script().first()
+        answer = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: target.num_under_way == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not is_cut:
+            gate.set()
+        await asyncio.wait({answer})
+        assert (answer.exception() is not None) == is_cut
+    assert await ending == (ANSWERS_CUT if is_cut else 0)
+    assert ("1 answers were cut" in capfd.readouterr().err) == is_cut
+
+
+def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    assert public_name(str(tmp_path / "plain")) == "plain"
+    assert (public_name("Qwen/Qwen3-0.6B"), public_name("embedded")) == ("Qwen/Qwen3-0.6B", "embedded")
+    settings = {"model": str(EMBEDDED_TARGET), "context": 64, "sessions": 1, "threads": 1}
+    assert load_worker("draft", DraftSettings.model_validate(settings)).identity.model == "target"
+    named = DraftSettings.model_validate(settings | {"served_name": "our/model-1"})
+    assert load_worker("draft", named).identity.model == "our/model-1"
+    with pytest.raises(InvalidSettings):
+        load_settings({"served_name": "\x1b[2J"}, purpose="target")
+
+
+def test_users_of_the_python_face_see_no_lines_of_grpc() -> None:
+    code = """
+import asyncio
+from specsplit.core.errors import WorkerUnreachable
+from specsplit.rpc.clients import RemoteVerifier
+
+async def main():
+    target = RemoteVerifier("127.0.0.1:1")
+    try:
+        await target.ping()
+    except WorkerUnreachable:
+        await target.aclose()
+
+asyncio.run(main())
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
+
+
+def test_one_of_several_devices_can_be_named() -> None:
+    assert load_settings({"device": "cuda:1"}).settings.target.device == "cuda:1"
+    for wrong in ("cuda:", "cuda:x", "gpu", "cuda:-1", "cpu:0"):
+        with pytest.raises(InvalidSettings, match="cuda:N"):
+            load_settings({"device": wrong})
