@@ -19,10 +19,11 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity, Turn, WorkerLoad
 from specsplit.rpc import calls, codec
-from specsplit.rpc.auth import SessionOwners
+from specsplit.rpc.auth import SessionOwners, current_peer
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.shares import CallShare
 from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
 from specsplit.rpc.worker_statistics import encode_statistics
@@ -32,6 +33,8 @@ from specsplit.telemetry.statistics import WorkerStatistics
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 VERSION = version("specsplit")
+SCORE_SLOTS = 2
+"""One of so many slots may be taken by scores."""
 
 M = TypeVar("M", bound=Message)
 
@@ -163,6 +166,9 @@ class TargetService(WorkerService):
     ) -> None:
         super().__init__(verifier, num_sessions, front)
         self._verifier = verifier
+        # A score takes a slot for its time, and generation shall find one.
+        num_slots = front.load.num_slots if front is not None else 0
+        self._scores = CallShare(max(1, num_slots // SCORE_SLOTS))
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         return {
@@ -180,7 +186,9 @@ class TargetService(WorkerService):
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
     async def _score(self, request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
-        scores = await self._verifier.score(*calls.decode_score_request(request))
+        asked = calls.decode_score_request(request)
+        async with self._scores.taken(current_peer().name):
+            scores = await self._verifier.score(*asked)
         return calls.encode_scores(scores, spans.current_span_id())
 
     async def _get_tokenizer(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
