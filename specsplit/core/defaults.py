@@ -9,7 +9,6 @@ DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 """Modes that ask no draft."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceName = str
-"""cpu, cuda, or cuda:N for one of several."""
 Role = Literal["draft", "target"]
 PrefixReuse = Literal["off", "caller", "all"]
 """Whose rows a session may begin with, if they are of the same first tokens."""

@@ -121,7 +121,6 @@ class WorkerSettings(_Frozen):
     threads: Threads = None
     context: Context | None = None
     served_name: ServedName | None = None
-    """The name that clients see; by default the hub id, or the name of the model's folder without its path."""
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
     queue: NotNegative | None = None
@@ -167,7 +166,6 @@ class StageSettings(_Frozen):
     ends: EndsAt = defaults.ENDS
     """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
     next: Addresses = ()
-    """Addresses at which it may dial the stage that follows it, beside those of the coordinator's own host."""
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
     dtype: Dtype | None = None
     device: Device = defaults.DEVICE

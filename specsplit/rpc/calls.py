@@ -183,6 +183,7 @@ def check_verdict(verdict: Verdict, turn: Turn, proposal: Proposal) -> None:
         InvalidRequest: a path that the tree does not have, other tokens than its nodes', or another length of the slot.
     """
     accepted = verdict.accepted
+    # A path begins at a child of the root, and each node's parent is the one before it.
     nodes = [number - proposal.first_node for number in accepted]
     is_path = [proposal.parents[node] for node in nodes] == [ROOT, *accepted][: len(nodes)]
     require(is_path, "accepted", "The verdict accepts nodes that are no path.")

@@ -29,6 +29,7 @@ class CallShare:
         Raises:
             NoFreeSlot: too many of the caller's calls wait already.
         """
+        # Whoever waits is given a turn before it is counted as free, so nobody who comes meanwhile overtakes.
         if self._num_running < self._limit:
             self._num_running += 1
         else:

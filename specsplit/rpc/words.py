@@ -21,6 +21,7 @@ def clean_words(words: str, limit: int = MAX_WORDS) -> str:
     """Return a peer's words on one line of at most `limit` characters; what could drive a terminal is spelled out."""
     # Cut first, so that no time is spent on what nobody will see; line ends and other blanks become one space each.
     line = " ".join(words[: limit + 1].split())
+    # What is spelled out takes more room, so the limit is applied once more.
     shown = "".join(map(_shown, line))
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}\N{HORIZONTAL ELLIPSIS}"
 

@@ -52,6 +52,7 @@ class NextAddresses:
         Raises:
             InvalidRequest: it may not, or it is malformed; nothing was looked up or dialled.
         """
+        # Names are compared as they are spelled: to resolve one would already tell the caller something.
         host, _ = parse_address(address)
         is_near = is_loopback(caller.host) if is_loopback(host) else bool(caller.host) and host == caller.host
         if not (caller.is_authenticated or is_near) and _canonical(address) not in self._named:

@@ -90,6 +90,7 @@ class Tenancy:
                 if not kept:
                     await self._stage.reset()
                 await self._stage.place(request.index, request.num_stages)
+            # Whoever configured the stage last owns it, also while no stream is open yet.
             self._owner = claim
             self.position = PipelineStage(self._stage, self.watch, chain, request.index, request.next_address)
             self.start_grace(self.grace_s)
