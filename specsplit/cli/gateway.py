@@ -11,7 +11,7 @@ from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, tracing
-from specsplit.core.errors import MissingExtra
+from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def run(given: Mapping[str, Any]) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
+    given = _with_model(given)
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
     if given.get("print_config"):
@@ -33,6 +34,7 @@ def run(given: Mapping[str, Any]) -> int:
     check_listen(settings.gateway.http)
     if settings.gateway.lmtp is not None:
         check_listen(settings.gateway.lmtp)
+    # Before workers are started: theirs would be the same complaint, seconds later and twice.
     check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
@@ -41,6 +43,21 @@ def run(given: Mapping[str, Any]) -> int:
 
     with tracing(given):
         return event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
+
+
+def _with_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with a model that stands alone as the option that it stands for.
+
+    Raises:
+        InvalidSettings: there are both.
+    """
+    options = dict(given)
+    model = options.pop("served_model", None)
+    if model is None:
+        return options
+    if "target_model" in options:
+        raise InvalidSettings("The model stands twice, alone and behind --target-model; leave one out.")
+    return {**options, "target_model": model}
 
 
 @contextmanager

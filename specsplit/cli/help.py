@@ -26,6 +26,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; an option that is not usual is left out unless all were asked for."""
         if not ctx.meta.get(_ALL):
+            # Hidden only for this print: completion offers the other options as well.
             for param in self.params:
                 if isinstance(param, TyperOption) and param.name not in USUAL:
                     param.hidden = True

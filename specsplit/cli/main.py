@@ -163,6 +163,7 @@ def target(
 @app.command(cls=Command, epilog=examples.GATEWAY)
 def serve(
     ctx: typer.Context,
+    served_model: options.ServedModel = None,
     http: options.Http = defaults.HTTP,
     lmtp: options.Lmtp = None,
     log_messages: options.LogMessages = None,

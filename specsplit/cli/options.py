@@ -32,6 +32,10 @@ Text = Annotated[
     str | None,
     typer.Argument(help="Text to continue; without one, standard input.", metavar="PROMPT", show_default=False),
 ]
+ServedModel = Annotated[
+    str | None,
+    typer.Argument(help="Model to serve, as --target-model names it.", metavar="MODEL", show_default=False),
+]
 Prompt = Annotated[str | None, _option("--prompt -p", _PROMPT, "The same, as an option.", "none", "TEXT")]
 PromptFile = Annotated[
     str | None,

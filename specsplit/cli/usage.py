@@ -13,6 +13,22 @@ from specsplit.core.complaints import complaint
 _QUOTED_OPTION = re.compile(r"'(-[^' ]+)'")
 _CHOICE = re.compile(r"'(?P<given>.*)' is not one of (?P<choices>.*?)\.?$", re.DOTALL)
 
+_UNKNOWN = re.compile(r"No such option: (?P<name>-[\w-]+)")
+_OURS = {
+    **dict.fromkeys(("--host", "--port"), "--http HOST:PORT of serve, --listen HOST:PORT of a worker"),
+    **dict.fromkeys(("--max-model-len", "--ctx-size"), "--context"),
+    **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
+    **dict.fromkeys(("--model", "--hf-repo"), "--target-model"),
+    **dict.fromkeys(("--speculative-config", "--speculative-model", "--model-draft"), "--draft-model"),
+    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers"), "--device cuda"),
+    **dict.fromkeys(("--max-num-seqs", "--parallel"), "--sessions"),
+    "--api-key": "--api-key-file FILE (specsplit keys new makes a key)",
+    "--temp": "--temperature",
+    "--file": "--prompt-file",
+    "--tensor-parallel-size": "target --stages, which cuts a model by layers",
+}
+"""Our names for what vLLM, llama.cpp and mlx-lm call otherwise."""
+
 
 def usage_sentence(error: Exception) -> str | None:
     """Return one sentence for an error of the parser; None for any other error."""
@@ -21,9 +37,14 @@ def usage_sentence(error: Exception) -> str | None:
     if message is None:
         return None
     said = sentence(message())
+    # An error about one option names it; one about the whole line, such as an unknown option, has none.
     param: Any = getattr(error, "param", None)
     if param is not None:
         said = f"{_shown(param)} {_rule(error, said)}."
+    unknown = _UNKNOWN.search(said)
+    # The parser's own guess is the nearest spelling, which for a word of another program means something else.
+    if unknown is not None and unknown["name"] in _OURS:
+        said = f"{unknown[0]}; here it is {_OURS[unknown['name']]}."
     plain = _QUOTED_OPTION.sub(r"\1", said)
     return f"{plain} See --help."
 

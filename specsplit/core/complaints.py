@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -42,13 +42,10 @@ def complaint(error: ValidationError, text: Callable[[object], str] = repr) -> s
 def _rule(details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind == "literal_error":
-        return f"must be {_choices(context)}"
+        # pydantic lists the choices as "'a', 'b' or 'c'".
+        return f"must be {str(context['expected']).replace(chr(39), '')}"
+    # Bounds of a float are floats: 1.0 is what a user would write as 1.
     if kind in _RULES:
         shown = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
         return _RULES[kind].format(**shown)
     return next((words for start, words in _KINDS if kind.startswith(start)), details["msg"])
-
-
-def _choices(context: dict[str, Any]) -> str:
-    """Return pydantic's "'a', 'b' or 'c'" without its quotes."""
-    return str(context["expected"]).replace("'", "")

@@ -52,6 +52,7 @@ def resolve(source: str, role: str) -> tuple[str, str]:
             f"{source} is a GGUF file, and models are read from safetensors: name the folder or hub id of the model "
             "that it was made from."
         )
+    # A hub id has one slash at most and begins with a letter or a digit.
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
     return _folder(source) if looks_local else _on_hub(source)
 

@@ -66,6 +66,8 @@ def test_the_version_has_a_short_form(option: str, shown: str, capsys: Capture):
         (["orchestrate", "--temprature", "1"], "No such option: --temprature (Possible options: "),
         (["orchestrate", "a", "b"], "Got unexpected extra argument(s) (b)."),
         (["keys", "new"], "NAME is missing."),
+        (["serve", "--port", "8000"], "No such option: --port; here it is --http HOST:PORT of serve"),
+        (["orchestrate", "a", "--temp", "1"], "No such option: --temp; here it is --temperature."),
         (["draft-vocab"], "--corpus is missing."),
     ],
 )
@@ -88,3 +90,10 @@ def test_a_shell_completes_commands_and_options(
     with pytest.raises(SystemExit, match="0"):
         main([])
     assert capsys.readouterr().out.split() == [offered]
+
+
+def test_the_model_that_serve_serves_may_stand_alone(capsys: Capture):
+    assert main(["serve", "./model", "--print-config"]) == 0
+    assert re.search(r'^model = "./model" +# command line$', capsys.readouterr().out, flags=re.MULTILINE)
+    assert main(["serve", "./model", "-m", "./other"]) == 2
+    assert "The model stands twice" in capsys.readouterr().err
