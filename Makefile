@@ -20,7 +20,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel fuzz clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -80,6 +80,9 @@ browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser
 wheel: $(TOOLS)  ## Build dist/*.whl and dist/*.tar.gz, and check that the wheel works where nothing else of ours is
 	rm -rf dist
 	$(BIN)/python -m tools.wheel dist
+
+fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each time (not part of CI)
+	SPECSPLIT_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

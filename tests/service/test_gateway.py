@@ -26,7 +26,10 @@ from tests.support.http_fuzz import fuzzed_request
 from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
-NUM_FUZZED = 5_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300
+NUM_FUZZED = int(
+    os.environ.get("SPECSPLIT_NUM_FUZZED") or (5_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300)
+)
+"""`make fuzz` sends 50,000."""
 
 
 @pytest.fixture(scope="module")

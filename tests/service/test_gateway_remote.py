@@ -86,7 +86,7 @@ def counted(client: httpx.Client, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(("prompt", "phase"), [("x = 1\n", "running"), ("x = 1\n" * 900, "waiting")])
+@pytest.mark.parametrize(("prompt", "phase"), [("x = 1\n", "running"), ("x = 1\n" * 700, "waiting")])
 def test_a_client_that_leaves_frees_its_slot(
     gateway: GatewayProcess, client: httpx.Client, *, stream: bool, prompt: str, phase: str
 ) -> None:
