@@ -20,7 +20,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel fuzz clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -81,11 +81,14 @@ wheel: $(TOOLS)  ## Build dist/*.whl and dist/*.tar.gz, and check that the wheel
 	rm -rf dist
 	$(BIN)/python -m tools.wheel dist
 
+client-test: $(TOOLS)  ## Run lm-eval, LangChain, LlamaIndex, guidellm and AIPerf on a gateway (installs them; not part of CI)
+	$(BIN)/python -m pytest -q tests/clients
+
 fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each time (not part of CI)
 	SPECSPLIT_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
 
 clean:  ## Remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find specsplit tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNS): pyproject.toml constraints.txt
