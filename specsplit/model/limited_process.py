@@ -29,6 +29,7 @@ its own start; this is for a machine that has other work to do, and for a proces
 MAX_ANSWER_BYTES = 64 << 20
 _EXIT_S = 1.0
 """Time from the end of its connection to that of the process."""
+_MAX_REASON = 200
 HEAD = struct.Struct(">I")
 """The length of a message, in front of it."""
 
@@ -86,6 +87,12 @@ class LimitedProcess:
         running, self._running = self._running, None
         if running is not None:
             running.close()
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's words on one line, without characters that would drive a terminal."""
+    words = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+    return words[:_MAX_REASON].rstrip(".") or type(error).__name__
 
 
 class Refused(Exception):

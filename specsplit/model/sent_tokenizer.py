@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from specsplit.core.errors import ModelDamaged
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused
+from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused, reason_of
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.tokenizer_cache import store_tokenizer
 
@@ -81,8 +81,7 @@ def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = C
         # Over a bad file, transformers raises whatever it likes, and a panic of the tokenizers library is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise ModelDamaged(f"The tokenizer that the target sent cannot be read ({reason}).") from error
+        raise ModelDamaged(f"The tokenizer that the target sent cannot be read ({reason_of(error)}).") from error
 
 
 def _check_decoder(decoder: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import ChatMessage
 from specsplit.model.chat_template import ChatTemplate, ControlTokens
-from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused
+from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused, reason_of
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 62
@@ -203,11 +203,7 @@ def _no_panic() -> Generator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ModelDamaged(f"The model's tokenizer fails on this text ({_one_line(error)}).") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")
+        raise ModelDamaged(f"The model's tokenizer fails on this text ({reason_of(error)}).") from None
 
 
 @contextmanager

@@ -14,13 +14,12 @@ import socket
 from collections.abc import Sequence
 from typing import Any, cast
 
-from specsplit.model.limited_process import HEAD, MAX_ANSWER_BYTES
+from specsplit.model.limited_process import HEAD, MAX_ANSWER_BYTES, reason_of
 
 MEMORY_BYTES = 2 << 30
 """Largest address space. Chosen: the tokenizers of 262,144 tokens take a third of it."""
 MAX_TEXT = 16 << 20
 """Longest text that a chat template may make, in characters."""
-_MAX_REASON = 200
 
 
 class TooMuch(Exception):
@@ -91,8 +90,7 @@ def answer_to(work: Work, request: dict[str, Any]) -> dict[str, Any]:
     except TooMuch:
         return {"over": "its text is too long"}
     except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers library is no Exception
-        words = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
-        return {"refused": words[:_MAX_REASON].rstrip(".") or type(error).__name__}
+        return {"refused": reason_of(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
