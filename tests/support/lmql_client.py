@@ -13,7 +13,7 @@ from lmql.models.lmtp.lmtp_client import LMTPWebSocketClient
 from transformers import AutoModelForCausalLM
 
 from specsplit.core.defaults import EMBEDDED
-from specsplit.model.files import resolve
+from specsplit.model.source import resolve
 
 
 @asynccontextmanager
