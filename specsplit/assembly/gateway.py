@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +26,8 @@ from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
-from specsplit.rpc.transport import parse_address
+from specsplit.rpc.credentials import Security, open_security
+from specsplit.rpc.transport import is_loopback, parse_address
 
 _REMOTE_RETRY_S = 5.0
 """Time for a target elsewhere that is lost; one that the gateway restarts itself gets RETRY_S."""
@@ -112,15 +112,20 @@ async def serving_models(
         LinkError, ModelError: a target elsewhere cannot be reached, or its tokenizer not be read.
     """
     chosen, links = settings.gateway, _links(settings)
+    security = open_security(chosen, "gateway")
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
         if started.target is not None:
             links = [_Links(None, (started.target,), started.draft or settings.draft_address)]
         elif started.draft is not None:
             links = [replace(link, draft=started.draft) for link in links]
+        here = frozenset(filter(None, (started.target, started.draft)))
+        security = replace(security, plaintext_at=here)
         default_retry_s = _REMOTE_RETRY_S if started.target is None else RETRY_S
         retry_s = default_retry_s if chosen.retry is None else chosen.retry
-        models = [await stack.enter_async_context(_connected(settings, link, retry_s, note)) for link in links]
+        models = [
+            await stack.enter_async_context(_connected(settings, link, retry_s, security, note)) for link in links
+        ]
         _refuse_repeated(model.name for model in models)
         for model in models:
             stack.callback(asyncio.create_task(model.watch()).cancel)
@@ -130,14 +135,15 @@ async def serving_models(
 
 @asynccontextmanager
 async def _connected(
-    settings: Settings, links: _Links, retry_s: float, note: Note | None
+    settings: Settings, links: _Links, retry_s: float, security: Security, note: Note | None
 ) -> AsyncGenerator[ServedModel]:
     """Connect to one model's workers for the length of the block."""
     first, *others = links.targets
     target = settings.target.model_copy(update={"address": first})
     draft = settings.draft.model_copy(update={"address": links.draft})
     placed = settings.model_copy(update={"target": target, "draft": draft})
-    async with remote_workers(placed, note, replicas=others, waits_when_full=False) as workers:
+    reach = remote_workers(placed, note, replicas=others, waits_when_full=False, security=security)
+    async with reach as workers:
         orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
         identity = await orchestrate(None).connect()
         if isinstance(workers.verifier, Replicas):
@@ -164,20 +170,13 @@ def _keys(settings: GatewaySettings, hosts: Sequence[str]) -> KeyRing | None:
     """
     if settings.api_key_file is not None:
         return KeyRing.from_file(Path(settings.api_key_file))
-    if not settings.allow_anonymous and not all(map(_is_loopback, hosts)):
-        which = f"--lmtp {settings.lmtp}" if _is_loopback(hosts[0]) else f"--http {settings.http}"
+    if not settings.allow_anonymous and not all(map(is_loopback, hosts)):
+        which = f"--lmtp {settings.lmtp}" if is_loopback(hosts[0]) else f"--http {settings.http}"
         raise InvalidSettings(
             f"{which} can be reached from other machines: name the keys that are let in with "
             "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
         )
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _links(settings: Settings) -> list[_Links]:

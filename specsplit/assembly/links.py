@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,10 +20,10 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
 from specsplit.orchestrator.replicas import Replicas
-from specsplit.rpc.connectivity import why_unreachable
 
 if TYPE_CHECKING:
     from specsplit.model.sent_tokenizer import SentTokenizer
+    from specsplit.rpc.credentials import Security
 
 T = TypeVar("T")
 _PROPOSE_S, _VERIFY_S = 10.0, 600.0
@@ -35,31 +36,46 @@ _ONE_TRY_S = 5.0
 
 @asynccontextmanager
 async def remote_workers(
-    settings: Settings, note: Note | None = None, *, replicas: Sequence[str] = (), waits_when_full: bool = True
+    settings: Settings,
+    note: Note | None = None,
+    *,
+    replicas: Sequence[str] = (),
+    waits_when_full: bool = True,
+    security: Security | None = None,
 ) -> AsyncGenerator[Workers]:
     """Connect to the workers elsewhere for the length of the block; the tokenizer is the target's.
 
     `replicas` are the addresses of further targets of the same model. Unless it `waits_when_full`, a request that a
-    full target sends away ends with that error.
+    full target sends away ends with that error. Without `security` the links are secured as an orchestrator's
+    settings say.
 
     Raises what `remote_target` raises.
     """
     async with AsyncExitStack() as stack:
-        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note, replicas))
+        security = security or orchestrator_security(settings)
         drafter = None
         if settings.draft_address is not None:
-            drafter = await stack.enter_async_context(remote_draft(settings.draft_address))
+            drafter = await stack.enter_async_context(remote_draft(settings.draft_address, security))
+        target = remote_target(settings, security, note, replicas)
+        verifier, tokenizer = await stack.enter_async_context(target)
         workers = Workers(verifier, drafter, tokenizer, Placement(is_remote=True, waits_when_full=waits_when_full))
         stack.push_async_callback(workers.aclose)
         yield workers
 
 
+def orchestrator_security(settings: Settings) -> Security:
+    """Return how an orchestrator's links are secured; raises InvalidSettings as `open_security` does."""
+    from specsplit.rpc.credentials import open_security
+
+    return open_security(settings.orchestrator, "orchestrator")
+
+
 @asynccontextmanager
-async def remote_draft(address: str) -> AsyncGenerator[Drafter]:
+async def remote_draft(address: str, security: Security) -> AsyncGenerator[Drafter]:
     """Make a client of a draft for the length of the block; it connects when it is asked."""
     from specsplit.rpc.clients import RemoteDrafter
 
-    drafter = RemoteDrafter(address, call_timeout_s=_PROPOSE_S)
+    drafter = RemoteDrafter(address, call_timeout_s=_PROPOSE_S, security=security)
     try:
         yield drafter
     finally:
@@ -68,7 +84,7 @@ async def remote_draft(address: str) -> AsyncGenerator[Drafter]:
 
 @asynccontextmanager
 async def remote_target(
-    settings: Settings, note: Note | None = None, replicas: Sequence[str] = ()
+    settings: Settings, security: Security, note: Note | None = None, replicas: Sequence[str] = ()
 ) -> AsyncGenerator[tuple[Verifier, Tokenizer]]:
     """Connect to the target and its replicas for the length of the block, and fetch the tokenizer from one of them.
 
@@ -79,9 +95,10 @@ async def remote_target(
         ModelDamaged: its tokenizer cannot be read.
     """
     from specsplit.model.tokenizer_cache import held_tokenizer_hash
+    from specsplit.rpc.handshake import why_refused
 
     assert settings.target.address is not None, "a remote target has an address"
-    async with _verifier([settings.target.address, *replicas]) as verifier:
+    async with _verifier([settings.target.address, *replicas], security) as verifier:
         cache = _cache_folder()
 
         async def fetch() -> TokenizerFiles:
@@ -90,7 +107,8 @@ async def remote_target(
             return await verifier.tokenizer_files(held_tokenizer_hash(cache / named) if cache and named else "")
 
         chosen = settings.orchestrator
-        connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note)
+        reason = partial(why_refused, settings.target.address, "target", security)
+        connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note, reason)
         files = await connecting.retry(fetch)
         limit_s = min(_TOKENIZE_S, chosen.timeout or _TOKENIZE_S)
         with closing(_load_tokenizer(files, cache, limit_s)) as tokenizer:
@@ -98,12 +116,14 @@ async def remote_target(
 
 
 @asynccontextmanager
-async def _verifier(addresses: Sequence[str]) -> AsyncGenerator[Verifier]:
+async def _verifier(addresses: Sequence[str], security: Security) -> AsyncGenerator[Verifier]:
     """Make a client of the target for the length of the block, or one of all its replicas."""
     from specsplit.rpc.clients import RemoteVerifier
 
     async with AsyncExitStack() as stack:
-        clients = {address: RemoteVerifier(address, call_timeout_s=_VERIFY_S) for address in addresses}
+        clients = {
+            address: RemoteVerifier(address, call_timeout_s=_VERIFY_S, security=security) for address in addresses
+        }
         for client in clients.values():
             stack.push_async_callback(client.aclose)
         if len(clients) == 1:
@@ -119,9 +139,16 @@ async def _verifier(addresses: Sequence[str]) -> AsyncGenerator[Verifier]:
 class _Connecting:
     """Retries calls to one target until the times of the settings are over, which begin when this is made."""
 
-    def __init__(self, address: str, retry_s: float, timeout_s: float | None, note: Note | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        retry_s: float,
+        timeout_s: float | None,
+        note: Note | None,
+        why: Callable[[float], Awaitable[str | None]],
+    ) -> None:
         limit_s = math.inf if timeout_s is None else timeout_s
-        self._address, self._note = address, note
+        self._address, self._note, self._why = address, note, why
         self._one_try_s = min(_ONE_TRY_S, retry_s or _ONE_TRY_S, limit_s)
         now_s = time.monotonic()
         self._give_up_s, self._deadline_s = now_s + min(retry_s, limit_s), now_s + limit_s
@@ -142,7 +169,7 @@ class _Connecting:
             try:
                 return await self._try(call)
             except (WorkerUnreachable, DeadlineExceeded) as error:
-                reason = await why_unreachable(self._address, max(0.1, min(1.0, self._left_s)))
+                reason = await self._why(max(0.1, min(1.0, self._left_s)))
                 if self._left_s < pause_s:
                     raise self._final_error(error, reason) from error
                 self._notify(error, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from specsplit.assembly.links import remote_draft, remote_target, remote_workers
+from specsplit.assembly.links import orchestrator_security, remote_draft, remote_target, remote_workers
 from specsplit.assembly.local import local_draft, local_target, local_workers
 from specsplit.assembly.models import LoadedDraft, Models
 from specsplit.assembly.workers import Placement, Workers
@@ -40,7 +40,8 @@ async def _with_remote_target(
     settings: Settings, models: LoadedDraft, note: Note | None, *, measures: bool
 ) -> AsyncGenerator[Workers]:
     async with AsyncExitStack() as stack:
-        verifier, tokenizer = await stack.enter_async_context(remote_target(settings, note))
+        target = remote_target(settings, orchestrator_security(settings), note)
+        verifier, tokenizer = await stack.enter_async_context(target)
         drafter = await stack.enter_async_context(
             local_draft(models.draft, measures=measures, prefix_reuse=settings.draft.prefix_reuse)
         )
@@ -58,7 +59,7 @@ async def _with_remote_draft(
         verifier = await stack.enter_async_context(
             local_target(models.target, measures=measures, prefix_reuse=settings.target.prefix_reuse)
         )
-        drafter = await stack.enter_async_context(remote_draft(address))
+        drafter = await stack.enter_async_context(remote_draft(address, orchestrator_security(settings)))
         # A stream gains where a round trip lies between two steps of the target, and none does.
         placement = Placement(is_remote=True, auto_modes=("overlap", "pingpong"), max_requests=models.max_sessions)
         workers = Workers(verifier, drafter, models.tokenizer, placement)

@@ -24,6 +24,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
     from specsplit.draft.engine import DraftEngine
     from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
+    from specsplit.rpc.credentials import open_security
     from specsplit.rpc.servicers import DraftService, TargetService
     from specsplit.rpc.supervision import retry_device, sweep_sessions, watch_device
     from specsplit.rpc.transport import largest_request
@@ -45,8 +46,12 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         stack.push_async_callback(engine.aclose)
         # Before the server listens, so that the first ping has the times of forwards in it.
         await engine.measure()
+        service.keep_owners(ttl_s)
         limits = server.ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size))
-        running = await stack.enter_async_context(server.serving(settings.listen, [service], limits))
+        security = open_security(settings, model.role)
+        running = await stack.enter_async_context(
+            server.serving(settings.listen, [service], limits, security, settings.health)
+        )
         for task in (sweep_sessions(engine, ttl_s / 4), retry_device(engine), watch_device(engine, running)):
             stack.callback(asyncio.create_task(task).cancel)
         yield running

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from specsplit.core.defaults import WITHOUT_LINK_SETTINGS
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
@@ -82,4 +83,5 @@ def _options(settings: WorkerSettings, model: str) -> list[str]:
     """Return the options of the command that serves a worker with these settings."""
     values = {name: getattr(settings, name) for name in ("dtype", "device", "threads", "context", "sessions", "queue")}
     given = {"model": model, **values}
-    return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    words = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    return [*words, *WITHOUT_LINK_SETTINGS]

@@ -22,6 +22,7 @@ app = typer.Typer()
 
 
 @app.command("chat", cls=Command, epilog=EXAMPLES)
+@options.linked
 def chat(
     ctx: typer.Context,
     raw: Annotated[bool, typer.Option("--raw", help="Go on with the text itself, without a chat template.")] = False,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specsplit.assembly.models import LoadedDraft, load_local
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check
+from specsplit.cli.doctor_links import check_links
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
@@ -38,6 +39,7 @@ def run(given: Mapping[str, Any]) -> int:
         effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
         effective.settings.orchestrator.sampling()
         checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
+        checks += check_links(effective)
         checks += _check_workers(effective)
     except SpecSplitError as error:
         checks.append(Check("settings", False, str(error)))

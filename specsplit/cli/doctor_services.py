@@ -13,7 +13,8 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.engine import event_loop
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
-from specsplit.rpc.connectivity import why_unreachable
+from specsplit.rpc.credentials import Security, open_security
+from specsplit.rpc.handshake import why_refused
 
 _MOST_SKEW_MS = 1000.0
 """Largest difference of clocks at which the spans of several machines can be read together."""
@@ -29,7 +30,8 @@ def check_services(settings: Settings, here: Mapping[Role, Identity]) -> list[Ch
         addresses["target"] = settings.target.address
     if settings.draft_address is not None:
         addresses["draft"] = settings.draft_address
-    answers = event_loop.run(_ping_all(addresses))
+    security = open_security(settings.orchestrator, "orchestrator")
+    answers = event_loop.run(_ping_all(addresses, security))
     checks: list[Check] = []
     for role, answer in answers.items():
         if isinstance(answer, PingDetails):
@@ -44,14 +46,15 @@ def check_services(settings: Settings, here: Mapping[Role, Identity]) -> list[Ch
     return [*checks, *_compatibility({**here, **found})]
 
 
-async def _ping_all(addresses: Mapping[Role, str]) -> dict[Role, PingDetails | SpecSplitError]:
-    answers = await asyncio.gather(*(_ping(role, address) for role, address in addresses.items()))
+async def _ping_all(addresses: Mapping[Role, str], security: Security) -> dict[Role, PingDetails | SpecSplitError]:
+    answers = await asyncio.gather(*(_ping(role, address, security) for role, address in addresses.items()))
     return dict(zip(addresses, answers, strict=True))
 
 
-async def _ping(role: Role, address: str) -> PingDetails | SpecSplitError:
+async def _ping(role: Role, address: str, security: Security) -> PingDetails | SpecSplitError:
     try:
-        worker = RemoteDrafter(address) if role == "draft" else RemoteVerifier(address)
+        client = RemoteDrafter if role == "draft" else RemoteVerifier
+        worker = client(address, security=security)
         try:
             # The first ping pays for connecting, so that the second one measures the round trip alone.
             await worker.ping()
@@ -59,7 +62,7 @@ async def _ping(role: Role, address: str) -> PingDetails | SpecSplitError:
         finally:
             await worker.aclose()
     except WorkerUnreachable as error:
-        reason = await why_unreachable(address)
+        reason = await why_refused(address, role, security)
         said = f"{address} cannot be reached: {reason}; check the address and that the {role} runs." if reason else None
         return WorkerUnreachable(said) if said else error
     except SpecSplitError as error:

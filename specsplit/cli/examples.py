@@ -12,11 +12,11 @@ specsplit orchestrate -m ./large -d ./small 'The history of the abacus'
 """
 SERVICE = """Examples:
 
-specsplit draft --model ./small --listen 0.0.0.0:7002
+specsplit target --model ./large --listen 127.0.0.1:7001
 
-specsplit target --model ./large --listen 0.0.0.0:7001
+specsplit draft --model ./small --listen 0.0.0.0:7002 --tls-cert draft.pem --tls-key draft.key --tls-ca ca.pem
 
-specsplit orchestrate --draft draft-host:7002 --target target-host:7001 'The history of the abacus'
+specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --insecure 'The history of the abacus'
 """
 GATEWAY = """Examples:
 
@@ -24,17 +24,17 @@ specsplit serve
 
 specsplit serve --target-model ./large --draft-model ./small --dtype bf16
 
-specsplit serve --target target-host:7001 --draft draft-host:7002 --http 0.0.0.0:8000 --api-key-file keys
+specsplit serve --target target-host:7001 --tls-cert gateway.pem --tls-key gateway.key --tls-ca ca.pem
 """
 STAGE = """Examples:
 
-specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101 --next host-b:7102
+specsplit stage --model ./large --layers 0:16 --listen 0.0.0.0:7101 --next host-b:7102 --insecure
 
-specsplit stage --model ./large --layers 16:32 --listen 0.0.0.0:7102
+specsplit stage --model ./large --layers 16:32 --listen 0.0.0.0:7102 --insecure
 
-specsplit target --model ./large --stages host-a:7101,host-b:7102 --listen 0.0.0.0:7001
+specsplit target --model ./large --stages host-a:7101,host-b:7102 --insecure
 """
 STAGE_CHECK = """Examples:
 
-specsplit stage-check --model ./large --stages host-a:7101,host-b:7102
+specsplit stage-check --model ./large --stages 127.0.0.1:7101,127.0.0.1:7102
 """

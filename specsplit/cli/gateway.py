@@ -31,9 +31,8 @@ def run(given: Mapping[str, Any]) -> int:
         from specsplit.assembly.gateway import serving_gateway
     set_up_logging(is_service=True)
     settings = effective.settings
-    check_listen(settings.gateway.http)
-    if settings.gateway.lmtp is not None:
-        check_listen(settings.gateway.lmtp)
+    for listen in filter(None, (settings.gateway.http, settings.gateway.lmtp)):
+        check_listen(listen)
     # Before workers are started: theirs would be the same complaint, seconds later and twice.
     check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.cli import chat, draft_vocab, examples, keys, options, plan, top
+from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, top
 from specsplit.cli.help import HELP_NAMES, Command, HelpAll
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
@@ -46,6 +46,7 @@ def root(
 
 
 @app.command(cls=Command, epilog=examples.ORCHESTRATE)
+@options.linked
 def orchestrate(
     ctx: typer.Context,
     text: options.Text = None,
@@ -100,6 +101,7 @@ def orchestrate(
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
+@options.served
 def draft(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -128,6 +130,7 @@ def draft(
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
+@options.served
 def target(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -161,6 +164,7 @@ def target(
 
 
 @app.command(cls=Command, epilog=examples.GATEWAY)
+@options.linked
 def serve(
     ctx: typer.Context,
     served_model: options.ServedModel = None,
@@ -201,6 +205,7 @@ def serve(
 
 
 @app.command()
+@options.linked
 def lmtp(
     ctx: typer.Context,
     stdio: options.Stdio,
@@ -223,6 +228,7 @@ def lmtp(
 
 
 @app.command(cls=Command, epilog=examples.STAGE)
+@options.served
 def stage(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -249,6 +255,7 @@ def stage(
 
 
 @app.command("stage-check", cls=Command, epilog=examples.STAGE_CHECK)
+@options.linked
 def stage_check(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
@@ -271,9 +278,11 @@ def stage_check(
 for other in (chat, plan, top, draft_vocab):
     app.registered_commands += other.app.registered_commands
 app.add_typer(keys.app, name="keys")
+app.add_typer(certs.app, name="certs")
 
 
 @app.command()
+@options.linked
 def doctor(
     ctx: typer.Context,
     target_model: options.TargetModel = defaults.EMBEDDED,

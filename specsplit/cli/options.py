@@ -5,6 +5,9 @@ The settings define what an option means. This file imports nothing heavy, since
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,6 +16,7 @@ from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dt
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
+_LINKS = "Links"
 
 
 def _option(names: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -195,6 +199,49 @@ StepTimeout = Annotated[
 ]
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
+
+TlsCert = Annotated[str | None, _option("--tls-cert", _LINKS, "Certificate of this process.", "none", "FILE")]
+TlsKey = Annotated[str | None, _option("--tls-key", _LINKS, "Its key, without a password.", "none", "FILE")]
+TlsCa = Annotated[str | None, _option("--tls-ca", _LINKS, "CA of all certificates, its own too.", "none", "FILE")]
+Insecure = Annotated[
+    bool, _option("--insecure/--no-insecure", _LINKS, "Let links without certificates leave this machine.", "off")
+]
+Health = Annotated[
+    str | None, _option("--health", _LINKS, "Address for health checks alone, in plaintext.", "none", "HOST:PORT")
+]
+LINK_OPTIONS = {
+    "tls_cert": (TlsCert, None),
+    "tls_key": (TlsKey, None),
+    "tls_ca": (TlsCa, None),
+    "insecure": (Insecure, False),
+}
+"""Options of every command with links to other processes, with their defaults."""
+SERVICE_OPTIONS = {"health": (Health, None)}
+
+
+def also(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options to a command that reads them from its context."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            command(**{name: value for name, value in values.items() if name not in options})
+
+        signature = inspect.signature(command, eval_str=True)
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in options.items()
+        ]
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
+        # typer reads the types here, and the defaults there.
+        run.__annotations__ = {name: each.annotation for name, each in run.__signature__.parameters.items()}  # type: ignore[attr-defined]
+        return run
+
+    return add
+
+
+linked, served = also(LINK_OPTIONS), also({**LINK_OPTIONS, **SERVICE_OPTIONS})
+"""Decorators of commands with links, and of those that serve calls."""
 
 Stdio = Annotated[bool, typer.Option("--stdio", help="Frames come on stdin and go to stdout.")]
 Lmtp = Annotated[

@@ -23,7 +23,7 @@ from contextlib import (
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specsplit.assembly.models import load_worker, not_recorded
 from specsplit.assembly.serving import serving
@@ -31,11 +31,15 @@ from specsplit.cli import render
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.core.defaults import Role
-from specsplit.core.sections import TargetSettings, WorkerSettings
+from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from specsplit.model.source import check_source
 from specsplit.telemetry.setup import trace_to_file
+
+if TYPE_CHECKING:
+    from specsplit.rpc.auth import LinkRole
+    from specsplit.rpc.server import Server
 
 T = TypeVar("T")
 NOT_SETTINGS = ("config", "trace_file", "print_config", "parent")
@@ -68,7 +72,7 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
         return 0
     set_up_logging(is_service=True)
     settings: WorkerSettings = getattr(effective.settings, role)
-    check_listen(settings.listen)
+    check_service(settings, role)
     with tracing(given):
         if isinstance(settings, TargetSettings) and settings.is_cut:
             return _serve_chain(settings)
@@ -95,7 +99,8 @@ def _serve_model(role: Role, settings: WorkerSettings) -> int:
     if not model.runner.is_recorded:
         render.note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}
-    return event_loop.run(serve_until_signal(lambda: serving(model, settings), lambda _: ready, settings.drain))
+    ready_line = partial(described, ready)
+    return event_loop.run(serve_until_signal(lambda: serving(model, settings), ready_line, settings.drain))
 
 
 def _serve_chain(settings: TargetSettings) -> int:
@@ -107,13 +112,30 @@ def _serve_chain(settings: TargetSettings) -> int:
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
     opening = partial(serving_chain, coordinator, settings, render.note)
-    return event_loop.run(serve_until_signal(opening, lambda _: ready, settings.drain))
+    return event_loop.run(serve_until_signal(opening, partial(described, ready), settings.drain))
+
+
+def described(ready: Mapping[str, Any], server: Server) -> Mapping[str, Any]:
+    """Return the description of a worker with the ports that it has beside that of its calls."""
+    return {**ready, "health": server.health_address} if server.health_address else ready
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Write spans for the length of the block if `given` names a file for them."""
     trace_file = given.get("trace_file")
     return trace_to_file(Path(trace_file)) if trace_file else nullcontext()
+
+
+def check_service(settings: WorkerSettings | StageSettings, role: LinkRole) -> None:
+    """Raise if the role cannot serve as its settings say, before a model is loaded for it: addresses, certificates."""
+    from specsplit.rpc.credentials import open_security
+
+    security = open_security(settings, role)
+    security.check_listen(settings.listen)
+    for address in (*settings.stages, *settings.spares) if isinstance(settings, TargetSettings) else ():
+        security.check_dial(address)
+    for listen in filter(None, (settings.listen, settings.health)):
+        check_listen(listen)
 
 
 def check_listen(listen: str) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_listen, end_with_parent, serve_until_signal, terminable, tracing
+from specsplit.cli.serve import (
+    NOT_SETTINGS,
+    check_service,
+    described,
+    end_with_parent,
+    serve_until_signal,
+    terminable,
+    tracing,
+)
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -29,7 +38,7 @@ def run(given: Mapping[str, Any]) -> int:
     if settings.layers is None:
         raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
     check_source(settings.model, "target")
-    check_listen(settings.listen)
+    check_service(settings, "stage")
     with tracing(given):
         # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.
         with terminable():
@@ -37,5 +46,5 @@ def run(given: Mapping[str, Any]) -> int:
         gc.freeze()  # what lives as long as the process need not be looked at again
         ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
         return event_loop.run(
-            serve_until_signal(lambda: serving_stage(shard, settings), lambda _: ready, settings.drain)
+            serve_until_signal(lambda: serving_stage(shard, settings), partial(described, ready), settings.drain)
         )

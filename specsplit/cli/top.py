@@ -24,6 +24,7 @@ def _addresses(name: str, role: str) -> typer.models.OptionInfo:
 
 
 @app.command("top", epilog=EXAMPLES)
+@options.linked
 def top(
     ctx: typer.Context,
     target: Annotated[list[str] | None, _addresses("--target", "target")] = None,
@@ -45,4 +46,5 @@ def top(
     from specsplit.cli.top_view import View, run
 
     view = View(interval_s=interval, is_once=once, is_json=as_json)
-    raise typer.Exit(run({"target": target, "draft": draft, "stage": stage}, view, config))
+    links = {name: value for name, value in options.given(ctx).items() if name in options.LINK_OPTIONS}
+    raise typer.Exit(run({"target": target, "draft": draft, "stage": stage}, view, config, links))

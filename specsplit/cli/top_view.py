@@ -8,12 +8,13 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from specsplit.cli.render import visible
 from specsplit.core.errors import InvalidSettings, SpecSplitError
-from specsplit.core.settings import load_settings
+from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
+from specsplit.rpc.credentials import open_security
 from specsplit.rpc.worker_statistics import StatisticsReader, StatisticsReading, StatisticsRole
 from specsplit.telemetry.statistics import StepCounts, TreeCounts
 
@@ -72,25 +73,33 @@ class Row:
     num_refused: int = 0
 
 
-def run(given: Mapping[StatisticsRole, Sequence[str] | None], view: View, config: str | None = None) -> int:
+def run(
+    given: Mapping[StatisticsRole, Sequence[str] | None],
+    view: View,
+    config: str | None = None,
+    links: Mapping[str, Any] | None = None,
+) -> int:
     """Watch the workers at the addresses `given`, or at those of the settings; return the exit code.
+
+    `links` are the options of the command line about certificates.
 
     Raises:
         InvalidSettings: no address at all; InvalidRequest: a malformed one.
     """
     named: list[tuple[StatisticsRole, str]] = [(role, address) for role in ROLES for address in given[role] or ()]
-    addresses = named or _configured(config)
+    settings = load_settings(links, config=config, as_options=True, purpose="check").settings
+    addresses = named or _configured(settings)
     if not addresses:
         raise InvalidSettings("There is nothing to watch: name workers with --target, --draft or --stage HOST:PORT.")
-    readers = [StatisticsReader(role, address) for role, address in addresses]
+    security = open_security(settings.orchestrator, "orchestrator")
+    readers = [StatisticsReader(role, address, security) for role, address in addresses]
     try:
         return event_loop.run(_watch(readers, view))
     except KeyboardInterrupt:  # the usual end of a live view
         return 0
 
 
-def _configured(config: str | None) -> list[tuple[StatisticsRole, str]]:
-    settings = load_settings({}, config=config, purpose="check").settings
+def _configured(settings: Settings) -> list[tuple[StatisticsRole, str]]:
     found: list[tuple[StatisticsRole, str | None]] = [
         ("target", settings.target.address),
         ("draft", settings.draft.address),

@@ -96,6 +96,9 @@ Threads = Annotated[Positive | None, BeforeValidator(_threads)]
 NotNegative = Annotated[int, Field(ge=0)]
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
+Given = Annotated[str | None, BeforeValidator(lambda value: value or None)]
+"""Empty is as good as none, so that a process that starts another one can take a setting of the environment away."""
+GivenAddress = Annotated[Annotated[str, AfterValidator(_address)] | None, BeforeValidator(lambda value: value or None)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(addresses)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -108,7 +111,24 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class WorkerSettings(_Frozen):
+class LinkSettings(_Frozen):
+    """How a role's links to other processes are secured; see docs/security.md."""
+
+    tls_cert: Given = None
+    tls_key: Given = None
+    tls_ca: Given = None
+    insecure: bool = False
+    """Whether links without certificates may leave this machine."""
+
+
+class ServiceSettings(LinkSettings):
+    """The settings of every role that serves calls."""
+
+    health: GivenAddress = None
+    """A port for health checks alone, in plaintext: the probes of Kubernetes show no certificate."""
+
+
+class WorkerSettings(ServiceSettings):
     """One worker: a remote one by its `address`, or else one that runs here, served or in process."""
 
     model: ModelSource | None = None
@@ -158,7 +178,7 @@ class TargetSettings(WorkerSettings):
         return bool(self.stages) or self.local_stages is not None
 
 
-class StageSettings(_Frozen):
+class StageSettings(ServiceSettings):
     """One stage of a target: layers A to B - 1 of `layers` = A:B."""
 
     model: ModelSource = EMBEDDED
@@ -183,14 +203,14 @@ class StageSettings(_Frozen):
         return range(start, end)
 
 
-class GatewaySettings(_Frozen):
+class GatewaySettings(LinkSettings):
     """The HTTP server, and the workers elsewhere whose models it serves, each as [NAME=]HOST:PORT."""
 
     http: Annotated[str, AfterValidator(_address)] = defaults.HTTP
     targets: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
     drafts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(addresses)] = ()
     api_key_file: str | None = None
-    lmtp: Annotated[str, AfterValidator(_address)] | None = None
+    lmtp: GivenAddress = None
     log_messages: str | None = None
     """The file to whose end the messages of LMTP are written; prompts are masked unless `log_prompts`."""
     log_prompts: bool = False
@@ -202,7 +222,7 @@ class GatewaySettings(_Frozen):
     drain: Seconds = defaults.DRAIN_S
 
 
-class OrchestratorSettings(_Frozen):
+class OrchestratorSettings(LinkSettings):
     """How rounds are run, and the values of a request that it does not set itself."""
 
     mode: Mode = defaults.MODE

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import count
 from typing import ClassVar, TypeVar
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.defaults import QUEUE_PER_SESSION, PrefixReuse
 from specsplit.core.errors import NoFreeSlot, SpecSplitError, WorkerClosed
 from specsplit.core.ports import Clock
@@ -18,6 +17,7 @@ from specsplit.core.record import record
 from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
 from specsplit.engine.admission import AdmissionQueue, Opening
 from specsplit.engine.batch import at_once
+from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure
 from specsplit.engine.scheduler import WorkQueue, WorkStatistics

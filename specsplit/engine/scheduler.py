@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import WorkerClosed, WorkerFailed
 from specsplit.core.types import Timings
 from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work, WorkStatistics
+from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, translated
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.queue import SessionQueue

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.progress import Progress, listening
+from specsplit.engine.cancellation import to_its_end
 from specsplit.gateway.errors import ApiError, api_error
 
 T = TypeVar("T")

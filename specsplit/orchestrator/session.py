@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.defaults import DEFAULT_DEPTH, Mode
 from specsplit.core.errors import LinkError, ResourceError
 from specsplit.core.ports import Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
+from specsplit.engine.cancellation import to_its_end
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer

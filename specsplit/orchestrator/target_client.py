@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.tree import renumber
 from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.engine.cancellation import to_its_end
 from specsplit.orchestrator.retry import RETRIED, Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.orchestrator.target_history import TargetHistory

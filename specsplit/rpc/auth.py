@@ -27,10 +27,12 @@ _COORDINATOR: frozenset[LinkRole] = frozenset({"target"})
 _ALL: frozenset[LinkRole] = frozenset(ROLES)
 _DRAFT, _TARGET, _STAGE = (f"/specsplit.v1.{name}Service/" for name in ("Draft", "Target", "Stage"))
 ALLOWED: Mapping[str, frozenset[LinkRole]] = {
-    **{_DRAFT + name: _CLIENTS for name in ("GenerateDrafts", "Rounds", "EndSession", "Ping")},
+    **{_DRAFT + name: _CLIENTS for name in ("GenerateDrafts", "Rounds", "EndSession", "Ping", "Stats")},
     **{_TARGET + name: _CLIENTS for name in ("VerifyDrafts", "Rounds", "VerifyStream", "Score", "GetTokenizer")},
-    **{_TARGET + name: _CLIENTS for name in ("EndSession", "Ping")},
-    **{_STAGE + name: _COORDINATOR for name in ("Configure", "EndSession", "ExportKV", "ImportKV", "Ping")},
+    **{_TARGET + name: _CLIENTS for name in ("EndSession", "Ping", "Stats")},
+    **{_STAGE + name: _COORDINATOR for name in ("Configure", "EndSession", "ExportKV", "ImportKV")},
+    # Whoever watches a deployment looks at its stages as well.
+    **{_STAGE + name: _COORDINATOR | _CLIENTS for name in ("Ping", "Stats")},
     # The coordinator's stream, or that of the stage before; the service tells them apart by their first message.
     _STAGE + "Forward": frozenset({"target", "stage"}),
     # Counters tell nothing of a text, and whoever watches has a certificate of any role.

@@ -13,18 +13,35 @@ from typing import Any, cast
 import grpc
 
 from specsplit.core.errors import SpecSplitError, WorkerClosed, WorkerUnreachable
+from specsplit.rpc.auth import LinkRole
+from specsplit.rpc.credentials import Security
 from specsplit.rpc.status import error_of
-from specsplit.rpc.transport import CLIENT_OPTIONS, dial_target
 from specsplit.telemetry import spans
+
+_RETIRED_S = 7 * 86400.0
+"""Time for which calls begun before a rotation may go on over the connection that they have."""
 
 
 class WorkerChannel:
-    """A channel, made with the first call on the loop of that call; `peer` names the worker in errors."""
+    """A channel to a `role`, made with the first call on the loop of that call, and anew after a rotation.
 
-    def __init__(self, address: str, peer: str) -> None:
-        self._target = dial_target(address)
-        self._peer = peer
+    `peer` names the worker in errors.
+    """
+
+    def __init__(self, address: str, peer: str, role: LinkRole, security: Security) -> None:
+        """Name the other end.
+
+        Raises:
+            InvalidRequest: the address is malformed.
+            InvalidSettings: the link would leave this machine in plaintext.
+        """
+        security.check_dial(address)
+        self._address, self._peer, self._security = address, peer, security
+        self._role: LinkRole = role
         self._channel: grpc.aio.Channel | None = None
+        self._version = 0
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        """Channels from before a rotation, each with the task that closes it when its calls have ended."""
         self._methods: dict[str, Any] = {}
         self._is_closed = False
 
@@ -66,17 +83,32 @@ class WorkerChannel:
         """Cut the connection; calls under way fail, and closing again does nothing."""
         self._is_closed = True
         channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        retired, self._retired = self._retired, {}
+        for closing in retired:
+            closing.cancel()
+        for each in [channel, *retired.values()]:
+            if each is not None:
+                await each.close()
 
     def _method(self, name: str, arity: str) -> Any:
         if self._is_closed:
             raise self.closed()
+        version = self._security.version(self._address)
+        if self._channel is not None and version != self._version:
+            self._retire(self._channel)
+            self._channel = None
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._target, options=CLIENT_OPTIONS)
+            self._channel, self._version = self._security.open_channel(self._address, self._role), version
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, arity)(name)
         return self._methods[name]
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        """Begin no more calls on a channel, and close it when its last one has ended."""
+        self._methods.clear()
+        closing = asyncio.create_task(channel.close(_RETIRED_S))
+        self._retired[closing] = channel
+        closing.add_done_callback(lambda task: self._retired.pop(task, None))
 
     def raise_if_closed(self) -> None:
         """Raise WorkerUnreachable if a call was cancelled because the channel was closed."""

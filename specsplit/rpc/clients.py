@@ -33,6 +33,7 @@ from specsplit.core.types import (
 from specsplit.rpc import calls, codec
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.load import decode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, stage_pb2, target_pb2
 from specsplit.rpc.rounds import RoundsClient
@@ -69,16 +70,19 @@ class _RemoteWorker:
 
     role: Role
 
-    def __init__(self, address: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, address: str, *, call_timeout_s: float = CALL_TIMEOUT_S, security: Security = ON_LOOPBACK
+    ) -> None:
         """Name the worker at `address`, HOST:PORT.
 
         Raises:
             InvalidRequest: the address is malformed.
+            InvalidSettings: the link would leave this machine in plaintext.
         """
         self.address = address
         self._peer = f"The {self.role} at {address}"
         self._call_timeout_s = call_timeout_s
-        self._channel = WorkerChannel(address, self._peer)
+        self._channel = WorkerChannel(address, self._peer, self.role, security)
         self._vocab_size = calls.ANY_ID
         """Size of the worker's vocabulary, as its last ping said."""
         self._rounds = RoundsClient(self._channel, _SERVICES[self.role] + "Rounds", self._peer)

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import SpecSplitError
+from specsplit.engine.cancellation import to_its_end
 from specsplit.rpc.channel import Duplex
 
 _log = logging.getLogger(__name__)

@@ -150,10 +150,14 @@ class Boundary(grpc.aio.ServerInterceptor):
             await self._admit(context, method)
             return await serve(request, context)
 
-        async def answer_all(request: Any, context: Context) -> AsyncGenerator[Any]:
+        async def answer_all(request: Any, context: Context) -> None:
             await self._admit(context, method)
-            async for response in serve(request, context):
-                yield response
+            responses = serve(request, context)
+            # Health writes its answers itself, reflection yields them.
+            if isinstance(responses, Awaitable):
+                await responses
+            else:
+                await _write_all(lambda: responses, cast(Any, context))
 
         kind = f"{'stream' if inner.request_streaming else 'unary'}_{'stream' if inner.response_streaming else 'unary'}"
         make = getattr(grpc, f"{kind}_rpc_method_handler")

@@ -14,7 +14,6 @@ from typing import Any
 
 from google.rpc.status_pb2 import Status
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -25,6 +24,7 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.progress import Progress, current_listener, listening
+from specsplit.engine.cancellation import to_its_end
 from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
 
@@ -76,6 +77,8 @@ class Server:
     def __init__(self, server: grpc.aio.Server, boundary: Boundary, services: Sequence[Service], address: str) -> None:
         self.address = address
         """Address as HOST:PORT, with the port that was bound."""
+        self.health_address = ""
+        """Address of the port for health checks alone; empty without one."""
         self._server, self._boundary, self._services = server, boundary, services
         self._health = _health.aio.HealthServicer()
         names = [service.name for service in services]
@@ -101,6 +104,22 @@ class Server:
         if self._last_health.get(name) != status:
             self._last_health[name] = status
             await self._health.set(name, status)
+
+    @asynccontextmanager
+    async def health_port(self, listen: str) -> AsyncGenerator[None]:
+        """Answer health checks at `listen`, too, in plaintext and to everybody, for the length of the block.
+
+        A probe of Kubernetes shows no certificate. Raises InvalidSettings if nothing can listen there.
+        """
+        server = grpc.aio.server(options=server_options())
+        cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, server)
+        host, port = parse_address(listen, listening=True)
+        self.health_address = format_address(host, await _listen(server, host, port, Security(is_insecure=True)))
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(None)
 
     async def drain(self, grace_s: float = 10.0) -> int:
         """Open no new session, give open ones `grace_s` seconds to end, then stop; return how many answers were cut.
@@ -138,32 +157,38 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    listen: str, services: Sequence[Service], limits: ServerLimits | None = None
+    listen: str,
+    services: Sequence[Service],
+    limits: ServerLimits | None = None,
+    security: Security = ON_LOOPBACK,
+    health: str | None = None,
 ) -> AsyncGenerator[Server]:
-    """Serve at `listen` for the length of the block; port 0 picks a free one.
+    """Serve at `listen` for the length of the block; port 0 picks a free one. `health` is a port for probes alone.
 
     At the end of the block running calls are cancelled and the services closed, not what stands behind them; `drain`
     first to let calls end.
 
     Raises:
         InvalidRequest: `listen` is malformed.
-        InvalidSettings: nothing can listen there; the message says why.
+        InvalidSettings: nothing can listen there, or not in plaintext; the message says why.
     """
     limits = limits or ServerLimits()
+    security.check_listen(listen)
     host, port = parse_address(listen, listening=True)
-    boundary = Boundary(limits.max_call_s, ByteBudget(limits.max_request_bytes))
+    boundary = Boundary(limits.max_call_s, ByteBudget(limits.max_request_bytes), security.guard)
     server = grpc.aio.server(interceptors=[boundary], options=server_options(limits.max_message_bytes))
     server.add_generic_rpc_handlers([service.handlers() for service in services])
-    bound_port = await _listen(server, host, port)
+    bound_port = await _listen(server, host, port, security)
     running = Server(server, boundary, services, format_address(host, bound_port))
     await running.tell_health(is_ready=True, is_live=True)
-    await server.start()
-    try:
-        yield running
-    finally:
-        await running.drain(0)
-        for service in services:
-            await service.aclose()
+    async with running.health_port(health) if health else nullcontext():
+        await server.start()
+        try:
+            yield running
+        finally:
+            await running.drain(0)
+            for service in services:
+                await service.aclose()
 
 
 def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, services: list[str]) -> None:
@@ -172,13 +197,13 @@ def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, servic
     _reflection.enable_server_reflection(names, server)
 
 
-async def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+async def _listen(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:
     """Bind, and return the port."""
     address = format_address(host, port)
     # gRPC would say only on stderr why it cannot bind.
     await check_free(host, port)
     try:
-        return server.add_insecure_port(address)
+        return security.add_port(server, address)
     except RuntimeError as error:
         raise InvalidSettings(f"Nothing can listen at {address}; choose another port, or port 0.") from error
 

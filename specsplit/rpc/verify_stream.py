@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import Proposal, Turn, Verdict
+from specsplit.engine.cancellation import to_its_end
 from specsplit.rpc import calls, codec, load
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream

@@ -11,6 +11,7 @@ from specsplit.core.errors import InvalidRequest, PeerMismatch, SpecSplitError, 
 from specsplit.core.record import record
 from specsplit.rpc import calls
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
 from specsplit.telemetry.statistics import StepCounts, TreeCounts, WorkerStatistics
@@ -87,16 +88,17 @@ class StatisticsReading:
 class StatisticsReader:
     """Reads the statistics of one worker again and again, over one connection."""
 
-    def __init__(self, role: StatisticsRole, address: str) -> None:
+    def __init__(self, role: StatisticsRole, address: str, security: Security = ON_LOOPBACK) -> None:
         """Name the worker.
 
         Raises:
             InvalidRequest: the address is malformed.
+            InvalidSettings: the link would leave this machine in plaintext.
         """
         self.role: StatisticsRole = role
         self.address = address
         self._peer = f"The {role} at {address}"
-        self._channel = WorkerChannel(address, self._peer)
+        self._channel = WorkerChannel(address, self._peer, role, security)
 
     async def read(self, timeout_s: float) -> StatisticsReading | None:
         """Return the worker's statistics; None if it is of an older release, which tells none.

@@ -63,10 +63,15 @@ def check_stages(settings: TargetSettings) -> list[StageCheck]:
     """
     if not settings.stages:
         raise InvalidSettings("Name the stages to check, in the order of their layers: --stages HOST:PORT,HOST:PORT.")
+    from specsplit.rpc.credentials import open_security
+    from specsplit.stages.wire.peer import StagePeer
+
+    security = open_security(settings, "target")
+    peers = [StagePeer(address, security) for address in settings.stages]
     coordinator = load_coordinator(settings.model_copy(update={"local_stages": None, "sessions": 1}))
     entry = _known_entry(coordinator)
     truth = _compute(settings, coordinator, entry)
-    return event_loop.run(_check(settings.stages, coordinator, entry, truth))
+    return event_loop.run(_check(peers, coordinator, entry, truth))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +127,11 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
 
 
 async def _check(
-    addresses: Sequence[str], coordinator: Coordinator, entry: SequenceInput, truth: _Truth
+    peers: Sequence[StagePeer], coordinator: Coordinator, entry: SequenceInput, truth: _Truth
 ) -> list[StageCheck]:
     from specsplit.stages.wire.connection import Connection
     from specsplit.stages.wire.frames import ChainId
-    from specsplit.stages.wire.peer import StagePeer
 
-    peers = [StagePeer(address) for address in addresses]
     name, secret, checks = secrets.token_hex(8), secrets.token_bytes(32), list[StageCheck]()
     try:
         for peer in peers:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-from specsplit.core.defaults import STEP_TIMEOUT_S
+from specsplit.core.defaults import STEP_TIMEOUT_S, WITHOUT_LINK_SETTINGS
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
+from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
 from specsplit.rpc.local_process import LocalProcess, running
+from specsplit.stages.identity import ExpectedChain
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
@@ -48,6 +50,22 @@ def local_stages(
             for index, of in enumerate(layers)
         ]
     )
+
+
+def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[str]:
+    """Return the options of stages started here, complete, so that none comes from their own settings."""
+    given: dict[str, object] = {
+        "model": settings.model,
+        "ends": expected.ends,
+        "dtype": expected.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
+        "context": expected.context,
+        "sessions": expected.num_slots,
+        "drain": settings.drain,
+    }
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return [*words, *WITHOUT_LINK_SETTINGS]
 
 
 async def _wait_hung(address: str, *, step_timeout_s: float) -> str:

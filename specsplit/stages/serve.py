@@ -36,6 +36,7 @@ from specsplit.stages.planner import even_ranges
 if TYPE_CHECKING:
     from specsplit.engine.engine import Engine
     from specsplit.engine.executor import Executor
+    from specsplit.rpc.credentials import Security
     from specsplit.rpc.server import Server
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.chain.runner import ChainRunner
@@ -221,6 +222,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         InvalidSettings, ResourceError: it cannot listen there.
     """
     from specsplit.engine.executor import ThreadExecutor
+    from specsplit.rpc.credentials import open_security
     from specsplit.rpc.server import serving
     from specsplit.rpc.supervision import watch_device
     from specsplit.stages.chain.stage import StageEngine
@@ -232,8 +234,11 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         stack.push_async_callback(device.close)
         stage = StageEngine(shard, device=device, at_once_s=_AT_ONCE_S)
         stack.push_async_callback(stage.aclose)
-        service = StageService(stage, following=NextAddresses(settings.next))
-        running = await stack.enter_async_context(serving(settings.listen, [service]))
+        security = open_security(settings, "stage")
+        service = StageService(stage, following=NextAddresses(settings.next), security=security)
+        running = await stack.enter_async_context(
+            serving(settings.listen, [service], security=security, health=settings.health)
+        )
         stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
         yield running
 
@@ -250,33 +255,22 @@ async def serving_chain(
         InvalidSettings, ResourceError: it cannot listen there.
         PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
     """
-    from specsplit.rpc.clients import CALL_TIMEOUT_S
+    from specsplit.rpc.credentials import open_security
     from specsplit.rpc.server import ServerLimits, serving
     from specsplit.rpc.servicers import TargetService
     from specsplit.rpc.supervision import sweep_sessions
     from specsplit.rpc.transport import largest_request
     from specsplit.stages.chain.target import chain_target
-    from specsplit.stages.local import local_stages
-    from specsplit.stages.wire.options import LinkOptions
-    from specsplit.stages.wire.remote_chain import RemoteChain
+    from specsplit.stages.local import local_stages, stage_arguments
 
     model, ttl_s = coordinator.model, settings.session_ttl
     async with AsyncExitStack() as stack:
-        stages = settings.stages
+        stages, security = settings.stages, open_security(settings, "target")
         if coordinator.local_ranges:
-            layers, arguments = layers_of(coordinator.local_ranges), _stage_arguments(coordinator, settings)
+            layers, arguments = layers_of(coordinator.local_ranges), stage_arguments(coordinator.expected, settings)
             started = local_stages(layers, arguments, note, step_timeout_s=settings.step_timeout)
             stages = await stack.enter_async_context(started)
-        link = RemoteChain(
-            stages,
-            settings.spares,
-            coordinator.expected,
-            LinkOptions(
-                call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
-                reconnect_s=RECONNECT_S,
-                step_timeout_s=settings.step_timeout,
-            ),
-        )
+        link = _make_link(coordinator, settings, stages, security)
         # Closed in reverse: the server drains, the engine ends its sessions, then the link lets the stages go.
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
@@ -286,12 +280,11 @@ async def serving_chain(
         engine.open_queue(settings.queue)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
+        service = TargetService(engine, lambda: engine.num_sessions, engine)
+        service.keep_owners(ttl_s)
+        limits = ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size))
         running = await stack.enter_async_context(
-            serving(
-                settings.listen,
-                [TargetService(engine, lambda: engine.num_sessions, engine)],
-                ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size)),
-            )
+            serving(settings.listen, [service], limits, security, settings.health)
         )
         incidents = _ChainLog(link, runner)
         stack.callback(incidents.write_new)
@@ -301,28 +294,30 @@ async def serving_chain(
         yield running
 
 
+def _make_link(
+    coordinator: Coordinator, settings: TargetSettings, stages: Sequence[str], security: Security
+) -> RemoteChain:
+    from specsplit.rpc.clients import CALL_TIMEOUT_S
+    from specsplit.rpc.credentials import ON_LOOPBACK
+    from specsplit.stages.wire.options import LinkOptions
+    from specsplit.stages.wire.remote_chain import RemoteChain
+
+    options = LinkOptions(
+        call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
+        reconnect_s=RECONNECT_S,
+        step_timeout_s=settings.step_timeout,
+    )
+    # Stages that were started here have no certificates.
+    security = ON_LOOPBACK if coordinator.local_ranges else security
+    return RemoteChain(stages, settings.spares, coordinator.expected, options, security)
+
+
 def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_stages: int) -> Executor:
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
     # With its ends elsewhere this process computes nothing that could hold up its loop.
     is_light = coordinator.ends is None and num_stages > 1
     return LoopExecutor() if is_light else ThreadExecutor("target", settings.threads)
-
-
-def _stage_arguments(coordinator: Coordinator, settings: TargetSettings) -> list[str]:
-    """Return the options of stages started here, complete, so that none comes from their own settings."""
-    expected = coordinator.expected
-    given: dict[str, object] = {
-        "model": settings.model,
-        "ends": expected.ends,
-        "dtype": expected.dtype,
-        "device": settings.device,
-        "threads": settings.threads,
-        "context": expected.context,
-        "sessions": expected.num_slots,
-        "drain": settings.drain,
-    }
-    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 class _ChainLog:

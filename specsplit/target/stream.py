@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, StaleRound
 from specsplit.core.types import MAX_STREAM_NODES, ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.engine.cancellation import to_its_end
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_scheduler import StreamScheduler
 

@@ -67,7 +67,7 @@ async def test_a_first_failed_try_is_noted_once_and_the_end_says_why(refusing: s
 async def test_a_name_that_does_not_resolve_is_said_as_such():
     notes: list[str] = []
     with pytest.raises(WorkerUnreachable, match=r"the name no-such-host\.invalid does not resolve; check the address"):
-        await connect(NOWHERE, notes, retry=0.4)
+        await connect(NOWHERE, notes, retry=0.4, insecure=True)
     assert len(notes) == 1
     assert "(the name no-such-host.invalid does not resolve); trying again for" in notes[0]
 

@@ -25,6 +25,7 @@ from specsplit.core.errors import (
 )
 from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+from specsplit.rpc.credentials import Security
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES
@@ -207,14 +208,14 @@ async def test_a_port_in_use_is_refused_with_a_remedy():
 )
 async def test_an_address_where_nothing_can_listen_is_refused_by_name(listen: str, error: type[Exception]):
     with pytest.raises(error) as raised:
-        async with serving(listen, [TargetService(FakeTarget())]):
+        async with serving(listen, [TargetService(FakeTarget())], security=Security(is_insecure=True)):
             pass
     assert listen in str(raised.value)
 
 
 @pytest.mark.parametrize(("listen", "host"), [("0.0.0.0:0", "0.0.0.0"), ("localhost:0", "localhost")])
 async def test_the_address_of_a_server_keeps_its_host_and_names_its_port(listen: str, host: str):
-    async with serving(listen, [TargetService(FakeTarget())]) as server:
+    async with serving(listen, [TargetService(FakeTarget())], security=Security(is_insecure=True)) as server:
         name, _, port = server.address.rpartition(":")
         assert (name, int(port) > 0) == (host, True)
         async with verifier_at(f"127.0.0.1:{port}") as verifier:

@@ -28,6 +28,7 @@ from specsplit.core.errors import (
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine.executor import MAX_FAILED_STEPS
 from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
@@ -301,7 +302,7 @@ async def test_a_slot_travels_whole_or_not_at_all() -> None:
 
 async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
     async with alone(shards(bounds=()).stages[0]) as (host, _):
-        channel = WorkerChannel(host.address, "The stage")
+        channel = WorkerChannel(host.address, "The stage", "stage", ON_LOOPBACK)
         for first in (b"", b"\xff\xff", next(packet_frames(packet(1)))):
             stream = channel.duplex("/specsplit.v1.StageService/Forward")
             await stream.write(first)
@@ -315,7 +316,7 @@ async def test_a_stream_that_does_not_say_who_opens_it_is_refused() -> None:
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specsplit.stages.wire.servicer.HELLO_S", 0.05)
     async with alone(shards(bounds=()).stages[0]) as (host, _):
-        channel = WorkerChannel(host.address, "The stage")
+        channel = WorkerChannel(host.address, "The stage", "stage", ON_LOOPBACK)
         stream = channel.duplex("/specsplit.v1.StageService/Forward")
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(InvalidRequest, match="begins with who opens it"):

@@ -143,6 +143,7 @@ def test_help_groups_the_options_and_has_every_default_and_three_examples(capsys
         "Models",
         "Services",
         "Output",
+        "Links",
     ]
     assert out.count("[default:") == len(re.findall(r"^│ +--(?!help)", out, flags=re.MULTILINE))
     assert (

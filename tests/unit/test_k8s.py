@@ -188,6 +188,27 @@ async def test_what_the_probes_ask_for_is_served(workloads: dict[str, Workload])
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
 
 
+def test_links_are_plaintext_only_where_the_base_spells_it_out(workloads: dict[str, Workload]):
+    secure = workloads_of(kustomize(BASE.parent / "mtls"))
+    roles = {"target": "target", "draft": "draft", "gateway": "gateway", "orchestrate": "orchestrator"}
+    for name, role in roles.items():
+        assert getattr(settings_of(workloads[name], name), role).insecure is True
+        workload, settings = secure[name], getattr(settings_of(secure[name], name), role)
+        (mount,) = (m for m in workload.container["volumeMounts"] if m["name"] == "tls")
+        (volume,) = (v for v in workload.pod["volumes"] if v["name"] == "tls")
+        assert volume["secret"] == {"secretName": f"{role}-tls", "defaultMode": 0o440}
+        files = [settings.tls_cert, settings.tls_key, settings.tls_ca]
+        assert files == [f"{mount['mountPath']}/{file}" for file in ("tls.crt", "tls.key", "ca.crt")]
+        assert (settings.insecure, mount["readOnly"]) == (False, True)
+        if name in WORKERS:
+            port = int(settings.health.rpartition(":")[2])
+            probes = [
+                workload.container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "readiness", "liveness")
+            ]
+            assert probes == [port] * 3
+            assert port != workload.listen_port
+
+
 def test_the_job_tries_as_long_as_a_model_may_take_to_load(workloads: dict[str, Workload]):
     startup = workloads["target"].container["startupProbe"]
     waits_s = sum(min(10 * 2**attempt, 360) for attempt in range(workloads["orchestrate"].spec["backoffLimit"]))

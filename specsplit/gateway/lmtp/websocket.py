@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from specsplit.core.cancellation import to_its_end
+from specsplit.engine.cancellation import to_its_end
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.protocol import DRAIN
 from specsplit.gateway.lmtp.session import SHUTTING_DOWN, LmtpServer, LmtpSession

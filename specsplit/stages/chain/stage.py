@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
 from specsplit.engine.batch import at_once
+from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerUnreachable
 from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.wire.admission import PING_S, admit, why_lost
 from specsplit.stages.wire.options import LinkOptions
@@ -17,13 +18,15 @@ from specsplit.stages.wire.peer import StagePeer
 class ChainMembers:
     """`stages` and `spares`, which change places when a stage is replaced; all of them are `expected` to fit."""
 
-    def __init__(self, stages: Sequence[str], spares: Sequence[str], expected: ExpectedChain) -> None:
+    def __init__(
+        self, stages: Sequence[str], spares: Sequence[str], expected: ExpectedChain, security: Security = ON_LOOPBACK
+    ) -> None:
         addresses = [*stages, *spares]
         for address in addresses:
             if addresses.count(address) > 1:
                 raise InvalidRequest(f"The stage at {address} is named twice.", param="stages")
-        self.stages = [StagePeer(address) for address in stages]
-        self.spares = [StagePeer(address) for address in spares]
+        self.stages = [StagePeer(address, security) for address in stages]
+        self.spares = [StagePeer(address, security) for address in spares]
         self.spares_used: list[str] = []
         """Addresses of spares that took a stage's place, in that order."""
         self.options = LinkOptions()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from specsplit.core.errors import PeerMismatch, SpecSplitError, StaleEpoch, WorkerUnreachable
 from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.packet import Packet
 from specsplit.stages.wire.frames import READY, ChainId, FrameReader, error_in, hello_frame, packet_frames
@@ -62,12 +63,19 @@ class NextLink:
     the address is for this stage's own log: whoever named the address learns only that it does not serve.
     """
 
-    def __init__(self, chain: ChainId, index: int, address: str, on_lost: Callable[[SpecSplitError], None]) -> None:
+    def __init__(
+        self,
+        chain: ChainId,
+        index: int,
+        address: str,
+        on_lost: Callable[[SpecSplitError], None],
+        security: Security = ON_LOOPBACK,
+    ) -> None:
         self.sent_bytes = 0
         self._chain, self._on_lost = chain, on_lost
         self.name = f"Stage {index} cannot reach stage {index + 1} at {address}"
         self._sentence = f"Stage {index} cannot reach stage {index + 1}; its own log says why."
-        self._channel = WorkerChannel(address, f"The stage at {address}")
+        self._channel = WorkerChannel(address, f"The stage at {address}", "stage", security)
         self._duplex: Duplex | None = None
         self._watching: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, PeerMismatch, SpecSplitError, WorkerFailed
 from specsplit.rpc import calls
 from specsplit.rpc.channel import Duplex, WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.words import clean_name
 from specsplit.stages.identity import StageIdentity
@@ -46,11 +47,12 @@ class StagePing:
 class StagePeer:
     """The stage at `address`; its connection is made with the first call, and anew after `renew`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security = ON_LOOPBACK) -> None:
         """Name the stage.
 
         Raises:
             InvalidRequest: the address is malformed.
+            InvalidSettings: the link would leave this machine in plaintext.
         """
         self.address, self.name = address, f"The stage at {address}"
         self.identity: StageIdentity | None = None
@@ -59,7 +61,8 @@ class StagePeer:
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
         self._process = ""
-        self._channel = WorkerChannel(address, self.name)
+        self._security = security
+        self._channel = WorkerChannel(address, self.name, "stage", security)
 
     def admit(self, ping: StagePing) -> None:
         """Record who answered; a process that was restarted drains no longer."""
@@ -157,7 +160,7 @@ class StagePeer:
     async def renew(self) -> None:
         """Forget the connection: the next call dials at once."""
         # A channel that failed backs off before it dials again; a new one does not.
-        channel, self._channel = self._channel, WorkerChannel(self.address, self.name)
+        channel, self._channel = self._channel, WorkerChannel(self.address, self.name, "stage", self._security)
         await channel.aclose()
 
     async def aclose(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StaleEpoch, WorkerUnreachable
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.stages.codec import decode
 from specsplit.stages.packet import Buffer, Packet
 from specsplit.stages.ports import Stage
@@ -168,13 +169,21 @@ class PipelineStage:
     `coordinator` and `previous` are what is to be written on the streams that those two have open.
     """
 
-    def __init__(self, stage: Stage, watch: Stopwatch, chain: ChainId, index: int, next_address: str) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        watch: Stopwatch,
+        chain: ChainId,
+        index: int,
+        next_address: str,
+        security: Security = ON_LOOPBACK,
+    ) -> None:
         self.chain, self.index = chain, index
         self.coordinator: Outbox | None = None
         self._previous: Outbox | None = None
         self._answered_bytes = 0
         self._is_over = False
-        self._next = NextLink(chain, index, next_address, self.report) if next_address else None
+        self._next = NextLink(chain, index, next_address, self.report, security) if next_address else None
         # A permit is taken when a packet comes in, and given back when it has been written on.
         self._room = asyncio.Semaphore(WINDOW)
         self._num_here = 0

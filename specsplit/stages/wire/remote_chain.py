@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.packet import Packet
 from specsplit.stages.wire.admission import hanging
@@ -38,8 +39,9 @@ class RemoteChain:
         spares: Sequence[str],
         expected: ExpectedChain,
         options: LinkOptions | None = None,
+        security: Security = ON_LOOPBACK,
     ) -> None:
-        self._members = ChainMembers(stages, spares, expected)
+        self._members = ChainMembers(stages, spares, expected, security)
         self._members.options = options or LinkOptions()
         # Whatever changes the chain, or needs it to stay as it is, happens under this lock, in the order of the calls;
         # answers are awaited outside of it, so that packets overtake no other and still pipeline.

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from specsplit.core.cancellation import to_its_end
 from specsplit.core.errors import (
+    AccessDenied,
     CorruptPacket,
     DeadlineExceeded,
     InvalidPacket,
@@ -23,8 +23,10 @@ from specsplit.core.errors import (
     SpecSplitError,
     WorkerUnreachable,
 )
+from specsplit.engine.cancellation import to_its_end
 from specsplit.rpc import calls
 from specsplit.rpc.auth import current_peer
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.interceptors import Context
 from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
@@ -57,9 +59,16 @@ class StageService:
     # A draining stage answers everything until its coordinator has moved its sessions elsewhere.
     methods_while_draining = _METHODS
 
-    def __init__(self, stage: Stage, *, grace_s: float = GRACE_S, following: NextAddresses | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        grace_s: float = GRACE_S,
+        following: NextAddresses | None = None,
+        security: Security = ON_LOOPBACK,
+    ) -> None:
         """Serve `stage`, which the caller closes; it dials stages at `following`, by default those near its caller."""
-        self._stage, self._tenancy = stage, Tenancy(stage, grace_s)
+        self._stage, self._tenancy = stage, Tenancy(stage, grace_s, security)
         self._following = following or NextAddresses()
         self._process = secrets.token_hex(8)
         self._received_bytes, self._began_s = 0, time.monotonic()
@@ -128,6 +137,7 @@ class StageService:
 
     async def _forward(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
         hello = await _hello(requests)
+        _check_role(hello.role)
         chain, role = ChainId.of(hello.chain), hello.role
         position, outbox = self._tenancy.position_in(chain, exactly=True), Outbox()
         if role == _COORDINATOR:
@@ -272,6 +282,13 @@ async def _timely(requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         if data is None:
             return
         yield data
+
+
+def _check_role(role: stage_pb2.StreamRole.ValueType) -> None:
+    """Raise AccessDenied if the peer's certificate is of another role than the one that it opens a stream in."""
+    peer, proved = current_peer(), "target" if role == _COORDINATOR else "stage"
+    if peer.is_authenticated and peer.role != proved:
+        raise AccessDenied(f"A {peer.role} may not open the stream of a {proved}.")
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

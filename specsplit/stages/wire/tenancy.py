@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 
-from specsplit.core.errors import PeerMismatch, SpecSplitError, StaleEpoch
+from specsplit.core.errors import AccessDenied, PeerMismatch, SpecSplitError, StaleEpoch
+from specsplit.rpc.auth import current_peer
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.interceptors import draining
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.ports import Stage
@@ -25,13 +27,13 @@ class Tenancy:
     `changing` is held while the coordinator, its chain or the contents of whole slots change.
     """
 
-    def __init__(self, stage: Stage, grace_s: float) -> None:
+    def __init__(self, stage: Stage, grace_s: float, security: Security = ON_LOOPBACK) -> None:
         self.position: PipelineStage | None = None
         self.is_draining = False
         self.grace_s = grace_s
         self.changing = asyncio.Lock()
         self.watch = Stopwatch()
-        self._stage, self._owner = stage, Claim()
+        self._stage, self._owner, self._security = stage, Claim(), security
         self._abandoned: asyncio.Task[None] | None = None
         """The task that frees the slots of a coordinator that is gone, while its time runs."""
         self._sent_bytes = 0
@@ -57,10 +59,14 @@ class Tenancy:
 
         Raises:
             PeerMismatch: it serves another coordinator or none; StaleEpoch: another chain of this one.
+            AccessDenied: the caller knows the coordinator's name, and its certificate is another one's.
         """
         position = self.position
         if position is None or position.chain.coordinator != chain.coordinator:
             raise PeerMismatch("The stage is not configured for this coordinator.")
+        peer, owner = current_peer(), self._owner.name
+        if peer.role == "target" and owner is not None and peer.name != owner:
+            raise AccessDenied("The stage serves another coordinator.")
         if exactly and position.chain != chain:
             raise StaleEpoch(
                 f"The stage stands in chain {position.chain.number} of its coordinator, not {chain.number}."
@@ -73,9 +79,12 @@ class Tenancy:
         `name` is the one that the coordinator has proved.
 
         Raises:
-            PeerMismatch, StaleEpoch, WorkerUnreachable: it is refused, and nothing changed.
+            PeerMismatch, StaleEpoch, WorkerUnreachable, UsageError: it is refused, and nothing changed.
         """
         chain, claim = ChainId.of(request.chain), Claim(name, request.secret)
+        # Refused before anything changes: a link that would leave this machine in plaintext.
+        if request.next_address:
+            self._security.check_dial(request.next_address)
         async with self.changing:
             before = self.position
             is_same = self._is_same(before, chain, claim)
@@ -92,7 +101,9 @@ class Tenancy:
                 await self._stage.place(request.index, request.num_stages)
             # Whoever configured the stage last owns it, also while no stream is open yet.
             self._owner = claim
-            self.position = PipelineStage(self._stage, self.watch, chain, request.index, request.next_address)
+            self.position = PipelineStage(
+                self._stage, self.watch, chain, request.index, request.next_address, self._security
+            )
             self.start_grace(self.grace_s)
         return kept
 
