@@ -58,6 +58,7 @@ class Answers(Protocol):
     """Gives the pieces of an answer as they come."""
 
     stats: ChatStats
+    settings: OrchestratorSettings
 
     def stream(
         self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
@@ -105,6 +106,8 @@ class EndpointAnswers:
     url: str
     key: str | None
     settings: OrchestratorSettings
+    chosen: frozenset[str]
+    """Parameters that the user has set somewhere; the endpoint has its own defaults for all others."""
     stats: ChatStats
     _model: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -172,11 +175,9 @@ class EndpointAnswers:
 
     def _body(self, conversation: Conversation, text: str, parameters: Mapping[str, Any]) -> bytes:
         chosen = request_settings(self.settings, parameters)
-        given = {name: getattr(chosen, name) for name in ("max_new_tokens", "temperature", "top_p", *parameters)}
+        given = {name: getattr(chosen, name) for name in sorted(self.chosen | parameters.keys())}
         asked: dict[str, Any] = {_NAMES_THERE.get(name, name): value for name, value in given.items()}
         asked |= {"model": self._model["id"], "stream": True, "stream_options": {"include_usage": True}}
-        if chosen.seed is not None:
-            asked["seed"] = chosen.seed
         if self._model.get("owned_by") == "specsplit":
             asked["speculative"] = {"trace": True}
         prompt = (

@@ -12,12 +12,13 @@ from typing import Any
 
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
+from specsplit.assembly.requests import request_settings
 from specsplit.cli import render
 from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
-from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
+from specsplit.cli.chat_turn import PARAMETERS, Conversation, run_command, split_parameters
 from specsplit.cli.logs import set_up_logging
 from specsplit.core.errors import InvalidSettings, SpecSplitError
-from specsplit.core.settings import Settings, load_settings
+from specsplit.core.settings import EffectiveSettings, load_settings
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Piece
 
@@ -35,19 +36,21 @@ def run(given: Mapping[str, Any]) -> int:
         option = f"--{named[0].replace('_', '-')}"
         raise InvalidSettings(f"--endpoint and {option} exclude each other: the endpoint has its own models.")
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
-    settings = load_settings(chosen, config=given.get("config"), as_options=True).settings
-    settings.orchestrator.sampling()
+    effective = load_settings(chosen, config=given.get("config"), as_options=True)
+    effective.settings.orchestrator.sampling()
     set_up_logging(is_service=False)
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
-    return event_loop.run(_chat(settings, conversation, endpoint))
+    return event_loop.run(_chat(effective, conversation, endpoint))
 
 
-async def _chat(settings: Settings, conversation: Conversation, endpoint: str | None) -> int:
+async def _chat(effective: EffectiveSettings, conversation: Conversation, endpoint: str | None) -> int:
+    settings = effective.settings
     stats = ChatStats()
     async with AsyncExitStack() as stack:
         answers: Answers
         if endpoint is not None:
-            answers = EndpointAnswers(endpoint, os.environ.get(ENV_API_KEY), settings.orchestrator, stats)
+            chosen = frozenset(name for name in PARAMETERS if f"orchestrator.{name}" in effective.origins)
+            answers = EndpointAnswers(endpoint, os.environ.get(ENV_API_KEY), settings.orchestrator, chosen, stats)
             render.note(f"Model {await asyncio.to_thread(answers.meet)} at {endpoint}.")
         else:
             with render.loading_bar() as progress:
@@ -89,7 +92,9 @@ async def _say(conversation: Conversation, line: str, answers: Answers, text: re
     said, parameters = split_parameters(line)
     if not said.strip():
         if parameters:
-            conversation.parameters |= parameters
+            kept = conversation.parameters | parameters
+            request_settings(answers.settings, kept)  # refused before every answer would be
+            conversation.parameters = kept
             render.note(" ".join(f"{name}={value}" for name, value in conversation.parameters.items()))
         return
     parts: list[str] = []

@@ -124,9 +124,9 @@ def run_command(conversation: Conversation, line: str, stats: Mapping[str, Any])
 def _set_seed(conversation: Conversation, text: str) -> str:
     if text == "off":
         conversation.parameters.pop("seed", None)
-    elif text.isdecimal():
+    elif text.isdecimal() and int(text[:21]) < 1 << 64:
         conversation.parameters["seed"] = int(text)
     elif text:
-        raise InvalidRequest(f"/seed needs a whole number or off, not {text}.")
+        raise InvalidRequest(f"/seed needs a whole number below 2^64 or off, not {text[:40]}.")
     seed = conversation.parameters.get("seed")
     return "seed: drawn for each answer" if seed is None else f"seed: {seed}"

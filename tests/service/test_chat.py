@@ -28,7 +28,7 @@ from tests.support.processes import LIMIT_S, environment
 
 OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512")
 PROMPT = "\x1b[0m>"
-MESSAGES = ("Write a loop max_tokens=20 seed=5", "Now another one. max_tokens=16 seed=6 temperature=0.7")
+MESSAGES = ("Write a loop max_tokens=20 seed=5 temperature=0", "Now another one. max_tokens=16 seed=6 temperature=0.7")
 
 
 def chat(*arguments: str, lines: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -112,35 +112,66 @@ def test_what_cannot_be_chatted_with_is_one_sentence(arguments: tuple[str, ...],
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+class Endpoint(ThreadingHTTPServer):
+    """A server of OpenAI's HTTP that answers with fixed events and keeps what it was asked."""
+
+    def __init__(self, *events: str) -> None:
+        self.bodies: list[dict[str, object]] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send('{"data": [{"id": "m\\u001b[31m"}]}')
+
+            def do_POST(self) -> None:
+                length = int(self.headers["content-length"])
+                endpoint.bodies.append(json.loads(self.rfile.read(length)))
+                self._send("".join(f"data: {event}\n\n" for event in events))
+
+            def _send(self, body: str) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def chat(self, *arguments: str, lines: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        """Chat with it, and end it."""
+        try:
+            return chat("--endpoint", self.url, *arguments, lines=lines)
+        finally:
+            self.shutdown()
+            self.server_close()
+
+
 def test_an_endpoint_that_breaks_off_ends_the_answer_only():
-    class Broken(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._send(b'{"data": [{"id": "m\\u001b[31m"}]}')
-
-        def do_POST(self) -> None:
-            self._send(
-                b'data: {"choices": [{"delta": {"content": "Hal"}}]}\n\ndata: {"error": {"message": "It broke."}}\n\n'
-            )
-
-        def _send(self, body: bytes) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        done = chat("--endpoint", f"http://127.0.0.1:{server.server_port}", lines=("Hi", "/stats"))
-    finally:
-        server.shutdown()
-        server.server_close()
+    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', '{"error": {"message": "It broke."}}')
+    done = endpoint.chat(lines=("Hi", "/stats"))
     assert done.returncode == 0
     assert done.stdout == "Hal\n"
     assert "Error: It broke." in done.stderr
     assert "\x1b" not in done.stderr, "names of a peer cannot command the terminal"
+
+
+def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():
+    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}')
+    lines = ("Hi", "Hi top_p=0.9 max_tokens=7", "/seed 5", "temperature=1.5", "temperature=101", "Hi")
+    done = endpoint.chat("--top-k", "4", "--presence-penalty", "0.5", lines=lines)
+    assert done.returncode == 0, done.stderr
+    base = {"top_k", "presence_penalty", "model", "stream", "stream_options", "messages"}
+    more = set[str](), {"top_p", "max_tokens"}, {"seed", "temperature"}
+    assert [set(body) for body in endpoint.bodies] == [base | names for names in more]
+    last = endpoint.bodies[-1]
+    assert (last["top_k"], last["presence_penalty"], last["seed"], last["temperature"]) == (4, 0.5, 5, 1.5)
+    assert "temperature must be between 0 and 100" in done.stderr, "refused where it was set, and not kept"
 
 
 class Terminal:

@@ -61,7 +61,9 @@ def test_commands_change_the_conversation(tmp_path: Path):
     assert run_command(conversation, "/quit", {}) is None
 
 
-@pytest.mark.parametrize("line", ["/nope", "/", "/seed x", "/save", "/save /nowhere/at/all.json"])
+@pytest.mark.parametrize(
+    "line", ["/nope", "/", "/seed x", "/seed 18446744073709551616", "/seed ²", "/save", "/save /nowhere/at/all.json"]
+)
 def test_a_wrong_command_is_one_sentence(line: str):
     with pytest.raises(InvalidRequest, match=r"\.$"):
         run_command(Conversation(), line, {})
