@@ -20,7 +20,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto bench-smoke bench bench-load research-test browser-test wheel fuzz client-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -61,6 +61,10 @@ proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
 	$(BIN)/python proto/generate.py
 
 bench-smoke: $(BENCH)  ## Measure speed and acceptance on the embedded pair, one JSON line last
+api-page: $(TOOLS)  ## Generate docs/api.md from the docstrings
+	$(BIN)/python -m tools.api_page
+
+bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
 
 bench: $(BENCH)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)

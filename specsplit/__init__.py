@@ -2,22 +2,98 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specsplit.api import Pipeline
+    from specsplit.api import Pipeline, RequestOptions
+    from specsplit.client import Client
+    from specsplit.core.errors import (
+        AccessDenied,
+        ContextExceeded,
+        CorruptPacket,
+        DeadlineExceeded,
+        DeviceUnavailable,
+        InvalidPacket,
+        InvalidRequest,
+        InvalidSettings,
+        LinkError,
+        MissingExtra,
+        ModelDamaged,
+        ModelError,
+        ModelNotFound,
+        ModelUnsupported,
+        NoFreeSlot,
+        OutOfMemory,
+        Overloaded,
+        PeerMismatch,
+        ResourceError,
+        SessionError,
+        SlotBehind,
+        SpecSplitError,
+        StageBehind,
+        StaleEpoch,
+        StaleRound,
+        UsageError,
+        VocabularyMismatch,
+        WorkerClosed,
+        WorkerFailed,
+        WorkerUnreachable,
+    )
+    from specsplit.orchestrator.request import Chunk, Result
 
     __version__: str
 
-__all__ = ["Pipeline", "__version__"]
+__all__ = [
+    "AccessDenied",
+    "Chunk",
+    "Client",
+    "ContextExceeded",
+    "CorruptPacket",
+    "DeadlineExceeded",
+    "DeviceUnavailable",
+    "InvalidPacket",
+    "InvalidRequest",
+    "InvalidSettings",
+    "LinkError",
+    "MissingExtra",
+    "ModelDamaged",
+    "ModelError",
+    "ModelNotFound",
+    "ModelUnsupported",
+    "NoFreeSlot",
+    "OutOfMemory",
+    "Overloaded",
+    "PeerMismatch",
+    "Pipeline",
+    "RequestOptions",
+    "ResourceError",
+    "Result",
+    "SessionError",
+    "SlotBehind",
+    "SpecSplitError",
+    "StageBehind",
+    "StaleEpoch",
+    "StaleRound",
+    "UsageError",
+    "VocabularyMismatch",
+    "WorkerClosed",
+    "WorkerFailed",
+    "WorkerUnreachable",
+    "__version__",
+]
+_PLACES = {
+    "Chunk": "specsplit.orchestrator.request",
+    "Client": "specsplit.client",
+    "Pipeline": "specsplit.api",
+    "RequestOptions": "specsplit.assembly.arguments",
+    "Result": "specsplit.orchestrator.request",
+}
+"""The modules of the names that are no errors."""
 
 
 def __getattr__(name: str) -> object:
     """Import these on first use, since `import specsplit` is part of every start of the command line."""
-    if name == "Pipeline":
-        from specsplit.api import Pipeline
-
-        return Pipeline
     if name == "__version__":
         from importlib import metadata
 
@@ -26,4 +102,11 @@ def __getattr__(name: str) -> object:
         except metadata.PackageNotFoundError:
             # A checkout runs without being installed.
             return "0.0.0"
+    if name in __all__:
+        return getattr(import_module(_PLACES.get(name, "specsplit.core.errors")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted({*globals(), *__all__})

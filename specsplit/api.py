@@ -10,63 +10,33 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, overload
+from typing import Self, Unpack, cast, overload
 
+from specsplit.assembly.arguments import (
+    ModelPath,
+    PipelineOptions,
+    Prompt,
+    Prompts,
+    RequestOptions,
+    are_several,
+    check_prompt,
+    config_path,
+    plain_settings,
+)
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import check_prompt, make_request, request_settings
-from specsplit.core.defaults import LOCAL_SESSIONS, DeviceName, Dtype, Mode
+from specsplit.assembly.requests import make_request, request_settings
+from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
 from specsplit.orchestrator.request import Chunk, Result
 
-Prompt = str | Sequence[int]
-Prompts = Sequence[Prompt]
-"""Several prompts. A lone text is a sequence of texts, too; it means one prompt."""
+__all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
 _Deliver = Callable[[Chunk | FinishedTask], None]
-
-
-class RequestOptions(TypedDict, total=False):
-    """The options of one request; the pipeline's settings fill in those that are left out."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    logprobs: int | None
-    seed: int | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    chat: bool
-    mode: Mode
-    nodes: int
-    depth: int
-    branching: int
-    lookup: bool
-    timeout: float
-
-
-class PipelineOptions(RequestOptions, total=False):
-    """The options of a pipeline beside its models or addresses."""
-
-    draft_vocab: str
-    dtype: Dtype
-    device: DeviceName
-    threads: int | Literal["auto"]
-    context: int
-    sessions: int
-    retry: float
-    draft_patience: float
 
 
 class Pipeline:
@@ -85,17 +55,16 @@ class Pipeline:
 
     def __init__(
         self,
-        target_model: str | None = None,
-        draft_model: str | None = None,
+        target_model: ModelPath | None = None,
+        draft_model: ModelPath | None = None,
         *,
         target: str | None = None,
         draft: str | None = None,
-        config: str | Path | None = None,
+        config: ModelPath | None = None,
         **options: Unpack[PipelineOptions],
     ) -> None:
         named = {"target_model": target_model, "draft_model": draft_model, "target": target, "draft": draft, **options}
-        given = {name: value for name, value in named.items() if value is not None}
-        self._open(load_settings(given, config=config).settings)
+        self._open(load_settings(plain_settings(named), config=config_path(config)).settings)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -128,12 +97,12 @@ class Pipeline:
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Result]: ...
     def generate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
-        """Generate the whole answer to `prompt`, a text or token ids; several prompts run at once, with equal options.
+        """Generate the whole answer to `prompt`: a text, token ids, or the messages of a conversation.
 
-        The answers to several are in the order of the prompts. If requests fail, the first one's error is raised after
-        all have ended.
+        Several prompts run at once, with equal options, and their answers are in the order of the prompts. If requests
+        fail, the first one's error is raised after all have ended.
         """
-        if _are_several(prompt):
+        if are_several(prompt):
             return self._generate_all(prompt, [self._settings_for(each, options) for each in prompt])
         return _last_result(list(self.stream(cast("Prompt", prompt), **options)))
 
@@ -147,7 +116,7 @@ class Pipeline:
     async def agenerate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Result]: ...
     async def agenerate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Generate as `generate` does, without blocking the caller's loop."""
-        if _are_several(prompt):
+        if are_several(prompt):
             streams = [self.astream(each, **options) for each in prompt]
             return _results_of(await asyncio.gather(*map(_collect, streams), return_exceptions=True))
         return await _collect(self.astream(cast("Prompt", prompt), **options))
@@ -272,11 +241,6 @@ def _raise_failure(task: FinishedTask) -> None:
     if task.cancelled():
         raise InvalidRequest("The pipeline was closed before this request came to its end.")
     task.result()
-
-
-def _are_several(prompt: Prompt | Prompts) -> TypeGuard[Prompts]:
-    """Return whether these are several prompts: a list of token ids begins with a number."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], str | Sequence)
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None]) -> Result:

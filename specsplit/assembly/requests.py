@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
-from specsplit.core.errors import InvalidRequest
-from specsplit.core.ports import Tokenizer
+from specsplit.assembly.arguments import Prompt, check_prompt, is_conversation
+from specsplit.core.ports import ChatMessage, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import override
 from specsplit.orchestrator.request import Request
-
-
-def check_prompt(prompt: str | Sequence[int]) -> None:
-    """Refuse a prompt that no model could take, before one is loaded.
-
-    Raises:
-        InvalidRequest: it is empty or holds half characters.
-    """
-    if not len(prompt):
-        raise InvalidRequest("The prompt is empty; give it at least one character.", param="prompt")
-    # A lone surrogate comes from bytes that are no UTF-8; no tokenizer could encode it.
-    if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise InvalidRequest("The prompt is not valid UTF-8; convert it first.", param="prompt")
 
 
 def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any]) -> OrchestratorSettings:
@@ -42,21 +30,21 @@ def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any])
     return chosen
 
 
-def make_request(tokenizer: Tokenizer, prompt: str | Sequence[int], settings: OrchestratorSettings) -> Request:
-    """Return the request for `prompt`, a text or token ids; if the settings have no seed, draw one of 64 bits.
+def make_request(tokenizer: Tokenizer, prompt: Prompt, settings: OrchestratorSettings) -> Request:
+    """Return the request for `prompt`; if the settings have no seed, draw one of 64 bits.
 
     Raises:
         InvalidRequest: a value is out of range, or the model has no chat template.
     """
     check_prompt(prompt)
-    if isinstance(prompt, str):
-        prompt_ids = (
-            tokenizer.encode_messages([{"role": "user", "content": prompt}])
-            if settings.chat
-            else tokenizer.encode(prompt)
-        )
+    if is_conversation(prompt):
+        prompt_ids = tokenizer.encode_messages(cast("list[ChatMessage]", list(map(dict, prompt))))
+    elif not isinstance(prompt, str):
+        prompt_ids = [operator.index(cast("int", token_id)) for token_id in prompt]
+    elif settings.chat:
+        prompt_ids = tokenizer.encode_messages([{"role": "user", "content": prompt}])
     else:
-        prompt_ids = list(prompt)
+        prompt_ids = tokenizer.encode(prompt)
     return Request(
         prompt_ids=tuple(prompt_ids),
         max_new_tokens=settings.max_new_tokens,

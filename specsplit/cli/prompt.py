@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
-from specsplit.assembly.requests import check_prompt
+from specsplit.assembly.arguments import check_prompt
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.paths import expanded
 

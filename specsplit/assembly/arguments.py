@@ -1,0 +1,188 @@
+"""The arguments of the Python API: their types, and their checks in words that a user knows. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast
+
+from specsplit.core.defaults import DeviceName, Dtype, Mode
+from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.ports import ChatMessage
+
+Message = ChatMessage | Mapping[str, str]
+"""One message of a conversation, with `role` and `content`."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the messages of a conversation."""
+Prompts = Sequence[Prompt]
+"""Several prompts. A lone text is a sequence of texts, too; it means one prompt."""
+ModelPath = str | os.PathLike[str]
+"""A hub id, or a folder."""
+_DTYPES: dict[str, Dtype] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+_PATHS = ("target_model", "draft_model", "draft_vocab")
+
+
+class TorchDtype(Protocol):
+    """A torch.dtype, by its properties: these types need no torch."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+    @property
+    def itemsize(self) -> int: ...
+
+
+class TorchDevice(Protocol):
+    """A torch.device, by its properties."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of one request; the settings of the pipeline or client fill in those that are left out."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    chat: bool
+    mode: Mode
+    nodes: int
+    depth: int
+    branching: int
+    lookup: bool
+    timeout: float
+
+
+class ClientOptions(RequestOptions, total=False):
+    """The options of a client beside its addresses."""
+
+    retry: float
+    draft_patience: float
+
+
+class PipelineOptions(ClientOptions, total=False):
+    """The options of a pipeline beside its models or addresses."""
+
+    draft_vocab: ModelPath
+    dtype: Dtype | TorchDtype
+    device: DeviceName | TorchDevice
+    threads: int | Literal["auto"]
+    context: int
+    sessions: int
+
+
+def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as `load_settings` takes them: without None, and with texts for paths and torch's objects.
+
+    Raises:
+        InvalidSettings: an object of torch that no model here can use.
+    """
+    made = {name: value for name, value in given.items() if value is not None}
+    for name in _PATHS:
+        if isinstance(made.get(name), os.PathLike):
+            made[name] = os.fspath(made[name])
+    if type(made.get("dtype")).__module__ == "torch":
+        made["dtype"] = _dtype_name(str(made["dtype"]))
+    if type(made.get("device")).__module__ == "torch":
+        made["device"] = _device_name(str(made["device"]))
+    return made
+
+
+def config_path(config: object) -> Path | None:
+    """Return the path of the settings file.
+
+    Raises:
+        InvalidSettings: it is none.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, str | os.PathLike):
+        raise InvalidSettings(f"config must be the path of a settings file, not {_kind(config)}.")
+    return Path(cast("str | os.PathLike[str]", config))
+
+
+def _dtype_name(name: str) -> str:
+    if name not in _DTYPES:
+        raise InvalidSettings(f"dtype must be {', '.join(_DTYPES)} or its short name, not {name}.")
+    return _DTYPES[name]
+
+
+def _device_name(name: str) -> str:
+    kind, _, index = name.partition(":")
+    if index not in ("", "0"):
+        raise InvalidSettings(
+            f"device must be cpu or cuda, not {name}: choose the GPU with CUDA_VISIBLE_DEVICES={index} instead."
+        )
+    return kind
+
+
+def are_several(prompt: object) -> TypeGuard[Prompts]:
+    """Return whether these are several prompts: token ids begin with a number, and messages with a mapping."""
+    if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    first = cast("Sequence[object]", prompt)[0]
+    return isinstance(first, Sequence)
+
+
+def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+    """Return whether a prompt that was checked has messages."""
+    return not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+
+
+def check_prompt(prompt: object) -> None:
+    """Refuse what is no prompt, or one that no model could take, before a model is loaded.
+
+    Raises:
+        InvalidRequest: it is empty, of another type, or holds half characters.
+    """
+    if isinstance(prompt, str):
+        _check_text(prompt)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        items = cast("Sequence[object]", prompt)
+        _require(len(items) > 0, "The prompt is empty; give it at least one character.")
+        check = _check_message if isinstance(items[0], Mapping) else _check_token_id
+        for item in items:
+            check(item)
+    else:
+        _require(False, f"The prompt must be a text, a list of token ids or a list of messages, not {_kind(prompt)}.")
+
+
+def _check_text(text: str) -> None:
+    _require(len(text) > 0, "The prompt is empty; give it at least one character.")
+    # A lone surrogate comes from bytes that are no UTF-8; no tokenizer could encode it.
+    is_whole = not any("\ud800" <= character <= "\udfff" for character in text)
+    _require(is_whole, "The prompt is not valid UTF-8; convert it first.")
+
+
+def _check_token_id(item: object) -> None:
+    # A number of numpy is one, too; a truth value is a mistake.
+    is_number = hasattr(item, "__index__") and not isinstance(item, bool)
+    _require(is_number, f"The prompt's token ids must be whole numbers, not {_kind(item)}.")
+
+
+def _check_message(item: object) -> None:
+    message: Mapping[object, object] = cast("Mapping[object, object]", item) if isinstance(item, Mapping) else {}
+    is_whole = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())
+    _require(is_whole, 'Each message of the prompt needs a text as "role" and one as "content", and nothing else.')
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvalidRequest(sentence, param="prompt")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,123 @@
+"""The arguments of the Python API: what is taken, and one sentence for everything else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specsplit import Client, InvalidRequest, InvalidSettings, Pipeline, SpecSplitError
+from specsplit.assembly.arguments import are_several, check_prompt, plain_settings
+from specsplit.assembly.requests import make_request
+from specsplit.core.sections import OrchestratorSettings
+from tests.support.fakes import FakeTokenizer
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", [72, 105]),
+        ([72, 105], [72, 105]),
+        ((72, 105), [72, 105]),
+        ([np.int64(72), torch.tensor(105)], [72, 105]),
+        (range(3), [0, 1, 2]),
+        (MESSAGES, list(b"user: Hi\nassistant: Hello\n")),
+        (tuple(MESSAGES), list(b"user: Hi\nassistant: Hello\n")),
+    ],
+)
+def test_a_prompt_is_a_text_ids_or_messages(prompt: Any, expected: list[int]):
+    assert not are_several(prompt)
+    assert list(make_request(FakeTokenizer(), prompt, OrchestratorSettings()).prompt_ids) == expected
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], ["a", [1, 2]], [[1], [2]], [MESSAGES, MESSAGES], (MESSAGES, "a")])
+def test_a_list_of_any_of_them_is_several(prompts: Any):
+    assert are_several(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(None, 5, 1.5, b"bytes", bytearray(b"x"), {"role": "user", "content": "Hi"}, object(), {1, 2}),
+        *(np.array([1, 2]), torch.tensor([1, 2]), iter([1]), Path("x")),
+        *("", [], (), "\ud800", [1, "a"], [1.0], [None], [True], [1, [2]]),
+        *([{}], [{"role": "user"}], [{"role": "user", "content": None}], [*MESSAGES, "x"], [*MESSAGES, 5]),
+        [{"role": "user", "content": "Hi", "name": "x"}],
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_one_sentence(prompt: Any):
+    with pytest.raises(InvalidRequest) as caught:
+        check_prompt(prompt)
+    _assert_sentence(caught.value)
+
+
+def _assert_sentence(error: SpecSplitError) -> None:
+    assert re.fullmatch(r"[A-Za-z_'.{} ][^\n]*[^.]\.", str(error)), error
+    assert "Input should" not in str(error)
+    assert "validation error" not in str(error)
+
+
+def test_paths_and_objects_of_torch_are_taken():
+    given = {
+        "target_model": Path("/models/large"),
+        "draft_model": "small",
+        "draft_vocab": Path("v"),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 0),
+        "context": None,
+    }
+    assert plain_settings(given) == {
+        "target_model": "/models/large",
+        "draft_model": "small",
+        "draft_vocab": "v",
+        "dtype": "bf16",
+        "device": "cuda",
+    }
+    assert plain_settings({"dtype": "fp32", "device": torch.device("cpu")}) == {"dtype": "fp32", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"target_model": 5}, {"target_model": b"x"}, {"target_model": ""}, {"draft_model": ["x"]}, {"target": 7001}),
+        *({"target": "nowhere"}, {"config": 5}, {"config": "/nowhere.toml"}, {"dtype": torch.float64}, {"dtype": 16}),
+        *({"dtype": "float"}, {"device": torch.device("cuda", 1)}, {"device": "tpu"}, {"device": torch.device("meta")}),
+        *({"threads": "many"}, {"context": "long"}, {"context": 1}, {"sessions": 0}, {"sessions": 1.5}),
+        *({"temperature": "hot"}, {"temperature": -1}, {"seed": -1}, {"stop": 5}, {"logit_bias": {"x": 1}}),
+        *({"max_new_tokens": None, "nonsense": 1}, {"mode": "fast"}, {"retry": "soon"}, {"top_p": 2}),
+    ],
+    ids=repr,
+)
+def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(arguments: dict[str, Any]):
+    with pytest.raises(SpecSplitError) as caught:
+        Pipeline(**arguments)
+    _assert_sentence(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"target": None}, {"target": 5}, {"target": ""}, {"target": "x:1", "draft": 5}, {"target": "x:1", "context": 64}],
+    ids=repr,
+)
+def test_a_wrong_argument_of_a_client_is_one_sentence(arguments: dict[str, Any]):
+    with pytest.raises(SpecSplitError) as caught:
+        Client(**arguments)
+    _assert_sentence(caught.value)
+
+
+def test_a_client_that_is_not_connected_says_so():
+    client = Client("127.0.0.1:1")
+    with pytest.raises(InvalidRequest, match="not connected"):
+        client.stream("Hi")
+
+
+def test_a_client_takes_no_model_of_its_own():
+    with pytest.raises(InvalidSettings, match="is for a model loaded here"):
+        Client("x:1", dtype="fp32")  # pyright: ignore[reportCallIssue]
