@@ -91,6 +91,7 @@ class Client:
         try:
             return await asyncio.gather(*tasks)
         finally:
+            # Waited for, so that the slots of all of them are free when an error comes out of here.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

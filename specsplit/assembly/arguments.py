@@ -94,6 +94,7 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in _PATHS:
         if isinstance(made.get(name), os.PathLike):
             made[name] = os.fspath(made[name])
+    # Known by the module of their type: who has such an object has imported torch, and nobody else has to.
     if type(made.get("dtype")).__module__ == "torch":
         made["dtype"] = _dtype_name(str(made["dtype"]))
     if type(made.get("device")).__module__ == "torch":

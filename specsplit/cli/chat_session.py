@@ -19,6 +19,7 @@ from specsplit.cli.chat_turn import PARAMETERS, Conversation, run_command, split
 from specsplit.cli.logs import set_up_logging
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.settings import EffectiveSettings, load_settings
+from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Piece
 
 ENV_API_KEY = "SPECSPLIT_API_KEY"
@@ -39,8 +40,7 @@ def run(given: Mapping[str, Any]) -> int:
     effective.settings.orchestrator.sampling()
     set_up_logging(is_service=False)
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
-    # Not on uvloop: a terminal that is read, left and read again, prompt after prompt, is sometimes not read any more.
-    return asyncio.run(_chat(effective, conversation, endpoint))
+    return event_loop.run(_chat(effective, conversation, endpoint))
 
 
 async def _chat(effective: EffectiveSettings, conversation: Conversation, endpoint: str | None) -> int:

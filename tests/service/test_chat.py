@@ -188,13 +188,14 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str, after: int = 0) -> int:
-        """Wait until the terminal has shown `text`; return how much it has shown by then."""
+        """Wait until the terminal has shown `text` behind `after`; return where it ends."""
         ends_s = time.monotonic() + LIMIT_S
         while text not in self.seen[after:]:
             assert time.monotonic() < ends_s, self.seen
             if select.select([self._master], [], [], 0.1)[0]:
                 self.seen += os.read(self._master, 65536).decode(errors="replace")
-        return len(self.seen)
+        # What came in one piece with it is still to be waited for.
+        return self.seen.index(text, after) + len(text)
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())

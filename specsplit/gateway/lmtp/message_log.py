@@ -59,6 +59,7 @@ class MessageLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
         missing = f"{now}Z {self._num_missing} messages are missing here\n" if self._num_missing else ""
         try:
+            # On the event loop, so this never waits: a line for which there is no place is counted instead.
             self._lines.put_nowait(f"{missing}{now}Z {client or '-'} {direction} {message}\n")
         except queue.Full:
             self._num_missing += 1

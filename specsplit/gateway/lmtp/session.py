@@ -176,6 +176,8 @@ class LmtpSession:
 
     async def _send_items(self, stream_id: int, items: Sequence[Item]) -> None:
         """Send items of a stream; whoever has read its last one may use its number again."""
+        # The number is free just before the frame leaves: freed later, a quick client would be refused its next
+        # stream, and freed earlier, two streams of one number could interleave.
         is_end = messages.is_last(items[-1])
         async with self._sending:
             if is_end:

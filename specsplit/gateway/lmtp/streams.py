@@ -104,6 +104,7 @@ class _AnswerItems:
             item["top_logprobs"] = messages.top_logprobs(token, found)
             if self._texts is not None:
                 item["text"] = self._texts.push(token, is_text=reason != "stop", is_last=reason is not None)
+            # Items that the client has are made all the same: their texts may hold the first half of a character.
             if self.num_tokens >= self._first:
                 made.append(item)
             self.num_tokens += 1
@@ -153,6 +154,8 @@ async def _scored_ids(model: ServedModel, asked: Score) -> tuple[list[int], list
             if prompt:
                 raise InvalidRequest("SCORE: prompt and scored must both be texts, or both be token ids.")
             prompt = ""
+        # [ids of the prompt alone | the rest]: the cut that lm-eval makes, too. Where a token reaches over the end of
+        # the prompt, the whole token counts as the prompt's.
         ids = await model.encode(prompt + scored)
         num_prompt = len(await model.encode(prompt)) if prompt else 0
         if len(ids) <= num_prompt:
