@@ -60,11 +60,10 @@ type: $(TOOLS)  ## Check the types of the package and of tools
 proto: $(TOOLS)  ## Generate the messages of specsplit/rpc/pb from proto/
 	$(BIN)/python proto/generate.py
 
-bench-smoke: $(BENCH)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 api-page: $(TOOLS)  ## Generate docs/api.md from the docstrings
 	$(BIN)/python -m tools.api_page
 
-bench-smoke: $(RUNS)  ## Measure speed and acceptance on the embedded pair, one JSON line last
+bench-smoke: $(BENCH)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
 
 bench: $(BENCH)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)

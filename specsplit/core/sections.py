@@ -212,7 +212,6 @@ class GatewaySettings(LinkSettings):
     api_key_file: str | None = None
     lmtp: GivenAddress = None
     log_messages: str | None = None
-    """The file to whose end the messages of LMTP are written; prompts are masked unless `log_prompts`."""
     log_prompts: bool = False
     allow_anonymous: bool = False
     max_body_mib: Positive = 1
