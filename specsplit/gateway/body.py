@@ -126,4 +126,5 @@ def first_complaint(error: ValidationError) -> tuple[str, str]:
     name = ".".join(str(part) for part in first["loc"])
     rule = first["msg"].removeprefix("Value error, ")
     rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
+    rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return name, f"{name or 'The request'} {rule[:1].lower()}{rule[1:]}."
