@@ -81,6 +81,7 @@ class PipelineOptions(ClientOptions, total=False):
     device: DeviceName | TorchDevice
     threads: int | Literal["auto"]
     context: int
+    kv_memory: str
     sessions: int
 
 

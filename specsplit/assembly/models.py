@@ -14,10 +14,11 @@ from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import check_source, public_name
 
 if TYPE_CHECKING:
-    from specsplit.model.loader import LoadedModel
+    from specsplit.model.loader import LoadedModel, LoadOptions
 
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
@@ -119,6 +120,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         context=settings.target.context,
         max_sessions=settings.target.sessions or max_sessions,
         min_sessions=settings.target.sessions or 1,
+        kv_memory=parse_memory(settings.target.kv_memory),
         node_limit=node_limit,
         progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
     )
@@ -129,11 +131,15 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     draft = _load_draft(
         draft_source,
         settings,
-        # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
-        threads=1 if settings.runs_side_by_side else target.threads,
-        context=target.context,
-        max_sessions=target.max_sessions,
-        progress=lambda phase, fraction: report(phase, share + fraction * share),
+        lambda phase, fraction: report(phase, share + fraction * share),
+        {
+            # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
+            "threads": 1 if settings.runs_side_by_side else target.threads,
+            "default_context": target.context,
+            "max_sessions": target.max_sessions,
+            # A draft beside a target that counts its rows holds as many.
+            "kv_rows": target.runner.cache.row_limit if settings.target.kv_memory is not None else None,
+        },
     )
     check_vocabularies(target.identity, draft.identity)
     return Models(target, draft)
@@ -153,36 +159,45 @@ def load_local(
         return None
     check_models(settings)
     require_worker_extra()
-    context = settings.target.context
-    return LoadedDraft(_load_draft(source, settings, context=context, max_sessions=max_sessions, progress=progress))
+    from specsplit.model.loader import DEFAULT_CONTEXT
+
+    return LoadedDraft(
+        _load_draft(
+            source,
+            settings,
+            progress if progress is not None else _ignore,
+            {
+                "default_context": settings.target.context or DEFAULT_CONTEXT,
+                "max_sessions": max_sessions,
+                # There is no other model here that the size could be for.
+                "kv_memory": parse_memory(settings.target.kv_memory),
+            },
+        )
+    )
 
 
-def _load_draft(
-    source: str,
-    settings: Settings,
-    *,
-    threads: int | None = None,
-    context: int | None,
-    max_sessions: int,
-    progress: Progress | None,
-) -> LoadedModel:
-    """Load a draft with the `threads` and up to the `context` and `max_sessions` given, if the settings name none."""
-    from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, load_model
+def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
+    """Load a draft with the options of `fallback` where the settings name none."""
+    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
 
-    report = progress if progress is not None else _ignore
+    chosen = settings.draft
+    options: LoadOptions = {
+        **fallback,
+        "dtype": chosen.dtype,
+        "device": chosen.device,
+        "vocab": chosen.vocab,
+        "context": chosen.context,
+        "min_sessions": chosen.sessions or 1,
+        "node_limit": max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0),
+    }
+    if chosen.threads is not None:
+        options["threads"] = chosen.threads
+    if chosen.sessions is not None:
+        options["max_sessions"] = chosen.sessions
+    if chosen.kv_memory is not None:
+        options["kv_memory"], options["kv_rows"] = parse_memory(chosen.kv_memory), None
     draft = load_model(
-        source,
-        role="draft",
-        dtype=settings.draft.dtype,
-        device=settings.draft.device,
-        threads=settings.draft.threads or threads,
-        vocab=settings.draft.vocab,
-        context=settings.draft.context,
-        default_context=context or DEFAULT_CONTEXT,
-        max_sessions=settings.draft.sessions or max_sessions,
-        min_sessions=settings.draft.sessions or 1,
-        node_limit=max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0),
-        progress=lambda phase, fraction: report(f"draft: {phase}", fraction),
+        source, role="draft", progress=lambda phase, fraction: progress(f"draft: {phase}", fraction), **options
     )
     # Equal sizes prove nothing: only the tokens themselves, hashed, tell whether the two mean the same by an id.
     if draft.tokenizer is None:
@@ -210,6 +225,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
         max_sessions=settings.sessions or SERVED_SESSIONS,
+        kv_memory=parse_memory(settings.kv_memory),
         progress=progress,
     )
     if model.tokenizer is None:

@@ -81,7 +81,7 @@ async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: s
 
 def _options(settings: WorkerSettings, model: str) -> list[str]:
     """Return the options of the command that serves a worker with these settings."""
-    values = {name: getattr(settings, name) for name in ("dtype", "device", "threads", "context", "sessions", "queue")}
-    given = {"model": model, **values}
-    words = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-    return [*words, *WITHOUT_LINK_SETTINGS]
+    names = ("dtype", "device", "threads", "context", "kv_memory", "sessions", "queue")
+    given = {"model": model, **{name: getattr(settings, name) for name in names}}
+    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    return [*(word for pair in words for word in pair), *WITHOUT_LINK_SETTINGS]

@@ -20,6 +20,7 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.memory_size import shown_memory
 
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
@@ -129,12 +130,15 @@ def _model(model: LoadedModel) -> Check:
 
     identity = model.identity
     cache_bytes = model.kv_bytes_per_token * (model.context + model.node_limit)
-    free = available_bytes(model.runner.device)
+    cache, free = model.runner.cache, available_bytes(model.runner.device)
+    limit = ""
+    if cache.row_limit < cache.num_slots * cache.capacity:
+        limit = f" a session and {shown_memory(cache.row_limit * cache.row_bytes)} in all"
     left = "" if free is None else f", {free / _GIB:.1f} GiB left"
     detail = (
         f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
         f"context {_context(model)}, weights {model.weight_bytes / _GIB:.2f} GiB, "
-        f"KV {cache_bytes / _GIB:.2f} GiB{left}, threads {model.threads}, "
+        f"KV {cache_bytes / _GIB:.2f} GiB{limit}{left}, threads {model.threads}, "
         f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)

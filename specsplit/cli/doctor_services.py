@@ -12,9 +12,11 @@ from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.engine import event_loop
+from specsplit.model.memory_size import shown_memory
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
 from specsplit.rpc.credentials import Security, open_security
 from specsplit.rpc.handshake import why_refused
+from specsplit.telemetry.statistics import WorkerLoad
 
 _MOST_SKEW_MS = 1000.0
 """Largest difference of clocks at which the spans of several machines can be read together."""
@@ -81,6 +83,8 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
             f", {load.num_sessions} sessions, {load.num_free_slots} of {load.num_slots} slots free, "
             f"{load.num_waiting} waiting"
         )
+    if load.num_kv_rows:
+        detail += f", KV cache {_kv_cache(load)}"
     is_same = found.version == specsplit.__version__
     version = f"specsplit {found.version}, protocol {identity.protocol_version}"
     if not is_same:
@@ -95,6 +99,14 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
         Check(f"{role} version", True, version, is_warning=not is_same),
         Check(f"{role} clock", True, clock, is_warning=not is_close),
     ]
+
+
+def _kv_cache(load: WorkerLoad) -> str:
+    """Return how much of its KV cache a worker has free, and whether it had to preempt sessions for it."""
+    free, rows, row_bytes = load.num_free_kv_rows, load.num_kv_rows, load.kv_row_bytes
+    sizes = f" ({shown_memory(free * row_bytes)} of {shown_memory(rows * row_bytes)})" if row_bytes else ""
+    preempted = f", {load.num_preempted} sessions preempted" if load.num_preempted else ""
+    return f"{free} of {rows} tokens free{sizes}{preempted}"
 
 
 def _compatibility(found: Mapping[Role, Identity]) -> list[Check]:

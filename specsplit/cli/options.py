@@ -122,6 +122,8 @@ Threads = Annotated[
 Context = Annotated[
     int | None, _option("--context -c", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
 ]
+_KV = "Memory for the KV cache of all sessions, in bytes or as a fraction of what is free."
+KVMemory = Annotated[str | None, _option("--kv-memory", _MODELS, _KV, "each session's context in full", "8GiB|0.85")]
 Config = Annotated[
     str | None, _option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
 ]

@@ -146,11 +146,15 @@ class SessionError(SpecSplitError):
 
 
 class SlotBehind(SessionError):
-    """The slot holds only `have` of the tokens that `base_length` claims."""
+    """The slot holds only `have` of the tokens that `base_length` claims.
 
-    def __init__(self, have: int, peer: str = "The worker") -> None:
-        super().__init__(f"the slot holds {have} tokens of this session")
-        self.have, self.peer = have, peer
+    If `is_preempted`, the worker needed the memory for older sessions.
+    """
+
+    def __init__(self, have: int, peer: str = "The worker", *, is_preempted: bool = False) -> None:
+        why = ", since the memory went to older ones" if is_preempted else ""
+        super().__init__(f"the slot holds {have} tokens of this session{why}")
+        self.have, self.peer, self.is_preempted = have, peer, is_preempted
 
 
 class StaleRound(SessionError):

@@ -93,6 +93,8 @@ ServedName = Annotated[str, Field(pattern=r"^[\w.:/@+-]{1,128}$")]
 Positive = Annotated[int, Field(ge=1)]
 Threads = Annotated[Positive | None, BeforeValidator(_threads)]
 """None lets the model's own forwards decide."""
+KVMemory = Annotated[str, BeforeValidator(str)]
+"""Bytes with a unit or a fraction; whoever loads the model reads it."""
 NotNegative = Annotated[int, Field(ge=0)]
 Context = Annotated[int, Field(ge=2)]
 Address = Annotated[str, AfterValidator(_remote)]
@@ -143,6 +145,8 @@ class WorkerSettings(ServiceSettings):
     served_name: ServedName | None = None
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
+    kv_memory: KVMemory | None = None
+    """Memory for the rows of all slots; by default every slot may be full."""
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
     prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
@@ -192,6 +196,7 @@ class StageSettings(ServiceSettings):
     threads: Positive | None = None
     context: Context | None = None
     sessions: Positive = defaults.SERVED_SESSIONS
+    kv_memory: KVMemory | None = None
     drain: Seconds = defaults.DRAIN_S
 
     @property

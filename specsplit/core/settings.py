@@ -133,13 +133,14 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft_model": ("draft.model",),
     "draft_vocab": ("draft.vocab",),
     "target_model": ("target.model",),
-    "context": ("target.context",),
+    **{name: (f"target.{name}",) for name in ("context", "kv_memory")},
     **{name: (f"draft.{name}", f"target.{name}") for name in _BOTH_ENGINES},
     **{name: (f"orchestrator.{name}",) for name in OrchestratorSettings.model_fields},
 }
 """The settings by the names of the command line's options and of Pipeline's arguments."""
 GATEWAY_KEYS = {
     **FLAT_KEYS,
+    "kv_memory": ("draft.kv_memory", "target.kv_memory"),
     **{name.removesuffix("s"): (f"gateway.{name}",) for name in ("targets", "drafts")},
     **{name: (f"gateway.{name}",) for name in GatewaySettings.model_fields},
 }
@@ -243,7 +244,7 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
     addresses = [key for key in ("target.address", "draft.address") if key in merged]
     has_target = "target.address" not in merged and ("target.model" in merged or not addresses)
     has_draft = "draft.address" not in merged and "draft.model" in merged
-    fields = ("dtype", "device", "threads", "context", "sessions")
+    fields = ("dtype", "device", "threads", "context", "sessions", "kv_memory")
     local = [key for role in roles for field in fields if (key := f"{role}.{field}") in chosen]
     if local and not (has_target or has_draft):
         raise _both_places(chosen[local[0]][1], merged[addresses[0]][1])

@@ -272,17 +272,6 @@ class StreamLimits:
 
 
 @record
-class WorkerLoad:
-    """How busy a worker is; `num_slots` is 0 if nobody said."""
-
-    num_sessions: int = 0
-    num_free_slots: int = 0
-    num_slots: int = 0
-    num_waiting: int = 0
-    """Openings that wait for a slot."""
-
-
-@record
 class Scores:
     """The target's answer to a score."""
 
@@ -323,6 +312,10 @@ class Identity:
     """Fingerprint of the arithmetic; workers of equal weights and numerics that both say "bits" have the same bits."""
     revision: int = 0
     """Changes of `exactness` or `numerics` since the worker began: a stage of a chain may be replaced."""
+    kv_bytes_per_token: int = 0
+    """Bytes of KV cache that one token takes; 0 if nobody said."""
+    kv_bytes: int = 0
+    """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,14 @@ class Opening:
     """A call that needs a slot: whose it is, and how urgent. The higher of two priorities goes first.
 
     `priority` None is background work, which waits behind all others. `max_wait_s` None is up to the worker.
+    `since_s` is when a session was opened first that lost its slot to older ones; its place is that of then.
     """
 
     session: str
     caller: str = ""
     priority: int | None = 0
     max_wait_s: float | None = None
+    since_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +65,9 @@ class _Waiter:
     def rank(self) -> tuple[bool, float, int]:
         """Sort key: the time of arrival, earlier by AGE_S for each level of priority. It never changes."""
         # As time passes, every later arrival of whatever priority ranks behind: nobody is overtaken for ever.
-        priority = self.opening.priority
-        return priority is None, self.arrived_s - AGE_S * (priority or 0), self.number
+        priority, since_s = self.opening.priority, self.opening.since_s
+        began_s = self.arrived_s if since_s is None else since_s
+        return priority is None, began_s - AGE_S * (priority or 0), self.number
 
 
 class FreedRate:
@@ -124,6 +127,10 @@ class AdmissionQueue:
         self._loop = asyncio.get_running_loop()
         retry_after_s = self._rate.retry_after_s(self._loop.time())
         return Overloaded(f"{sentence.rstrip('.')} (in {retry_after_s:.2g} s).", retry_after_s)
+
+    def has_place_for(self, opening: Opening) -> bool:
+        """Whether an opening may wait at all: there is a queue, or it is of a session that was let in before."""
+        return opening.max_wait_s != 0 and (self.max_waiting > 0 or opening.since_s is not None)
 
     async def wait(
         self, opening: Opening, try_take: Callable[[], Awaitable[bool]], *, arrived_s: float | None = None
@@ -192,6 +199,8 @@ class AdmissionQueue:
         return waiter
 
     def _check_room(self, opening: Opening) -> None:
+        if opening.since_s is not None:
+            return  # it was let in before, and there are no more of these than slots
         if len(self._waiters) >= self.max_waiting:
             raise self.overloaded("All sessions of this worker are in use and its queue is full; try again")
         if opening.caller or opening.priority is None:

@@ -110,6 +110,8 @@ class Task:
     """The first rows of that forward which went with earlier steps."""
     is_pending: bool = False
     """Its next forward is in a batch that has not come back."""
+    lacks_rows: bool = False
+    """Its next forward waits for memory that others are about to free."""
     is_cancelled: bool = False
     """Nobody waits for it any more."""
     is_inline: bool = False
@@ -125,6 +127,18 @@ class Task:
         """Rows of its next forward that are still to be forwarded."""
         assert self.sequence is not None, "a task that is ready has one"
         return len(self.sequence.token_ids) - self.num_forwarded
+
+    @property
+    def slot(self) -> int:
+        """The slot of its next forward."""
+        assert self.sequence is not None, "a task that is ready has one"
+        return self.sequence.slot
+
+    @property
+    def end_row(self) -> int:
+        """The first row of its slot behind those that its next forward writes."""
+        assert self.sequence is not None, "a task that is ready has one"
+        return self.sequence.base_length + self.sequence.num_tree_rows
 
     @property
     def can_be_cut(self) -> bool:
@@ -225,7 +239,7 @@ class Batch:
         for task in tasks:
             assert task.sequence is not None, "a task that is ready has one"
             self.sequences.append(task.next_rows(parts[task]) if task in parts else task.sequence)
-            task.is_pending = True
+            task.is_pending, task.lacks_rows = True, False
             task.times.waited_s += self.start_s - task.times.ready_s
 
     def end(self, scheduler: str, counts: StepCounts) -> float:

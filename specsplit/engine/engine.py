@@ -11,20 +11,22 @@ from itertools import count
 from typing import ClassVar, TypeVar
 
 from specsplit.core.defaults import QUEUE_PER_SESSION, PrefixReuse
-from specsplit.core.errors import NoFreeSlot, SpecSplitError, WorkerClosed
+from specsplit.core.errors import NoFreeSlot, SlotBehind, SpecSplitError, WorkerClosed
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
-from specsplit.core.types import Identity, Timings, Turn, WorkerLoad
+from specsplit.core.types import Identity, Timings, Turn
 from specsplit.engine.admission import AdmissionQueue, Opening
-from specsplit.engine.batch import at_once
+from specsplit.engine.batch import WorkStatistics, at_once
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
-from specsplit.engine.measure import measure
-from specsplit.engine.scheduler import WorkQueue, WorkStatistics
+from specsplit.engine.measure import measure, trial
+from specsplit.engine.preemption import Preemption
+from specsplit.engine.row_budget import KVStatistics
+from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
-from specsplit.telemetry.statistics import TreeCounts, WorkerStatistics
+from specsplit.telemetry.statistics import TreeCounts, WorkerLoad, WorkerStatistics
 
 T = TypeVar("T")
 
@@ -35,6 +37,7 @@ class EngineStatistics:
 
     sessions: SessionStatistics
     work: WorkStatistics
+    memory: KVStatistics = KVStatistics()
 
 
 class Engine:
@@ -66,6 +69,7 @@ class Engine:
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
+        self._work.scheduler.memory = Preemption(self._sessions, self._work.scheduler.finish)
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
@@ -97,7 +101,7 @@ class Engine:
         return len(self._sessions)
 
     def statistics(self) -> EngineStatistics:
-        return EngineStatistics(self._sessions.statistics(), self._work.statistics())
+        return EngineStatistics(self._sessions.statistics(), self._work.statistics(), memory_of(self._sessions))
 
     def check_integrity(self) -> None:
         """Assert the invariants of all sessions and slots, while no work runs."""
@@ -116,7 +120,7 @@ class Engine:
     async def check_device(self) -> None:
         """Forward one token in a slot of no session if the last step failed; raises what that forward raises."""
         if self._work.is_in_doubt:
-            await self._work.run(None, self._sessions.trial())
+            await self._work.run(None, trial(self._model, self._sessions))
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
@@ -125,14 +129,12 @@ class Engine:
 
     @property
     def load(self) -> WorkerLoad:
-        """How many sessions there are, and how many wait to become one."""
-        sessions = self._sessions.statistics()
-        num_slots, num_waiting = self._sessions.num_slots, len(self._admission)
-        return WorkerLoad(len(self._sessions), num_slots - sessions.num_slots_used, num_slots, num_waiting)
+        """How many sessions there are, how many wait to become one, and the memory for them."""
+        return load_of(self._sessions, len(self._admission))
 
     def worker_statistics(self) -> WorkerStatistics:
         """Return what the worker holds now, and its counts; attributes are read, the device is not asked."""
-        sessions, scheduler = self._sessions.statistics(), self._work.scheduler
+        sessions, scheduler, memory = self._sessions.statistics(), self._work.scheduler, memory_of(self._sessions)
         return WorkerStatistics(
             model=self._identity.model,
             num_sessions=sessions.num_sessions,
@@ -141,6 +143,8 @@ class Engine:
             num_slots_warm=sessions.num_slots_warm,
             num_waiting=len(self._admission),
             num_running=scheduler.num_running,
+            used_bytes=memory.used_bytes,
+            budget_bytes=memory.budget_bytes,
             steps=replace(scheduler.counts),
             trees=replace(self.counts),
             num_reused_tokens=sessions.num_reused_tokens,
@@ -154,28 +158,32 @@ class Engine:
     async def _run_opening(self, turn: Turn, run: Callable[[], Awaitable[tuple[T, Timings]]]) -> tuple[T, Timings]:
         """Return what `run` returns for the turn that opens its session, once there is a slot for it.
 
-        `run` is called again after it raised NoFreeSlot.
+        `run` is called again after it raised NoFreeSlot, or lost its rows to older sessions before it had an answer.
 
         Raises:
             Overloaded: no slot is free, and the turn may not wait, or no place in the queue is left.
             DeadlineExceeded: no slot became free in the turn's time.
         """
-        arrived_s, opening = asyncio.get_running_loop().time(), _opening_of(turn)
+        arrived_s, waited_s = asyncio.get_running_loop().time(), 0.0
         # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
-        if not len(self._admission) or turn.session in self._sessions:
-            try:
-                return await run()
-            except NoFreeSlot as error:
-                if not self._can_wait(turn):
-                    raise self._admission.overloaded(str(error)) from error
-        elif not self._can_wait(turn):
-            raise self._admission.overloaded("Others wait for a slot of this worker already; try again")
-        waited_s = await self._admission.wait(opening, partial(self._take_slot, turn.session), arrived_s=arrived_s)
-        try:
-            result, timings = await run()
-        except BaseException:
-            await to_its_end(self._close_unused(turn.session))
-            raise
+        sentence = "Others wait for a slot of this worker already; try again"
+        has_turn = not len(self._admission) or turn.session in self._sessions
+        while True:
+            if has_turn:
+                try:
+                    result, timings = await run()
+                    break
+                except BaseException as error:
+                    if not _frees_place(error):
+                        if waited_s:
+                            await to_its_end(self._close_unused(turn.session))
+                        raise
+                    sentence = str(error)
+            opening = _opening_of(turn, self._sessions.seniority.preempted_since(turn.session))
+            if not self._admission.has_place_for(opening):
+                raise self._admission.overloaded(sentence)
+            waited_s = await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
+            has_turn = True
         waited_ms = waited_s * 1e3
         return result, replace(timings, wall_ms=timings.wall_ms + waited_ms, queue_ms=timings.queue_ms + waited_ms)
 
@@ -208,15 +216,12 @@ class Engine:
             await self._admission.wait(Opening(key, priority=None), try_run)
         return results[0]
 
-    def _can_wait(self, turn: Turn) -> bool:
-        return self._admission.max_waiting > 0 and turn.max_wait_s != 0
-
-    async def _take_slot(self, session: str) -> bool:
+    async def _take_slot(self, turn: Turn) -> bool:
         """Try to give the session a slot before its first turn."""
         try:
-            is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, session)))
+            is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, turn)))
         except BaseException:
-            await to_its_end(self._close_unused(session))
+            await to_its_end(self._close_unused(turn.session))
             raise
         return is_open
 
@@ -236,6 +241,39 @@ class Engine:
         await self._work.close()
 
 
-def _opening_of(turn: Turn) -> Opening:
+def _opening_of(turn: Turn, since_s: float | None) -> Opening:
     assert turn.opening is not None, "a turn that opens its session has its parameters"
-    return Opening(turn.session, turn.opening.caller, turn.opening.priority, turn.max_wait_s)
+    return Opening(turn.session, turn.opening.caller, turn.opening.priority, turn.max_wait_s, since_s)
+
+
+def _frees_place(error: BaseException) -> bool:
+    """Whether an opening that failed so may wait: for a slot, or until older sessions need less memory."""
+    return isinstance(error, NoFreeSlot) or (isinstance(error, SlotBehind) and error.is_preempted)
+
+
+def memory_of(sessions: SessionTable) -> KVStatistics:
+    """Return the memory of the slots' rows."""
+    slots, rows = sessions.slots, sessions.slots.rows
+    return KVStatistics(
+        num_rows=rows.limit,
+        num_reserved=rows.num_reserved,
+        num_warm=slots.num_warm_rows,
+        num_touched=rows.num_touched,
+        row_bytes=rows.row_bytes,
+        num_preempted=sessions.seniority.num_preempted,
+    )
+
+
+def load_of(sessions: SessionTable, num_waiting: int) -> WorkerLoad:
+    """Return how busy the worker of these sessions is."""
+    num_slots, memory = sessions.num_slots, memory_of(sessions)
+    return WorkerLoad(
+        num_sessions=len(sessions),
+        num_free_slots=num_slots - sessions.slots.num_used,
+        num_slots=num_slots,
+        num_waiting=num_waiting,
+        num_kv_rows=memory.num_rows,
+        num_free_kv_rows=memory.num_free,
+        kv_row_bytes=memory.row_bytes,
+        num_preempted=memory.num_preempted,
+    )

@@ -16,13 +16,22 @@ from typing import Protocol
 
 import torch
 
-from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError
+from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError, WorkerFailed
 from specsplit.model.threads import compute_with
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which a device is not well: fewer may be one odd request."""
 HUNG_S = 600.0
 """A step that takes longer outlives every call that could wait for it."""
+
+
+def nothing() -> None:
+    """Accept nothing: an executor only has to look at its scheduler again."""
+
+
+def ended(name: str) -> WorkerFailed:
+    """Return the error of work that nobody will step any more."""
+    return WorkerFailed(f"The device of the {name} worker has ended by itself; restart the worker.")
 
 
 class Steppable(Protocol):

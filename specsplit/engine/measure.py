@@ -1,4 +1,4 @@
-"""Measures forwards by their rows when a worker begins, so that nobody has to guess the cost of a larger tree."""
+"""Forwards of no session: those that are timed when a worker begins, and the one that shows whether a device works."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 from torch import Tensor
 
+from specsplit.core.errors import ModelDamaged
 from specsplit.engine.session import SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -33,7 +34,7 @@ def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInp
     sizes = [rows for rows in _ROWS if rows <= limit]
     times: dict[int, float] = {}
     end_s = time.perf_counter() + BUDGET_S
-    with sessions.slots.borrowed() as slot:
+    with sessions.slots.borrowed(limit) as slot:
         # The first forward of all warms caches up and is never the best.
         for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
             if number >= _NUM_FIRST and time.perf_counter() > end_s:
@@ -43,3 +44,16 @@ def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInp
             yield SequenceInput(slot.index, 0, [0] * rows, num_logits=rows)
             times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
     return tuple(sorted(times.items()))
+
+
+def trial(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, None]:
+    """Forward one token in a slot of no session.
+
+    Raises:
+        ModelDamaged: its logits are not numbers.
+        NoFreeSlot: every slot is in use.
+    """
+    with sessions.slots.borrowed(1) as slot:
+        logits = yield SequenceInput(slot.index, 0, [0])
+    if bool(logits.isnan().any()):
+        raise ModelDamaged(f"{model.name} computes logits that are not numbers.")

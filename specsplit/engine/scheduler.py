@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from specsplit.core.errors import WorkerClosed, WorkerFailed
+from specsplit.core.errors import WorkerClosed
 from specsplit.core.types import Timings
 from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work, WorkStatistics
 from specsplit.engine.cancellation import to_its_end
-from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, translated
+from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, ended, nothing, translated
 from specsplit.engine.offered_tree import OfferedTree
+from specsplit.engine.preemption import Preemption
 from specsplit.engine.queue import SessionQueue
 from specsplit.engine.step_budget import StepBudget
 from specsplit.engine.verification_budget import VerificationBudget
@@ -29,10 +30,6 @@ from specsplit.telemetry.statistics import StepCounts
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def _nothing() -> None:
-    """Accept nothing: the executor only has to look at the scheduler again."""
 
 
 class Scheduler:
@@ -48,6 +45,7 @@ class Scheduler:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
         self.health = DeviceHealth()
         self.prompts, self.verification, self.counts = StepBudget(), VerificationBudget(), StepCounts()
+        self.memory: Preemption | None = None
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
         self._running: dict[Task, None] = {}
@@ -67,7 +65,7 @@ class Scheduler:
         """Whether a step would do something now; all work may be pending elsewhere."""
         if not self._pending or self._arrived or any(forward.is_done for forward in self._pending.values()):
             return self.has_work
-        idle = [task for task in self._running if not task.is_pending]
+        idle = [task for task in self._running if not (task.is_pending or task.lacks_rows)]
         has_room = len(self._pending) < self._runner.max_pending
         return bool(idle) and (has_room or any(task.is_cancelled for task in idle))
 
@@ -82,8 +80,7 @@ class Scheduler:
             self._poll()
             batch = self._schedule()
             if batch is not None:
-                logits = self._run(batch)
-                self._postprocess(batch, logits)
+                self._postprocess(batch, self._run(batch))
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self._fail_all(error)
         self.health.end_step()
@@ -96,9 +93,13 @@ class Scheduler:
             while not task.has_ended:
                 if isinstance(task.sequence, OfferedTree):
                     self.verification.cut((task,))
+                sequence, memory = task.sequence, self.memory
+                if memory is not None and sequence is not None:
+                    end_row = sequence.base_length + len(sequence.parents or sequence.token_ids)
+                    if end_row > memory.reserved[sequence.slot] and not memory.make_room([task]):
+                        break
                 batch = Batch([task])
-                logits = self._run(batch)
-                self._postprocess(batch, logits)
+                self._postprocess(batch, self._run(batch))
                 if task.has_ended or turn.is_over:  # the clock is not asked for nothing
                     break
         except Exception as error:  # noqa: BLE001 - as in `step`
@@ -107,14 +108,14 @@ class Scheduler:
 
     def abandon(self) -> None:
         """End all tasks, since the executor ends and nobody will step any more."""
-        self._end_all(_ended(self._name))
+        self._end_all(ended(self._name))
 
     def _poll(self) -> None:
         """Begin the tasks that have arrived, and postprocess the batches that have come back from elsewhere."""
         arrived, self._arrived = self._arrived, []
         for task in arrived:
             if task.is_cancelled:
-                self._finish(task, None, None)
+                self.finish(task, None, None)
             else:
                 self._advance(task, None)
         for batch, forward in list(self._pending.items()):
@@ -123,15 +124,14 @@ class Scheduler:
 
     def _schedule(self) -> Batch | None:
         """Return the batch that runs now: what the budget takes of the ready tasks; None if nothing can run."""
-        ready: list[Task] = []
         for task in list(self._running):
-            if task.is_pending:
-                continue
-            if task.is_cancelled:
+            if task.is_cancelled and not task.is_pending:
                 task.work.close()
-                self._finish(task, None, None)
-            else:
-                ready.append(task)
+                self.finish(task, None, None)
+        ready = [task for task in self._running if not task.is_pending]
+        # Rows are found before anything is cut: a task that has to go leaves its part of the step to others.
+        if self.memory is not None:
+            ready = self.memory.make_room(ready)
         # A forward on this device ends within its step, so only batches elsewhere take all the room.
         if not ready or len(self._pending) >= self._runner.max_pending:
             return None
@@ -167,7 +167,7 @@ class Scheduler:
 
     def _await(self, batch: Batch, forward: PendingForward) -> None:
         self._pending[batch] = forward
-        forward.when_done(lambda: self._executor.submit(self, _nothing))
+        forward.when_done(lambda: self._executor.submit(self, nothing))
 
     def _land(self, batch: Batch, forward: PendingForward) -> None:
         """Postprocess a batch that has come back, unless some of it has to go out again."""
@@ -176,11 +176,8 @@ class Scheduler:
             logits = forward.poll()
         except Exception as error:  # noqa: BLE001 - as in `_run`
             self._fail(batch, error)
-            return
-        if logits is None:
-            self._await(batch, forward)
         else:
-            self._postprocess(batch, logits)
+            self._postprocess(batch, logits) if logits is not None else self._await(batch, forward)
 
     def _advance(self, task: Task, logits: Tensor | None) -> None:
         """Run a task's own code up to its next forward or its end; without logits it begins."""
@@ -196,11 +193,11 @@ class Scheduler:
             times.ready_s = time.perf_counter()
         except StopIteration as stop:
             times.sampling_s += time.perf_counter() - start_s
-            self._finish(task, stop.value, None)
+            self.finish(task, stop.value, None)
         except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
-            self._finish(task, None, error)
+            self.finish(task, None, error)
 
-    def _finish(self, task: Task, result: Any, error: Exception | None) -> None:
+    def finish(self, task: Task, result: Any, error: Exception | None) -> None:
         """Let go of a task. Its timings end here, on the executor; its callers are answered on the event loop."""
         self._running.pop(task, None)
         # A success counts only if the device computed something, and a cancelled task's result is worth nothing.
@@ -218,7 +215,7 @@ class Scheduler:
     def _fail(self, batch: Batch, error: Exception) -> None:
         for task in batch.tasks:
             task.work.close()
-            self._finish(task, None, translated(error))
+            self.finish(task, None, translated(error))
 
     def _fail_all(self, error: Exception) -> None:
         """End all tasks for a mistake outside a forward, which must not end the executor."""
@@ -233,7 +230,7 @@ class Scheduler:
         self._pending.clear()
         for task in tasks:
             task.work.close()
-            self._finish(task, None, error)
+            self.finish(task, None, error)
 
 
 class WorkQueue:
@@ -332,7 +329,7 @@ class WorkQueue:
         assert task.session is not None, "only work of a session runs inline"
         task.is_inline = False
         self._queues[task.session] = SessionQueue(task)
-        self._executor.submit(self.scheduler, _nothing)
+        self._executor.submit(self.scheduler, nothing)
 
     def _place(self, task: Task) -> Task:
         """Hand a task over, or let it wait for its session's running one; return it, or the equal one it joins."""
@@ -355,7 +352,7 @@ class WorkQueue:
         queue = self._queues.get(task.session) if task.session is not None else None
         if queue is None or not queue.remove(task):
             task.is_cancelled = True
-            self._executor.submit(self.scheduler, _nothing)
+            self._executor.submit(self.scheduler, nothing)
             await to_its_end(task.wait_ended())
 
     def _settle(self, task: Task, outcome: TaskOutcome | None) -> None:
@@ -379,11 +376,7 @@ class WorkQueue:
         if self._is_closed:
             raise self._closed()
         if not self._executor.is_alive:
-            raise _ended(self._name)
+            raise ended(self._name)
 
     def _closed(self) -> WorkerClosed:
         return WorkerClosed(f"The {self._name} worker has been closed; start a new one.")
-
-
-def _ended(name: str) -> WorkerFailed:
-    return WorkerFailed(f"The device of the {name} worker has ended by itself; restart the worker.")

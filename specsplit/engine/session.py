@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.engine.prefix_match import Match
-from specsplit.engine.slots import Slots
+from specsplit.engine.seniority import Seniority
+from specsplit.engine.slots import HEADROOM_ROWS, Slots
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
@@ -162,6 +163,11 @@ def prefill(
     return tail
 
 
+def first_rows(model: LoadedModel, turn: Turn) -> int:
+    """Return the rows that a session reserves when it opens: its tokens, and some for nodes and what follows."""
+    return min(len(turn.tail), model.context) + min(model.node_limit, HEADROOM_ROWS)
+
+
 @record
 class SessionStatistics:
     """The sessions of one worker at one moment."""
@@ -198,7 +204,9 @@ class SessionTable:
         self._model = model
         self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
         self._now = clock.now if clock is not None else time.monotonic
+        self.seniority = Seniority(self._now)
         self._sessions: dict[str, WorkerSession] = {}
+        self.open_sessions = self._sessions.values()
         self._idle: dict[str, WorkerSession] = {}
         """Sessions that are neither in use nor pinned, the least recently used first."""
         self._pinned: dict[str, int] = {}
@@ -239,9 +247,11 @@ class SessionTable:
         session = self._sessions.get(turn.session)
         if session is None:
             if turn.base_length or turn.opening is None:
-                raise SlotBehind(0)
-            slot, match = self.slots.begin(turn.tail, turn.opening.caller, self._sessions.values())
-            session = self._sessions[turn.session] = WorkerSession(turn.session, slot)
+                raise SlotBehind(0, is_preempted=self.seniority.preempted_since(turn.session) is not None)
+            self._check_may_return(turn.session)
+            num_rows, params = first_rows(self._model, turn), turn.opening
+            slot, match = self.slots.begin(turn.tail, params.caller, self._sessions.values(), num_rows)
+            session = self._add(turn.session, slot, params.priority)
             session.reuse(match)
         elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
             session.reuse(self.slots.fill(session.slot, turn.tail, turn.opening.caller, self._sessions.values()))
@@ -259,16 +269,31 @@ class SessionTable:
         session.last_used_s = math.inf
         return session
 
-    def try_open(self, key: str) -> bool:
-        """Give a session a slot before its first turn; return False if every slot is in use."""
-        if key not in self._sessions:
+    def try_open(self, turn: Turn) -> bool:
+        """Give a session a slot before its first turn; return False if there is no slot, or no row, for it."""
+        if turn.session not in self._sessions:
             try:
-                slot = self.slots.take()
+                self._check_may_return(turn.session)
+                slot = self.slots.take(first_rows(self._model, turn))
             except NoFreeSlot:
                 return False
-            session = self._sessions[key] = WorkerSession(key, slot)
-            self.leave(session)
+            self.leave(self._add(turn.session, slot, turn.opening.priority if turn.opening is not None else 0))
         return True
+
+    def preempt(self, session: WorkerSession) -> None:
+        """Give a session's rows to others; its next turn hears SlotBehind."""
+        self.seniority.preempt(session.key)  # first, so that its end is none that others wait for
+        self._forget(session)
+        self.slots.release(session.slot)
+
+    def _add(self, key: str, slot: Slot, priority: int) -> WorkerSession:
+        self.seniority.open(key, priority)
+        return self._sessions.setdefault(key, WorkerSession(key, slot))
+
+    def _check_may_return(self, key: str) -> None:
+        while not self.seniority.may_return(key):
+            if not self._evict():
+                raise NoFreeSlot("The memory of this session went to older ones; try again when one has ended.")
 
     def close_unused(self, key: str) -> None:
         """Free the slot of a session that never had a turn."""
@@ -304,24 +329,13 @@ class SessionTable:
         if session is not None and not session.is_in_use:
             self.leave(session)
 
-    def trial(self) -> Generator[SequenceInput, Tensor, None]:
-        """Forward one token in a slot of no session.
-
-        Raises:
-            ModelDamaged: its logits are not numbers.
-            NoFreeSlot: every slot is in use.
-        """
-        with self.slots.borrowed() as slot:
-            logits = yield SequenceInput(slot.index, 0, [0])
-        if bool(logits.isnan().any()):
-            raise ModelDamaged(f"{self._model.name} computes logits that are not numbers.")
-
     def close(self, key: str) -> None:
         """Free a session's slot; unknown keys are ignored."""
         session = self._sessions.get(key)
         if session is not None:
             assert not session.is_in_use, "a session was closed while its work ran"
             self._end(session)
+        self.seniority.forget(key)  # one that was preempted does not come back
         if not self._sessions:
             self.check_integrity()
 
@@ -339,22 +353,17 @@ class SessionTable:
         while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
             self._end(next(iter(self._idle.values())))
             count += 1
+        self.seniority.sweep(expired_s)
         return count
 
-    def _evict(self) -> None:
-        """Free the slot of the session that has been idle for the longest.
-
-        Raises:
-            NoFreeSlot: none has been idle for longer than the grace time.
-        """
+    def _evict(self) -> bool:
+        """Free the slot of the session that has been idle for the longest, if that is longer than the grace time."""
         # `_idle` is ordered by last use; a client that paused within the grace time comes back to its session.
         oldest = next(iter(self._idle.values()), None)
         if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
-            count = self._model.max_sessions
-            which = f"All {count} sessions" if count > 1 else "The one session"
-            verb = "are" if count > 1 else "is"
-            raise NoFreeSlot(f"{which} of this worker {verb} in use; try again when one has ended.")
+            return False
         self._free(oldest)
+        return True
 
     def _end(self, session: WorkerSession) -> None:
         """Let a session go; its rows may serve another one."""
@@ -371,4 +380,5 @@ class SessionTable:
     def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
         self._idle.pop(session.key, None)
+        self.seniority.end(session.key)
         session.kept = None

@@ -1,4 +1,4 @@
-"""The slots of one worker: those of sessions, the warm ones that ended sessions left, and the free ones.
+"""The slots of one worker and their rows: those of sessions, the warm ones that ended sessions left, the free ones.
 
     [ of sessions | warm, the longest ended first | free ]      a warm one is as good as free
 
@@ -7,15 +7,20 @@ Knows no turns; only the executor touches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specsplit.core import defaults
 from specsplit.core.defaults import PrefixReuse
+from specsplit.core.errors import NoFreeSlot
 from specsplit.engine.prefix_match import Holder, Match, longest_match
+from specsplit.engine.row_budget import RowBudget
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
+
+HEADROOM_ROWS = 64
+"""Rows left to every other session when one is let in, so that the next token of none of them drives it out again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,16 +34,16 @@ class WarmSlot:
 
 
 class Slots:
-    """Hands out slots, those first that spare a session the most forwards.
+    """Hands out slots with the rows that a session begins with, those first that spare it the most forwards.
 
-    `evict` gives up the slot of some session or raises NoFreeSlot; it is called where no slot is free or warm.
+    `evict` gives up the slot of some session, or returns False; it is called where no slot or row is free or warm.
     `on_release` is called with each slot whose rows are forgotten, `on_free` whenever there is one more to be had.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        evict: Callable[[], None],
+        evict: Callable[[], bool],
         on_release: Callable[[int], None] | None,
         on_free: Callable[[], None] | None,
     ) -> None:
@@ -47,7 +52,7 @@ class Slots:
         """Tokens so far whose rows a session found when it began."""
         self._cache, self._max_slots = model.runner.cache, model.max_sessions
         self._evict, self._on_release, self._on_free = evict, on_release, on_free
-        self._pool = SlotPool(model.max_sessions)
+        self._pool, self.rows = SlotPool(model.max_sessions), RowBudget(model.runner.cache)
         self._warm: dict[int, WarmSlot] = {}
 
     @property
@@ -59,46 +64,65 @@ class Slots:
     def num_warm(self) -> int:
         return len(self._warm)
 
-    def begin(self, tail: Sequence[int], caller: str, sessions: Iterable[Holder]) -> tuple[Slot, Match | None]:
-        """Return a slot for a session over `tail`, and which of its rows are there: its own, or copied from another.
+    @property
+    def num_warm_rows(self) -> int:
+        """Rows of warm slots."""
+        return sum(self.rows.reserved[index] for index in self._warm)
+
+    def begin(
+        self, tail: Sequence[int], caller: str, sessions: Collection[Holder], num_rows: int
+    ) -> tuple[Slot, Match | None]:
+        """Return a slot of `num_rows` for a session over `tail`, and which rows are there: its own, or copied ones.
 
         Raises:
-            NoFreeSlot: every slot is in use.
+            NoFreeSlot: every slot is in use, or too many rows are.
         """
         match = self._match(tail, caller, sessions)
         warm = self._warm.get(match.holder.slot.index) if match is not None else None
-        if match is not None and warm is not None and warm is match.holder and self._may_take_over(match):
+        if match is not None and warm is not None and warm is match.holder and self._may_take_over(match, num_rows):
+            self._take_over(warm, num_rows)
             self.num_reused += match.length
-            return self._warm.pop(warm.slot.index).slot, match
-        slot = self.take(but=warm)
+            return warm.slot, match
+        # Rows are copied from it after the slot is there, so it is the last to be given up.
+        slot = self.take(num_rows, but=warm)
+        # To make room for its rows, the one with the match may have been given up.
+        if match is not None and match.holder not in (*self._warm.values(), *sessions):
+            match = None
         return slot, self._copied(match, slot)
 
     def fill(self, slot: Slot, tail: Sequence[int], caller: str, sessions: Iterable[Holder]) -> Match | None:
         """Copy rows of a session over `tail` into its slot, which has none; return which, None without any."""
         return self._copied(self._match(tail, caller, sessions), slot)
 
-    def take(self, but: WarmSlot | None = None) -> Slot:
-        """Return an empty slot: a free one, else the longest warm one, `but` last.
+    def take(self, num_rows: int, but: WarmSlot | None = None) -> Slot:
+        """Return an empty slot of `num_rows`, of which warm ones are given up for it, the longest first, `but` last.
 
         Raises:
-            NoFreeSlot: every slot is in use.
+            NoFreeSlot: every slot is in use, or too many rows are.
         """
-        if self._pool.num_used == self._max_slots:
-            warm = next((warm for warm in self._warm.values() if warm is not but), but)
-            if warm is not None:
-                self._forget(self._warm.pop(warm.slot.index).slot)
-            else:
-                self._evict()
-        return self._pool.acquire()
+        # [ reserved by others | their headroom | the rows of this session | free )
+        self._make_room(self.rows.rows_for(num_rows), but=but)
+        slot = self._pool.acquire()
+        is_reserved = self.rows.try_reserve(slot.index, num_rows)
+        assert is_reserved, "there is room"
+        return slot
+
+    def grow(self, slot: int, num_rows: int) -> bool:
+        """Let a slot write its first `num_rows`, for which warm slots are given up; return whether there is room."""
+        while not self.rows.try_reserve(slot, num_rows):
+            if not self._warm:
+                return False
+            self._drop_warm(None)
+        return True
 
     @contextmanager
-    def borrowed(self) -> Generator[Slot]:
-        """Give an empty slot for the length of the block.
+    def borrowed(self, num_rows: int) -> Generator[Slot]:
+        """Give an empty slot of `num_rows` for the length of the block.
 
         Raises:
-            NoFreeSlot: every slot is in use.
+            NoFreeSlot: every slot is in use, or too many rows are.
         """
-        slot = self.take()
+        slot = self.take(num_rows)
         try:
             yield slot
         finally:
@@ -110,6 +134,7 @@ class Slots:
             self._forget(session.slot)
         else:
             self._warm[session.slot.index] = WarmSlot(session.slot, session.salt, session.ids, session.hashes)
+            self.rows.trim(session.slot.index, len(session.ids))
         self._tell_free()
 
     def release(self, slot: Slot) -> None:
@@ -119,6 +144,7 @@ class Slots:
 
     def _forget(self, slot: Slot) -> None:
         self._pool.release(slot)
+        self.rows.release(slot.index)
         if self._on_release is not None:
             self._on_release(slot.index)
 
@@ -127,8 +153,9 @@ class Slots:
             self._on_free()
 
     def check_integrity(self) -> None:
-        """Assert that no slot leaked."""
+        """Assert that no slot and no row leaked."""
         self._pool.check_integrity()
+        self.rows.check_integrity()
 
     def _match(self, tail: Sequence[int], caller: str, sessions: Iterable[Holder]) -> Match | None:
         if self.prefix_reuse == "off":
@@ -136,10 +163,61 @@ class Slots:
         salt = caller if self.prefix_reuse == "caller" else None
         return longest_match(tail, salt, [*self._warm.values(), *sessions])
 
-    def _may_take_over(self, match: Match) -> bool:
+    def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
-        has_room = self._pool.num_used < self._max_slots or len(self._warm) > 1
+        has_slot = self._pool.num_used < self._max_slots or len(self._warm) > 1
+        others = self.rows.num_free + self.num_warm_rows - self.rows.reserved[match.holder.slot.index]
+        has_room = has_slot and self.rows.rows_for(num_rows) + self._headroom() <= others
         return match.is_whole or not has_room or not self._cache.can_copy
+
+    def _take_over(self, warm: WarmSlot, num_rows: int) -> None:
+        """Make a warm slot that of a session which needs `num_rows`."""
+        index = warm.slot.index
+        del self._warm[index]
+        try:
+            self._make_room(self.rows.lacking(index, num_rows), own=index)
+        except NoFreeSlot:
+            self._warm[index] = warm
+            raise
+        self.rows.try_reserve(index, num_rows)
+
+    def _headroom(self, own: int | None = None) -> int:
+        """Return the rows that stay free for the sessions that are there, but for the one in the slot `own`."""
+        reserved, capacity = self.rows.reserved, self._cache.capacity
+        others = [index for index in self._pool.used_indices if index not in self._warm and index != own]
+        return sum(min(HEADROOM_ROWS, capacity - reserved[index]) for index in others)
+
+    def _make_room(self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None) -> None:
+        """Give up warm slots, `but` last, and then sessions, until so many rows are free, and a slot if none is `own`.
+
+        Raises:
+            NoFreeSlot: nothing is left to give up.
+        """
+        while True:
+            is_full = own is None and self._pool.num_used == self._max_slots
+            if not is_full and num_rows + self._headroom(own) <= self.rows.num_free:
+                return
+            if self._warm:
+                self._drop_warm(but)
+            elif not self._evict():
+                raise NoFreeSlot(self._all_slots() if is_full else self._too_few_rows(num_rows))
+
+    def _drop_warm(self, but: WarmSlot | None) -> None:
+        warm = next((warm for warm in self._warm.values() if warm is not but), but)
+        assert warm is not None, "there is a warm slot"
+        self._forget(self._warm.pop(warm.slot.index).slot)
+
+    def _all_slots(self) -> str:
+        count = self._max_slots
+        which = f"All {count} sessions" if count > 1 else "The one session"
+        return f"{which} of this worker {'are' if count > 1 else 'is'} in use; try again when one has ended."
+
+    def _too_few_rows(self, num_rows: int) -> str:
+        rows = self.rows
+        return (
+            f"This session needs {num_rows} KV rows more, and {rows.num_reserved} of this worker's {rows.limit} are in "
+            "use; try again when another one has ended."
+        )
 
     def _copied(self, match: Match | None, slot: Slot) -> Match | None:
         """Copy the rows of a match into a slot, if they can be copied."""

@@ -1,34 +1,25 @@
-"""Static KV slots: memory that is allocated once, and the pool that hands it out.
+"""Static KV slots: addresses that never change, and the pool that hands them out.
 
     rows of a slot:  [ committed tokens | tree of the last step | free )       borders: 0, length, ..., S
 
-Rollback sets `length`; nothing is ever cleared. Legend: L layers, S slot capacity, H KV heads, D head size.
+Rollback sets `length`; nothing is ever cleared. A slot is address space: on a CPU a row takes memory once it is written
+to, until it is given back. Legend: L layers, S slot capacity, H KV heads, D head size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specsplit.core.errors import NoFreeSlot
+from specsplit.model.address_space import AddressSpace
+from specsplit.model.attention.paths import slot_rows
+from specsplit.model.head_shape import HeadShape
 
-_ALIGNMENT = 64
-"""Bytes; torch's own for memory of a CPU."""
 _FEW_ROWS = 8
 """numpy moves up to so many rows faster one by one than by a list of indices."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Heads and size per head of one layer's keys or values."""
-
-    num_heads: int
-    head_dim: int
 
 
 class KVCache:
@@ -44,13 +35,25 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        row_limit: int | None = None,
     ) -> None:
+        """Reserve the slots; of all their rows `row_limit` may hold memory at a time, by default all."""
         self.num_slots, self.capacity = num_slots, capacity
+        self.row_bytes = self.bytes_per_token(shapes, dtype)
+        self.row_limit = num_slots * capacity if row_limit is None else row_limit
         flat = [shape for pair in shapes for shape in pair]
-        self._blocks = {
-            shape: _zeros((flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim), dtype, device)
+        spaces = {
+            shape: AddressSpace(
+                (flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim),
+                dtype,
+                device,
+                # A huge page would span the rows of several heads, and all of them take memory once one is written to.
+                has_huge_pages=row_limit is None,
+            )
             for shape in dict.fromkeys(flat)
         }
+        self._spaces = list(spaces.values())
+        self._blocks = {shape: space.tensor for shape, space in spaces.items()}
         # The same memory as numpy has it, which knows no bf16.
         views = (block.view(torch.int16) if dtype.itemsize == 2 else block for block in self._blocks.values())
         self._arrays = [view.numpy() for view in views] if device.type == "cpu" else []
@@ -68,6 +71,20 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
+    @property
+    def can_return(self) -> bool:
+        """Whether rows can be given back."""
+        return all(space.can_return for space in self._spaces)
+
+    def rows_for(self, num_rows: int) -> int:
+        """Return the rows that hold memory if the first `num_rows` are written: a forward clears some behind them."""
+        return min(slot_rows(num_rows), self.capacity) if num_rows else 0
+
+    def return_rows(self, slot: int, start: int) -> None:
+        """Give the rows of a slot from `start` on back to the system; they read as zeros from then on."""
+        for space in self._spaces:
+            space.give_back(slot, start)
 
     @staticmethod
     def bytes_per_token(shapes: Sequence[tuple[HeadShape, HeadShape]], dtype: torch.dtype) -> int:
@@ -102,17 +119,6 @@ class KVCache:
                 rows[:, :, start:end] = rows[:, :, sources]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that on a CPU take memory only once they are written to, so that an unused slot costs nothing."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes its zeros, numpy takes untouched pages; the start is aligned as torch aligns its own.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).view(shape)
-
-
 class Slot:
     """One session's region of the cache; the only owner of its length."""
 
@@ -133,6 +139,10 @@ class SlotPool:
     @property
     def num_used(self) -> int:
         return len(self._used)
+
+    @property
+    def used_indices(self) -> Collection[int]:
+        return self._used.keys()
 
     def acquire(self) -> Slot:
         """Take a free slot at length 0.

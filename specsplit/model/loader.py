@@ -14,12 +14,13 @@ from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamage
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.attention.paths import slot_rows
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
+from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
+from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
@@ -52,6 +53,10 @@ class LoadOptions(TypedDict, total=False):
     max_sessions: int
     min_sessions: int
     """Slots that have to fit; between these and `max_sessions` the free memory decides. By default all have to."""
+    kv_memory: MemorySize | None
+    """Memory for the rows of all slots; by default every slot may be full."""
+    kv_rows: int | None
+    """The same in rows, where another model's budget says how many."""
     node_limit: int
     vocab: str | None
     """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it; by default all."""
@@ -85,7 +90,7 @@ class Loaded:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.runner.cache.num_bytes // (self.max_sessions * self.runner.cache.capacity)
+        return self.runner.cache.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,8 @@ class LoadedModel(Loaded):
     tokenizer_files: TokenizerFiles | None = None
     """The files as they were at load; None without a tokenizer."""
     weights_hash: str = ""
+    is_context_shortened: bool = False
+    """Whether the context is what the KV memory holds, and not what the model was made for."""
 
     @property
     def identity(self) -> Identity:
@@ -115,6 +122,8 @@ class LoadedModel(Loaded):
             exactness=self.runner.exactness,
             numerics=self.runner.numerics,
             revision=self.runner.revision,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
         )
 
 
@@ -130,8 +139,7 @@ def load_model(
     """
     report = progress or (lambda phase, fraction: None)
     device = as_device(options.get("device", "cpu"))
-    max_sessions, node_limit = options.get("max_sessions", 1), options.get("node_limit", DEFAULT_NODE_LIMIT)
-    if max_sessions < 1:
+    if (max_sessions := options.get("max_sessions", 1)) < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
     # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
@@ -145,10 +153,11 @@ def load_model(
         kept = _trimmed(model, options.get("vocab"), tokenizer, name)
         report("probing", 0.7)
         probed = probe(model)
-        default_context = options.get("default_context", DEFAULT_CONTEXT)
-        context = as_context(config, options.get("context"), default_context, name)
+        wanted = _kv_request(config, options, name)
+        plan = plan_slots(model, probed, wanted)
+        context = plan.context
         fix_longrope(model, context)
-        cache = allocate(model, probed, context, node_limit, max_sessions, options.get("min_sessions"))
+        cache = allocate(model, probed, plan)
         runner = Runner(EagerBackend(model, probed, kept), cache, context)
         # Distinct ids, so that a wrong position or mask cannot cancel out.
         token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
@@ -169,11 +178,12 @@ def load_model(
         max_sessions=cache.num_slots,
         tokenizer=tokenizer,
         context=context,
-        node_limit=node_limit,
+        node_limit=plan.node_limit,
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
         weights_hash=_weights_hash(path, name),
+        is_context_shortened=plan.context < wanted.context,
     )
 
 
@@ -263,25 +273,45 @@ def _shapes(probed: ProbeResult) -> list[tuple[Any, Any]]:
     return [(layer.key_shape, layer.value_shape) for layer in probed.layers]
 
 
-def allocate(
-    model: PreTrainedModel,
-    probed: ProbeResult,
-    context: int,
-    node_limit: int,
-    max_sessions: int,
-    min_sessions: int | None = None,
-) -> KVCache:
-    """Return KV slots for the layers probed if they fit the memory, and down to `min_sessions` fewer if need be."""
+def _kv_request(config: Any, options: LoadOptions, name: str) -> KVRequest:
+    """Return what the options ask of the KV slots."""
+    default_context = options.get("default_context", DEFAULT_CONTEXT)
+    return KVRequest(
+        as_context(config, options.get("context"), default_context, name),
+        options.get("node_limit", DEFAULT_NODE_LIMIT),
+        options.get("max_sessions", 1),
+        options.get("min_sessions"),
+        options.get("kv_memory"),
+        options.get("kv_rows"),
+        is_context_chosen=options.get("context") is not None,
+    )
+
+
+def plan_slots(model: PreTrainedModel, probed: ProbeResult, wanted: KVRequest) -> KVPlan:
+    """Return the KV slots for the layers probed, if the memory has room for them.
+
+    Raises:
+        OutOfMemory: it has not.
+    """
+    return plan_kv(KVCache.bytes_per_token(_shapes(probed), model.dtype), wanted, model.device)
+
+
+def allocate(model: PreTrainedModel, probed: ProbeResult, plan: KVPlan) -> KVCache:
+    """Return the KV slots of a plan."""
     shapes = _shapes(probed)
-    per_token = KVCache.bytes_per_token(shapes, model.dtype)
-    if min_sessions is not None:
-        max_sessions = memory.num_sessions(per_token, context, node_limit, (min_sessions, max_sessions), model.device)
-    memory.require_kv(per_token, context, node_limit, max_sessions, model.device)
     # The free memory is an estimate: another process may take it between the check and the allocation.
     try:
-        return KVCache(shapes, max_sessions, slot_rows(context + node_limit), dtype=model.dtype, device=model.device)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        raise memory.out_of_memory(per_token, context, node_limit, max_sessions, model.device) from error
+        return KVCache(
+            shapes,
+            plan.num_slots,
+            plan.capacity,
+            dtype=model.dtype,
+            device=model.device,
+            row_limit=plan.row_limit,
+        )
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
+        per_token = KVCache.bytes_per_token(shapes, model.dtype)
+        raise memory.out_of_memory(per_token, plan.context, plan.node_limit, plan.num_slots, model.device) from error
 
 
 def pack(runner: Runner) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
 from specsplit.model.attention.masks import MaskFunction, evaluate_mask
-from specsplit.model.kv_cache import HeadShape
+from specsplit.model.head_shape import HeadShape
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {

@@ -190,7 +190,7 @@ class DraftClient:
     async def _resume(self, error: SpecSplitError, turn: Turn) -> tuple[int, ...]:
         """Agree with the draft again on where the session is; return the nodes that the next turn calls verified."""
         if isinstance(error, SlotBehind):
-            if error.have == 0 and turn.base_length > 0:
+            if error.have == 0 and turn.base_length > 0 and not error.is_preempted:
                 await self._peer.check()
             self.contract.fall_back(turn.base_length, error)
             return turn.verified

@@ -134,7 +134,7 @@ class Orchestrator:
         retrier = self._retrier(request.timeout_s, events)
         with self._target.session_verifier() as verifier:
             target = await self._connect(retrier, verifier)
-            request.check_fits(target.context, target.vocab_size)
+            request.check_fits(target)
             context = SessionContext(
                 target=self._target,
                 verifier=verifier,

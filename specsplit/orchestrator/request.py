@@ -16,17 +16,19 @@ from specsplit.core.defaults import (
     RETRY_S,
     Mode,
 )
-from specsplit.core.errors import ContextExceeded, InvalidRequest
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import (
     DEFAULT_PRIORITY,
     FinishReason,
+    Identity,
     Proposal,
     SamplingParams,
     TokenLogProb,
     Verdict,
     check_top_logprobs,
 )
+from specsplit.orchestrator.context_limit import context_exceeded
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
 
@@ -37,8 +39,8 @@ Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch"]
 """Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
 that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version).
 """
-ReplayReason = Literal["slot_lost", "slot_behind", "epoch_raised"]
-"""The worker held nothing of the session; held less than believed; or what it had executed was not known."""
+ReplayReason = Literal["slot_lost", "slot_behind", "preempted", "epoch_raised"]
+"""The worker held nothing, or less than believed; needed the memory for others; or its state was not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +89,21 @@ class Request:
         if "" in self.stop:
             raise InvalidRequest("A stop string is empty; leave it out or give it some text.", param="stop")
 
-    def check_fits(self, context: int, vocab_size: int) -> None:
+    def check_fits(self, target: Identity) -> None:
         """Check the request against the target that is to serve it.
 
         Raises:
             ContextExceeded: the prompt leaves no room for a single token.
             InvalidRequest: a token id lies outside the vocabulary.
         """
-        if len(self.prompt_ids) >= context:
-            raise ContextExceeded(
-                f"The prompt has {len(self.prompt_ids)} tokens and leaves no room in a context of {context}; "
-                "shorten it or start with a larger `--context N`.",
-                param="prompt",
-            )
+        vocab_size = target.vocab_size
+        if len(self.prompt_ids) >= target.context:
+            raise context_exceeded(len(self.prompt_ids), target)
         if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
             raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
         if any(token_id >= vocab_size for token_id, _ in self.sampling.logit_bias):
-            raise InvalidRequest(
-                f"logit_bias names a token id outside the vocabulary of {vocab_size}.", param="logit_bias"
-            )
+            sentence = f"logit_bias names a token id outside the vocabulary of {vocab_size}."
+            raise InvalidRequest(sentence, param="logit_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

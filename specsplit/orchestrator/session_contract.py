@@ -127,6 +127,8 @@ class SessionContract:
         self.num_held = min(behind.have, believed - 1)
         self.is_open = False
         reason: ReplayReason = "slot_behind" if self.num_held else "slot_lost"
+        if behind.is_preempted:
+            reason = "preempted"
         self.events.replay(self._role, reason, believed - self.num_held)
 
     def raise_epoch(self, *, is_reported: bool = True) -> None:

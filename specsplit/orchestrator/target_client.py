@@ -143,7 +143,7 @@ class TargetClient:
         if not isinstance(error, SlotBehind):
             self._raise_epoch()
             return
-        if error.have == 0 and believed > 0:
+        if error.have == 0 < believed and not error.is_preempted:  # another worker would not know of a preemption
             await self._check_worker()
         self.contract.fall_back(believed, error)
 

@@ -28,7 +28,6 @@ from specsplit.core.types import (
     TokenizerFiles,
     Turn,
     Verdict,
-    WorkerLoad,
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.budget import SMALL_BYTES
@@ -40,6 +39,7 @@ from specsplit.rpc.rounds import RoundsClient
 from specsplit.rpc.tokenizer_stream import TokenizerReader
 from specsplit.rpc.verify_stream import RemoteStream
 from specsplit.rpc.words import clean_name
+from specsplit.telemetry.statistics import WorkerLoad
 
 CALL_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0

@@ -28,8 +28,16 @@ from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
 
 MAX_NODES = 4096
-_MAX_STEP_TIMES = 64
-_MAX_HASH = 64
+_NUMBERS = (
+    "vocab_size",
+    "context",
+    "max_nodes",
+    "protocol_version",
+    "revision",
+    "kv_bytes_per_token",
+    "kv_bytes",
+)
+_MAX_STEP_TIMES = _MAX_HASH = 64
 MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
 _MAX_WAIT_MS = 1 << 31
@@ -311,22 +319,18 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
 def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
     """Return the message of a worker's identity; `version` is the version of its package."""
     return common_pb2.Identity(
+        **{name: getattr(identity, name) for name in _NUMBERS},
         role=_ROLES[identity.role],
-        protocol_version=identity.protocol_version,
         model=identity.model,
-        vocab_size=identity.vocab_size,
         vocab_hash=identity.vocab_hash,
         tokenizer_hash=identity.tokenizer_hash,
         weights_hash=identity.weights_hash,
-        context=identity.context,
-        max_nodes=identity.max_nodes,
         dtype=identity.dtype,
         device=identity.device,
         version=version,
         step_times=[common_pb2.StepTime(rows=rows, seconds=seconds) for rows, seconds in identity.step_times],
         exactness=identity.exactness,
         numerics=identity.numerics,
-        revision=identity.revision,
     )
 
 
@@ -351,21 +355,17 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
     role = int(message.role)
     require(role in _ROLES.values(), "role", f"The worker's role {role} is neither draft nor target.")
     return Identity(
+        **{name: getattr(message, name) for name in _NUMBERS},
         role="draft" if message.role == common_pb2.ROLE_DRAFT else "target",
         model=clean_name(message.model),
-        vocab_size=message.vocab_size,
         vocab_hash=clean_name(message.vocab_hash),
-        context=message.context,
-        max_nodes=message.max_nodes,
         tokenizer_hash=_checked_hash(message.tokenizer_hash),
         weights_hash=_checked_hash(message.weights_hash),
-        protocol_version=message.protocol_version,
         dtype=clean_name(message.dtype),
         device=clean_name(message.device),
         step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
-        revision=message.revision,
     )
 
 

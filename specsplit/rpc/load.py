@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specsplit.core.progress import Progress
-from specsplit.core.types import WorkerLoad
 from specsplit.rpc.pb import common_pb2
+from specsplit.telemetry.statistics import WorkerLoad
 
 
 def encode_progress(progress: Progress) -> common_pb2.Progress:
@@ -26,9 +26,22 @@ def encode_load(load: WorkerLoad) -> common_pb2.WorkerLoad:
         num_free_slots=load.num_free_slots,
         num_slots=load.num_slots,
         num_waiting=load.num_waiting,
+        num_kv_rows=load.num_kv_rows,
+        num_free_kv_rows=load.num_free_kv_rows,
+        kv_row_bytes=load.kv_row_bytes,
+        num_preempted=load.num_preempted,
     )
 
 
 def decode_load(message: common_pb2.WorkerLoad) -> WorkerLoad:
     """Return how busy a worker says that it is."""
-    return WorkerLoad(message.num_sessions, message.num_free_slots, message.num_slots, message.num_waiting)
+    return WorkerLoad(
+        message.num_sessions,
+        message.num_free_slots,
+        message.num_slots,
+        message.num_waiting,
+        message.num_kv_rows,
+        message.num_free_kv_rows,
+        message.kv_row_bytes,
+        message.num_preempted,
+    )

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity, Turn, WorkerLoad
+from specsplit.core.types import Identity, Turn
 from specsplit.rpc import calls, codec
 from specsplit.rpc.auth import SessionOwners, current_peer
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
@@ -28,7 +28,7 @@ from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.telemetry import spans
-from specsplit.telemetry.statistics import WorkerStatistics
+from specsplit.telemetry.statistics import WorkerLoad, WorkerStatistics
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name

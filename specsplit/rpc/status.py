@@ -101,6 +101,7 @@ def status_of(error: Exception) -> status_pb2.Status:
         have=error.have if isinstance(error, SlotBehind) else 0,
         rows=error.have if isinstance(error, StageBehind) else {},
         link=error.link if isinstance(error, CorruptPacket) else "",
+        preempted=isinstance(error, SlotBehind) and error.is_preempted,
     )
     details = [_packed(detail)]
     if isinstance(error, Overloaded):
@@ -179,7 +180,7 @@ def _retry_after_s(rich: status_pb2.Status | None) -> float:
 
 def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str, peer: str) -> SpecSplitError:
     if issubclass(kind, SlotBehind):
-        return kind(detail.have, peer)
+        return kind(detail.have, peer, is_preempted=detail.preempted)
     if issubclass(kind, StageBehind):
         return kind(dict(sorted(detail.rows.items())))
     if issubclass(kind, CorruptPacket):

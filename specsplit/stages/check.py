@@ -161,7 +161,7 @@ class _Boundary:
         assert peer.identity is not None, "a chain is checked before its boundaries"
         self._coordinator, self._entry, self._truth = coordinator, entry, truth
         self._address, self._stage = peer.address, peer.identity
-        self._slot = RemoteKV(1).slots[0]
+        self._slot = RemoteKV(1, coordinator.model.context).slots[0]
         self._request_ids = iter(range(1, 100))
 
     async def check(self, index: int, chain: Connection) -> StageCheck:

@@ -45,6 +45,10 @@ class StageIdentity:
     """Whether a row has the same bits in any company."""
     numerics: str = ""
     """Fingerprint of the arithmetic; empty if unknown."""
+    kv_bytes_per_token: int = 0
+    """Bytes of KV cache that one token takes here; 0 if unknown."""
+    kv_rows: int = 0
+    """Rows of all slots together that may hold memory; 0 if unknown."""
 
     @property
     def layers(self) -> str:
@@ -118,6 +122,18 @@ class ExpectedChain:
         ):
             if has < wants:
                 raise PeerMismatch(f"{peer} has {name.format(has)}, but the coordinator needs {wants}.")
+
+    def check_memory(self, address: str, identity: StageIdentity, like: StageIdentity) -> None:
+        """Check that a stage has memory for the rows that it may have to hold in the place of `like`.
+
+        Raises:
+            PeerMismatch: it has less.
+        """
+        # A stage that was asked for more rows than it has memory for would be ended by its system.
+        needed = min(like.kv_rows, self.num_slots * (self.context + self.node_limit))
+        if 0 < identity.kv_rows < needed:
+            has = f"KV memory for {identity.kv_rows} rows"
+            raise PeerMismatch(f"The stage at {address} has {has}, and {needed} are needed in its place.")
 
     def _check_ends(self, peer: str, identity: StageIdentity) -> None:
         on_stages = self.ends == "stages"

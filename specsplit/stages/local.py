@@ -17,6 +17,8 @@ from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain
+from specsplit.stages.memory import stage_share
+from specsplit.stages.planner import even_ranges
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
@@ -62,6 +64,7 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
         "threads": settings.threads,
         "context": expected.context,
         "sessions": expected.num_slots,
+        "kv-memory": stage_share(settings.kv_memory, even_ranges(expected.num_layers, settings.local_stages or 1)),
         "drain": settings.drain,
     }
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]

@@ -11,7 +11,6 @@ import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,11 +25,13 @@ from specsplit.core.errors import (
     SpecSplitError,
     WorkerUnreachable,
 )
-from specsplit.core.exactness import shown_exactness
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
+from specsplit.stages.chain_log import ChainLog
+from specsplit.stages.memory import chain_memory, total_bytes
 from specsplit.stages.planner import even_ranges
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from specsplit.rpc.credentials import Security
     from specsplit.rpc.server import Server
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
-    from specsplit.stages.chain.runner import ChainRunner
+    from specsplit.stages.chain.runner import ChainOptions
     from specsplit.stages.identity import ExpectedChain
     from specsplit.stages.shard.chain_model import ChainModel
     from specsplit.stages.shard.loader import LoadedShard, ShardSpec
@@ -89,6 +90,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
             device=settings.device,
             context=settings.context,
             max_sessions=settings.sessions,
+            kv_memory=parse_memory(settings.kv_memory),
             threads=settings.threads,
         ),
     )
@@ -143,6 +145,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     from specsplit.stages.shard.chain_model import load_chain_model
     from specsplit.stages.shard.loader import ShardOptions, load_ends
 
+    total_bytes(settings.kv_memory)  # refused before anything is loaded
     ranges: tuple[range, ...] = ()
     if settings.local_stages is not None:
         ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)
@@ -276,8 +279,10 @@ async def serving_chain(
         await connect_chain(link, settings.retry, note)
         device = _coordinator_device(coordinator, settings, len(stages))
         stack.push_async_callback(device.close)
-        engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s)
+        options = _chain_options(model, link, settings)
+        engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s, options=options)
         engine.open_queue(settings.queue)
+        engine.reuse_prefixes(settings.prefix_reuse)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
         service = TargetService(engine, lambda: engine.num_sessions, engine)
@@ -286,10 +291,10 @@ async def serving_chain(
         running = await stack.enter_async_context(
             serving(settings.listen, [service], limits, security, settings.health)
         )
-        incidents = _ChainLog(link, runner)
+        incidents = ChainLog(link, runner)
         stack.callback(incidents.write_new)
-        tasks = sweep_sessions(engine, ttl_s / 4), _mend(engine, link), _watch_chain(engine, link, incidents, running)
-        for task in tasks:
+        watching = _watch_chain(engine, link, incidents, running)
+        for task in (sweep_sessions(engine, ttl_s / 4), _mend(engine, link), watching):
             stack.callback(asyncio.create_task(task).cancel)
         yield running
 
@@ -312,60 +317,21 @@ def _make_link(
     return RemoteChain(stages, settings.spares, coordinator.expected, options, security)
 
 
+def _chain_options(model: ChainModel, link: RemoteChain, settings: TargetSettings) -> ChainOptions:
+    from specsplit.model.attention.paths import slot_rows
+    from specsplit.stages.chain.runner import ChainOptions
+
+    rows = slot_rows(model.context + model.node_limit)
+    memory = chain_memory(link.identities, model.max_sessions, rows, total_bytes(settings.kv_memory))
+    return ChainOptions(memory=memory)
+
+
 def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_stages: int) -> Executor:
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
     # With its ends elsewhere this process computes nothing that could hold up its loop.
     is_light = coordinator.ends is None and num_stages > 1
     return LoopExecutor() if is_light else ThreadExecutor("target", settings.threads)
-
-
-class _ChainLog:
-    """Logs the incidents of a chain, each once: that it is not whole, spares, moves, and every row sent again."""
-
-    def __init__(self, link: RemoteChain, runner: ChainRunner) -> None:
-        self._link, self._statistics = link, runner.chain_statistics
-        self._last: object = None
-        self._was_whole = True
-        self._num_spares = self._num_moved = 0
-        self._numerics: tuple[str, ...] = ()
-
-    def write_new(self) -> None:
-        """Log what happened since the last call."""
-        trouble = self._link.trouble
-        if (trouble is None) != self._was_whole:
-            self._was_whole = trouble is None
-            if trouble is not None:
-                _log.warning("the chain is not whole: %s", trouble)
-            else:
-                _log.warning("the chain is whole again")
-        self._write_numerics()
-        link = self._link.statistics
-        for address in link.spares_used[self._num_spares :]:
-            _log.warning("the spare at %s took a stage's place", address)
-        if link.num_moved_slots > self._num_moved:
-            _log.warning("%d slots were moved, with their rows", link.num_moved_slots - self._num_moved)
-        self._num_spares, self._num_moved = len(link.spares_used), link.num_moved_slots
-        latest = list(self._statistics.resent)
-        # The latest entries only are kept, so the last one logged may be gone: then all of them are new.
-        known = next((index for index, resent in enumerate(latest) if resent is self._last), -1)
-        for resent, count in Counter(latest[known + 1 :]).items():  # a chain that is down is tried often
-            times = f", {count} times" if count > 1 else ""
-            _log.warning(
-                "sent again: %d tokens of slot %d (%s)%s", resent.num_tokens, resent.slot, resent.reason, times
-            )
-        self._last = latest[-1] if latest else None
-
-    def _write_numerics(self) -> None:
-        """Log once that stages differ in their numerics: together they promise no bits."""
-        link = self._link
-        numerics = tuple(shown_exactness(identity) for identity in link.identities)
-        if numerics != self._numerics and len(set(numerics)) > 1:
-            said = "; ".join(f"{at}: {how}" for at, how in zip(link.addresses, numerics, strict=False))
-            _log.warning(
-                "the stages have different numerics: texts may differ from plain decoding at near ties (%s)", said
-            )
-        self._numerics = numerics
 
 
 async def _mend(engine: Engine, link: RemoteChain) -> None:
@@ -378,7 +344,7 @@ async def _mend(engine: Engine, link: RemoteChain) -> None:
             await engine.check_device()
 
 
-async def _watch_chain(engine: Engine, link: RemoteChain, incidents: _ChainLog, server: Server) -> None:
+async def _watch_chain(engine: Engine, link: RemoteChain, incidents: ChainLog, server: Server) -> None:
     """Answer health checks by whether the chain is whole.
 
     It stays live without a stage that is away, since a restart would bring none back; but not where another coordinator

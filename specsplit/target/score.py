@@ -61,7 +61,7 @@ def score(
     """
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
-    with sessions.slots.borrowed() as slot:
+    with sessions.slots.borrowed(len(token_ids)) as slot:
         for start in range(0, len(token_ids), MAX_STEP_TOKENS):
             chunk = token_ids[start : start + MAX_STEP_TOKENS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.

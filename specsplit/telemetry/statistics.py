@@ -57,3 +57,22 @@ class WorkerStatistics:
     """Tokens whose rows a new session found in a slot."""
     num_refused: int = 0
     """Openings that were refused."""
+
+
+@record
+class WorkerLoad:
+    """How busy a worker is; `num_slots` is 0 if nobody said."""
+
+    num_sessions: int = 0
+    num_free_slots: int = 0
+    num_slots: int = 0
+    num_waiting: int = 0
+    """Openings that wait for a slot."""
+    num_kv_rows: int = 0
+    """Rows of all slots together that may hold memory; a token is a row."""
+    num_free_kv_rows: int = 0
+    """Rows that a session may have at once."""
+    kv_row_bytes: int = 0
+    """Bytes of one row; 0 if nobody said."""
+    num_preempted: int = 0
+    """Sessions since the worker began that lost their rows to older ones."""

@@ -24,11 +24,12 @@ from specsplit.orchestrator import retry, session
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import SessionContract
 from tests.support.fault_schedule import MUTES, Schedule, failure_of
-from tests.support.hash_model import HashCache
+from tests.support.hash_model import HashCache, Violation
 from tests.support.watched import WatchedTarget
 
 NUM_SEEDS = 2000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 200
 NUM_PARTS = 10
+NUM_CROWDED_SEEDS = NUM_SEEDS // 5
 MAX_BROKEN_SEEDS = 120
 """Within so many schedules a missing rule is found; most are found in the first ten."""
 
@@ -38,6 +39,19 @@ def test_whatever_fails_the_text_is_plain_decodings_and_nothing_is_left(part: in
     seeds = range(part * NUM_SEEDS // NUM_PARTS, (part + 1) * NUM_SEEDS // NUM_PARTS)
     failed = {seed: what for seed in seeds if (what := failure_of(seed))}
     assert not failed, f"{failed}; replay one with: python -m tests.support.fault_schedule {min(failed)}"
+
+
+def test_sessions_with_too_little_memory_for_all_have_their_texts_too() -> None:
+    counts, failed = Counter[str](), dict[int, str]()
+    for seed in range(NUM_CROWDED_SEEDS):
+        schedule = Schedule(seed, is_crowded=True)
+        try:
+            schedule.run()
+        except Violation as violation:
+            failed[seed] = str(violation)
+        counts.update(schedule.counts)
+    assert not failed
+    assert min(counts["target preempted"], counts["draft preempted"]) >= NUM_CROWDED_SEEDS // 10
 
 
 def test_one_seed_is_one_run() -> None:

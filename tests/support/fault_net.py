@@ -242,7 +242,7 @@ class _FaultyLink(Generic[E]):
         try:
             answer = await self._call(what, call)
         except SlotBehind as behind:
-            self._ledger.behind(self._host.name, turn, behind.have)
+            self._ledger.behind(self._host.name, turn, behind)
             raise
         return answer
 

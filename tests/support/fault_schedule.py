@@ -20,6 +20,7 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine import session as engine_session
+from specsplit.engine import slots as engine_slots
 from specsplit.model.loader import LoadedModel, Role
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
@@ -63,6 +64,15 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.9),
     SamplingParams(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1),
 )
+
+
+NODE_LIMIT = 16
+
+
+def _row_limits(seed: int, sizes: Sequence[float | None]) -> dict[Role, float | None]:
+    """Draw, apart from all else, how many full slots the KV memory of each worker holds together, None for all."""
+    rng = random.Random(f"rows {seed}")
+    return {"draft": rng.choice(sizes), "target": rng.choice(sizes)}
 
 
 class LetterTokenizer:
@@ -114,7 +124,9 @@ class Schedule:
         mute: tuple[str, ...] | None = None,
         mode: Mode | None = None,
         lookup: bool | None = None,
+        is_crowded: bool = False,
     ) -> None:
+        """Draw everything; in a crowded run several sessions share the KV memory of little more than one."""
         rng = random.Random(seed)
         self._mode: Mode = mode or MODES[seed % len(MODES)]
         self._has_lookup = (self._mode == "lookup" or seed % 16 < 8) if lookup is None else lookup
@@ -122,9 +134,11 @@ class Schedule:
         self._rate = rng.choice(RATES) if rate is None else rate
         self._mute = (rng.choice(MUTES) if rng.random() < 0.2 else ()) if mute is None else mute
         self._tie = 0.1 if seed % 3 == 0 else 0.0
-        self._num_sessions = rng.randint(1, 3)
+        self._num_sessions = rng.randint(3, 6) if is_crowded else rng.randint(1, 3)
         self._draft_slots, self._target_slots = (rng.randint(1, self._num_sessions) for _ in range(2))
         self._contexts: dict[Role, int] = {"draft": rng.choice((96, 40)), "target": rng.choice((96, 40))}
+        self._is_crowded = is_crowded
+        self._row_limits = _row_limits(seed, (1.0, 1.0, 1.2) if is_crowded else (None, None, None, 1.0, 1.6))
         self._draft_s = rng.choice((5, 15, 60)) * UNIT_S
         self._ledger, self._runners = Ledger(), list[HashRunner]()
         self.counts: Counter[str] = Counter()
@@ -137,7 +151,8 @@ class Schedule:
     def _is_calm(self) -> bool:
         """Whether nothing can go wrong: then nothing may be reported either."""
         is_wide = self._draft_slots == self._target_slots == self._num_sessions
-        return self._rate == 0 and not self._mute and is_wide and self._draft_s > 50 * UNIT_S
+        has_memory = not any(self._row_limits.values())
+        return self._rate == 0 and not self._mute and is_wide and has_memory and self._draft_s > 50 * UNIT_S
 
     def run(self) -> None:
         """Run it.
@@ -148,6 +163,8 @@ class Schedule:
         errors = _Errors()
         with errors, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_session, "MAX_STEP_TOKENS", self._rng.choice((5, 512)))
+            for module in (engine_session, engine_slots):  # as short as the slots, so that sessions meet
+                patch.setattr(module, "HEADROOM_ROWS", 4)
             try:
                 run_virtual(self._main)
             except Violation:
@@ -210,7 +227,19 @@ class Schedule:
 
     def _model(self, role: Role, slots: int) -> LoadedModel:
         tie = self._tie if role == "target" else 0.0
-        model, runner = hash_model(role, max_sessions=slots, context=self._contexts[role], tie=tie, seed=self._seed)
+        context, limit = self._contexts[role], self._row_limits[role]
+        row_limit = None
+        if limit is not None:  # with slots for all, so that rows are what is short
+            slots, row_limit = self._num_sessions, int(limit * (context + NODE_LIMIT))
+        model, runner = hash_model(
+            role,
+            max_sessions=slots,
+            context=context,
+            node_limit=NODE_LIMIT,
+            tie=tie,
+            seed=self._seed,
+            row_limit=row_limit,
+        )
         self._runners.append(runner)
         return model
 
@@ -224,11 +253,11 @@ class Schedule:
             requests.append(
                 Request(
                     prompt_ids=(*prompt[: rng.randint(1, len(prompt))], *own),
-                    max_new_tokens=rng.randint(1, 30),
+                    max_new_tokens=rng.randint(20 if self._is_crowded else 1, 30),
                     sampling=rng.choice(SAMPLINGS),
                     seed=rng.randrange(1 << 64),
                     choice=number,
-                    eos_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.5 else (),
+                    eos_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.5 and not self._is_crowded else (),
                 )
             )
         return requests
@@ -236,7 +265,7 @@ class Schedule:
     async def _serve(self, owner: Orchestrator, request: Request) -> Result | None:
         """Have one request served, and its text checked; None where the client leaves before the end."""
         rng = self._rng
-        await asyncio.sleep(rng.uniform(0, 40) * UNIT_S)
+        await asyncio.sleep(rng.uniform(0, 4 if self._is_crowded else 40) * UNIT_S)
         try:
             async with asyncio.timeout(rng.uniform(1, 100) * UNIT_S if rng.random() < 0.1 else None) as patience:
                 result = await owner.generate(request)
@@ -311,6 +340,10 @@ class Schedule:
                 held = engine.statistics()
                 left = held.sessions.num_sessions, held.sessions.num_slots_used, held.work.num_sessions
                 _require(left == (0, 0, 0), f"bounded: the {host.name} keeps {left} sessions, slots, lines")
+                memory = held.memory
+                self.counts[f"{host.name} preempts"] += memory.num_preempted
+                _require(memory.num_free == memory.num_rows, f"bounded: the {host.name} keeps rows: {memory}")
+                engine.check_integrity()
         calls = self._drafter.calls_under_way + self._verifier.calls_under_way
         _require(calls == 0, f"bounded: {calls} calls are still under way")
 

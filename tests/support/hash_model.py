@@ -40,6 +40,8 @@ class Row(NamedTuple):
 
 
 GARBAGE = Row(0, 0)
+BLOCK_ROWS = 8
+"""Rows by which a slot grows."""
 
 
 def extend(before: int, token_id: int) -> int:
@@ -66,11 +68,21 @@ class ClaimedEntry(SequenceInput):
 class HashCache:
     """Rows of every slot; behind a slot's length the garbage of earlier trees stays, as in the KV cache."""
 
-    can_copy = True
+    can_copy = can_return = True
+    row_bytes = 16
 
-    def __init__(self, num_slots: int, capacity: int) -> None:
+    def __init__(self, num_slots: int, capacity: int, row_limit: int | None = None) -> None:
         self.num_slots, self.capacity = num_slots, capacity
+        self.row_limit = num_slots * capacity if row_limit is None else row_limit
         self.rows = [[GARBAGE] * capacity for _ in range(num_slots)]
+
+    def rows_for(self, num_rows: int) -> int:
+        """Return the rows that the first `num_rows` of a slot take, by blocks."""
+        return min(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS, self.capacity)
+
+    def return_rows(self, slot: int, start: int) -> None:
+        """Lose the rows of a slot from `start` on."""
+        self.rows[slot][start:] = [GARBAGE] * (self.capacity - start)
 
     @property
     def num_bytes(self) -> int:
@@ -248,9 +260,10 @@ def hash_model(
     node_limit: int = 16,
     tie: float = 0.0,
     seed: int = 0,
+    row_limit: int | None = None,
 ) -> tuple[LoadedModel, HashRunner]:
-    """Return a model that an engine takes as it is, and its runner."""
-    runner = HashRunner(role, HashCache(max_sessions, context + node_limit), tie=tie, seed=seed)
+    """Return a model that an engine takes as it is, and its runner; all slots together hold up to `row_limit` rows."""
+    runner = HashRunner(role, HashCache(max_sessions, context + node_limit, row_limit), tie=tie, seed=seed)
     model = LoadedModel(
         name=f"hash-{role}",
         role=role,

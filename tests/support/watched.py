@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from specsplit.core.errors import SlotBehind
 from specsplit.core.ports import VerifyStream
 from specsplit.core.types import (
     ROOT,
@@ -55,8 +56,8 @@ class Account:
     """Those and the tokens of the last verdict that came through."""
     openings: dict[str, SessionParams] = field(default_factory=dict[str, SessionParams])
     last: dict[str, Turn] = field(default_factory=dict[str, Turn])
-    behind: dict[str, int] = field(default_factory=dict[str, int])
-    """The length that a worker reported, until the turn that sends the rest."""
+    behind: dict[str, tuple[int, bool]] = field(default_factory=dict[str, tuple[int, bool]])
+    """The length that a worker reported, and whether it preempted the session, until the turn that sends the rest."""
     resyncs: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
     """Worker, round, reason, tokens; as the result has them."""
     num_reported: int = 0
@@ -103,7 +104,7 @@ class Ledger:
 
     def _follow(self, account: Account, role: str, turn: Turn) -> None:
         """Check that rounds rise within an epoch, and that the same round is the same turn."""
-        last, have = account.last.get(role), account.behind.pop(role, None)
+        last, (have, is_preempted) = account.last.get(role), account.behind.pop(role, (None, False))
         account.last[role] = turn
         if last is None or turn == last:
             return
@@ -115,12 +116,12 @@ class Ledger:
             held = min(have, last.base_length - 1)
             if turn.base_length > held:
                 return  # whoever heard it was cut short before it took note
-            reason = "slot_behind" if held else "slot_lost"
+            reason = "preempted" if is_preempted else "slot_behind" if held else "slot_lost"
             account.resyncs.append((role, account.num_rounds, reason, last.base_length - held))
 
-    def behind(self, role: str, turn: Turn, have: int) -> None:
+    def behind(self, role: str, turn: Turn, error: SlotBehind) -> None:
         """Take note that a worker said what it holds, and that the orchestrator heard it."""
-        self.accounts[turn.session].behind[role] = have
+        self.accounts[turn.session].behind[role] = error.have, error.is_preempted
 
     def failed(self, turn: Turn) -> None:
         """Take note of a verify that failed."""

@@ -17,7 +17,7 @@ from specsplit.model.attention.paths import (
     held_tokens,
     slot_rows,
 )
-from specsplit.model.kv_cache import HeadShape
+from specsplit.model.head_shape import HeadShape
 
 some_parents = st.integers(1, 20).flatmap(lambda count: st.tuples(*(st.integers(-1, row - 1) for row in range(count))))
 

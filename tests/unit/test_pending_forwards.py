@@ -296,7 +296,7 @@ class SlowLink:
 async def test_packets_of_waiting_steps_are_sent_step_by_step(num_stages: int, num_rows: int) -> None:
     link = SlowLink(num_stages)
     loop = asyncio.get_running_loop()
-    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32), options=ChainOptions(window=2))
+    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32, 2048), options=ChainOptions(window=2))
 
     def begin_all() -> list[PendingChainForward]:
         return [runner.begin([SequenceInput(slot, 0, [1] * num_rows)]) for slot in range(num_stages)]
@@ -310,7 +310,7 @@ async def test_packets_of_waiting_steps_are_sent_step_by_step(num_stages: int, n
 async def test_a_packet_that_is_alone_does_not_overtake_those_before_it() -> None:
     link = SlowLink(2)
     loop = asyncio.get_running_loop()
-    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32))
+    runner = ChainRunner(link, loop, ChainShape(16, 8, 100, torch.float32, 2048))
 
     def begin_all() -> list[PendingChainForward]:
         steps = enumerate((300, 1, 200, 1))

@@ -33,7 +33,7 @@ TREE = tree_of(SpecSplitError)
 
 def made(kind: type[SpecSplitError]) -> SpecSplitError:
     if issubclass(kind, SlotBehind):
-        return kind(17)
+        return kind(17, is_preempted=True)
     if issubclass(kind, StageBehind):
         return kind({0: 0, 3: 17})
     if issubclass(kind, Overloaded):

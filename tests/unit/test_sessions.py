@@ -20,8 +20,8 @@ import pytest
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotBehind, SpecSplitError, StaleRound
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Turn, prefix_hash
 from specsplit.draft.engine import DraftEngine
+from specsplit.engine.batch import WorkStatistics
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.scheduler import WorkStatistics
 from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
 from specsplit.model.attention.paths import slot_rows

@@ -44,6 +44,8 @@ class _Peer:
 class _Wanted:
     def check_stage(self, address: str, identity: object) -> None: ...
 
+    def check_memory(self, address: str, identity: object, like: object) -> None: ...
+
 
 async def found(peer: Any) -> SpecSplitError | None:
     return await why_lost(cast(StagePeer, peer), cast(ExpectedChain, _Wanted()), 1.0)

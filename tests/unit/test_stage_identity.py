@@ -93,3 +93,10 @@ def test_an_identity_travels_whole_and_a_lying_one_is_refused() -> None:
     for lie in ({"start": 2}, {"end": 7}, {"model": "x" * 300}, {"numerics": "x" * 17}):
         with pytest.raises(InvalidRequest):
             decode_identity(encode_identity(replace(STAGE, **lie)))
+
+
+def test_a_spare_needs_memory_for_the_rows_of_the_lost_stage() -> None:
+    for rows, like in ((0, 900), (500, 500), (500, 0), (1152, 5000)):  # the chain itself needs no more than 1,152
+        WANTED.check_memory("spare:1", replace(STAGE, kv_rows=rows), replace(STAGE, kv_rows=like))
+    with pytest.raises(PeerMismatch, match="spare:1 has KV memory for 499 rows, and 500 are needed"):
+        WANTED.check_memory("spare:1", replace(STAGE, kv_rows=499), replace(STAGE, kv_rows=500))

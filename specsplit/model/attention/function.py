@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from specsplit.model.activations import activate
 from specsplit.model.attention.masks import MaskFunction
-from specsplit.model.kv_cache import HeadShape
+from specsplit.model.head_shape import HeadShape
 
 NAME = "specsplit"
 """The implementation's name towards transformers."""

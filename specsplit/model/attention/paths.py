@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from specsplit.core.record import record
-from specsplit.model.kv_cache import HeadShape
+from specsplit.model.head_shape import HeadShape
 
 ROW_MULTIPLE = 4
 """Query rows are filled up to a multiple: the products inside attention are the same for these."""

@@ -348,6 +348,8 @@ class Identity(_message.Message):
     EXACTNESS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
     model: _builtins.str
@@ -366,6 +368,10 @@ class Identity(_message.Message):
     """Fingerprint of processor features, library version, dtype and block widths; empty if unknown."""
     revision: _builtins.int
     """Changes of the two since the worker began."""
+    kv_bytes_per_token: _builtins.int
+    """Bytes of KV cache that one token takes; 0 if nobody said."""
+    kv_bytes: _builtins.int
+    """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
     @_builtins.property
     def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
         """As measured when the worker began, rows ascending; none where nobody measured."""
@@ -389,10 +395,12 @@ class Identity(_message.Message):
         exactness: _builtins.str = ...,
         numerics: _builtins.str = ...,
         revision: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "max_nodes", b"max_nodes", "model", b"model", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,12 +481,23 @@ class WorkerLoad(_message.Message):
     NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_KV_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_KV_ROWS_FIELD_NUMBER: _builtins.int
+    KV_ROW_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_free_slots: _builtins.int
     num_slots: _builtins.int
     """0 if nobody said."""
     num_waiting: _builtins.int
     """Openings that wait for a slot."""
+    num_kv_rows: _builtins.int
+    """Rows of all slots together that may hold memory, and those that a session may have at once; a token is a row."""
+    num_free_kv_rows: _builtins.int
+    kv_row_bytes: _builtins.int
+    """Bytes of one row; 0 if nobody said."""
+    num_preempted: _builtins.int
+    """Sessions since the worker began that lost their rows to older ones."""
     def __init__(
         self,
         *,
@@ -486,10 +505,14 @@ class WorkerLoad(_message.Message):
         num_free_slots: _builtins.int = ...,
         num_slots: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
+        num_kv_rows: _builtins.int = ...,
+        num_free_kv_rows: _builtins.int = ...,
+        kv_row_bytes: _builtins.int = ...,
+        num_preempted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_free_slots", b"num_free_slots", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_row_bytes", b"kv_row_bytes", "num_free_kv_rows", b"num_free_kv_rows", "num_free_slots", b"num_free_slots", "num_kv_rows", b"num_kv_rows", "num_preempted", b"num_preempted", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,6 +694,7 @@ class ErrorDetail(_message.Message):
     HAVE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The name of the error in the error tree."""
     param: _builtins.str
@@ -678,6 +702,8 @@ class ErrorDetail(_message.Message):
     """SlotBehind: tokens of the session that the slot holds."""
     link: _builtins.str
     """CorruptPacket: where it was damaged."""
+    preempted: _builtins.bool
+    """SlotBehind: the memory of the session went to older ones."""
     @_builtins.property
     def rows(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """StageBehind: rows that the stage's slots hold, by slot."""
@@ -690,10 +716,11 @@ class ErrorDetail(_message.Message):
         have: _builtins.int = ...,
         rows: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         link: _builtins.str = ...,
+        preempted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "link", b"link", "param", b"param", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "link", b"link", "param", b"param", "preempted", b"preempted", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

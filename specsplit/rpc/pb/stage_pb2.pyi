@@ -265,6 +265,8 @@ class StageIdentity(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     EXACTNESS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    KV_ROWS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     num_layers: _builtins.int
     """Of the whole model."""
@@ -287,6 +289,9 @@ class StageIdentity(_message.Message):
     exactness: _builtins.str
     """As in Identity."""
     numerics: _builtins.str
+    kv_bytes_per_token: _builtins.int
+    """Bytes of KV cache that one token takes in this stage, and rows of all its slots that may hold memory; 0 if unknown."""
+    kv_rows: _builtins.int
     def __init__(
         self,
         *,
@@ -309,10 +314,12 @@ class StageIdentity(_message.Message):
         protocol_version: _builtins.int = ...,
         exactness: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+        kv_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_size", b"hidden_size", "model", b"model", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_rows", b"kv_rows", "model", b"model", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Sequence
 
 from specsplit.core.record import record
+from specsplit.model.attention.paths import slot_rows
+from specsplit.stages.memory import ChainMemory
 from specsplit.stages.packet import KeepList
 
 _HASH_BYTES = 8
@@ -105,14 +107,27 @@ class RemoteSlot:
 
 
 class RemoteKV:
-    """All slots of a chain; in the place of a KVCache."""
+    """All slots of a chain; in the place of a KVCache, whose rows it counts as every stage holds them."""
 
     can_copy = False
     """No packet tells the stages to copy rows; a slot may be taken over as it is."""
+    can_return = False
+    """Stages give a slot's rows back when it ends, and never a part of them."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, capacity: int, memory: ChainMemory | None = None) -> None:
+        """Count the rows of slots of `capacity` rows, of which `memory` says how many may be used; None is all."""
         row_hash = RowHash()
         self.slots = [RemoteSlot(row_hash) for _ in range(num_slots)]
+        self.num_slots, self.capacity = num_slots, capacity
+        self.row_limit = memory.num_rows if memory is not None else num_slots * capacity
+        self.row_bytes = memory.row_bytes if memory is not None else 0
+
+    def rows_for(self, num_rows: int) -> int:
+        """Return the rows that hold memory in a stage if the first `num_rows` of a slot are written."""
+        return min(slot_rows(num_rows), self.capacity) if num_rows else 0
+
+    def return_rows(self, slot: int, start: int) -> None:
+        """Do nothing: stages hear of the end of a slot's session, and give its rows back."""
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Record what a KVCache would do at once."""

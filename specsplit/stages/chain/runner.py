@@ -27,6 +27,7 @@ from specsplit.stages.chain.remote_kv import LastRows, RemoteKV
 from specsplit.stages.chain.sender import PacketSender
 from specsplit.stages.chain.statistics import ChainStatistics
 from specsplit.stages.chain.step_slice import Chunk, StepSlice
+from specsplit.stages.memory import ChainMemory
 from specsplit.stages.packet import COORDINATOR, Packet, PacketSession, StepKind
 from specsplit.stages.ports import StageLink
 from specsplit.stages.shard.payload import payload_type
@@ -45,6 +46,8 @@ class ChainShape:
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
+    capacity: int
+    """Rows of one slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class ChainOptions:
     max_attempts: int = MAX_ATTEMPTS
     max_pending: int | None = None
     """Steps of different sessions on their way at once; None is one a stage, so that each has something to do."""
+    memory: ChainMemory | None = None
+    """Rows that the stages hold; None lets every slot be full."""
 
 
 class ChainRunner:
@@ -75,7 +80,8 @@ class ChainRunner:
         ends: CoordinatorEnds | None = None,
         options: ChainOptions | None = None,
     ) -> None:
-        self.cache = RemoteKV(shape.num_slots)
+        memory = options.memory if options is not None else None
+        self.cache = RemoteKV(shape.num_slots, shape.capacity, memory)
         self.vocab_size, self.dtype = shape.vocab_size, shape.dtype
         self.device = ends.head.runner.device if ends else torch.device("cpu")
         self.chain_statistics = ChainStatistics()

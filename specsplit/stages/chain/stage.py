@@ -23,7 +23,7 @@ from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks
 from specsplit.stages.chain.loop_share import LoopShare
 from specsplit.stages.chain.packet_check import check_packet, check_slot
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
-from specsplit.stages.chain.stage_slot import StageSlot
+from specsplit.stages.chain.stage_slot import StageSlot, emptied_slot
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
 from specsplit.stages.ports import StageStatistics
@@ -57,26 +57,7 @@ class StageEngine:
     @property
     def identity(self) -> StageIdentity:
         """Return who this stage is to a coordinator."""
-        shard = self.shard
-        return StageIdentity(
-            model=shard.name,
-            num_layers=shard.num_layers,
-            start=shard.spec.start,
-            end=shard.spec.end,
-            has_embedding=shard.spec.has_embedding,
-            has_head=shard.spec.has_head,
-            hidden_size=shard.hidden_size,
-            vocab_size=shard.vocab_size,
-            dtype=shard.dtype,
-            context=shard.context,
-            node_limit=shard.node_limit,
-            num_slots=shard.max_sessions,
-            slot_bytes=slot_bytes(shard),
-            config_hash=shard.config_hash,
-            weights_hash=shard.weights_hash,
-            exactness=shard.runner.exactness,
-            numerics=shard.runner.numerics,
-        )
+        return identity_of(self.shard)
 
     @property
     def is_well(self) -> bool:
@@ -123,10 +104,8 @@ class StageEngine:
 
         def forget() -> None:
             # With the next epoch's number, late packets of the session that has ended are refused as stale.
-            if epoch is None:
-                self._slots[slot] = StageSlot(slot)
-            elif self._slots[slot].epoch <= epoch:
-                self._slots[slot] = StageSlot(slot, epoch + 1)
+            if epoch is None or self._slots[slot].epoch <= epoch:
+                self._slots[slot] = emptied_slot(self.shard.runner.cache, slot, -1 if epoch is None else epoch + 1)
 
         await to_its_end(self._run(forget))
 
@@ -134,7 +113,7 @@ class StageEngine:
         """Forget what all slots hold, for a coordinator that begins."""
 
         def forget() -> None:
-            self._slots = [StageSlot(slot.index) for slot in self._slots]
+            self._slots = [emptied_slot(self.shard.runner.cache, slot.index) for slot in self._slots]
 
         await to_its_end(self._run(forget))
 
@@ -232,3 +211,28 @@ class StageEngine:
                 answer = replace(answer, picks=picks, log_probs=log_probs)
             answers.append(answer)
         return tuple(answers)
+
+
+def identity_of(shard: LoadedShard) -> StageIdentity:
+    """Return who a stage of a shard is."""
+    return StageIdentity(
+        model=shard.name,
+        num_layers=shard.num_layers,
+        start=shard.spec.start,
+        end=shard.spec.end,
+        has_embedding=shard.spec.has_embedding,
+        has_head=shard.spec.has_head,
+        hidden_size=shard.hidden_size,
+        vocab_size=shard.vocab_size,
+        dtype=shard.dtype,
+        context=shard.context,
+        node_limit=shard.node_limit,
+        num_slots=shard.max_sessions,
+        slot_bytes=slot_bytes(shard),
+        config_hash=shard.config_hash,
+        weights_hash=shard.weights_hash,
+        exactness=shard.runner.exactness,
+        numerics=shard.runner.numerics,
+        kv_bytes_per_token=shard.kv_bytes_per_token,
+        kv_rows=shard.runner.cache.row_limit,
+    )

@@ -101,3 +101,9 @@ class StageSlot:
         """Take over what another process held in this slot."""
         self.epoch, self.length, self.pending = state.epoch, state.length, state.pending
         self.hashes, self.ids = list(state.hashes), list(state.token_ids)
+
+
+def emptied_slot(cache: KVCache, index: int, epoch: int = -1) -> StageSlot:
+    """Return a slot that holds nothing, and give the memory of its rows back; packets before `epoch` are refused."""
+    cache.return_rows(index, 0)
+    return StageSlot(index, epoch)

@@ -18,6 +18,7 @@ from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
 from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.attention.paths import slot_rows
 from specsplit.model.runner import Runner
 from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.sampling.sampler import Sampler
@@ -40,7 +41,7 @@ class ChainTarget(TargetEngine):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with self._sessions.slots.borrowed() as slot:
+        with self._sessions.slots.borrowed(len(token_ids)) as slot:
             for start in range(0, len(token_ids), MAX_STEP_TOKENS):
                 chunk = token_ids[start : start + MAX_STEP_TOKENS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
@@ -104,7 +105,8 @@ def chain_target(
     are freed when they were not used for `ttl_s`, and the stages forget what freed slots held.
     """
     loop = asyncio.get_running_loop()
-    shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype)
+    capacity = slot_rows(model.context + model.node_limit)
+    shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype, capacity)
     runner = ChainRunner(link, loop, shape, ends, options)
     # An engine uses of a Runner only what a ChainRunner has, too: forward, begin, max_pending, cache.move_rows, device,
     # dtype, vocab_size, is_recorded, exactness, numerics and revision. The cast says so where a protocol would.

@@ -27,6 +27,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import StepShape
 from specsplit.model.files import load_config, translated
 from specsplit.model.kv_cache import KVCache
+from specsplit.model.kv_plan import KVRequest
 from specsplit.model.loader import (
     DEFAULT_CONTEXT,
     DEFAULT_NODE_LIMIT,
@@ -36,7 +37,9 @@ from specsplit.model.loader import (
     as_device,
     as_dtype,
     pack,
+    plan_slots,
 )
+from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
@@ -259,6 +262,7 @@ class ShardOptions:
     device: str = "cpu"
     context: int | None = None
     max_sessions: int = 1
+    kv_memory: MemorySize | None = None
     node_limit: int = DEFAULT_NODE_LIMIT
     threads: int | None = None
     record: bool = True
@@ -334,7 +338,12 @@ def _runner(
 ) -> ShardRunner:
     part = PartialModel(model, outline, spec)
     probed = _probe(model, part)
-    cache = allocate(model, probed, context, options.node_limit, options.max_sessions)
+    # A chain has one context, which a stage alone cannot shorten.
+    # So a budget that does not hold it is refused here.
+    wanted = KVRequest(
+        context, options.node_limit, options.max_sessions, kv_memory=options.kv_memory, is_context_chosen=True
+    )
+    cache = allocate(model, probed, plan_slots(model, probed, wanted))
     runner = ShardRunner(part, probed, cache, context)
     check = _RowsCheck(runner, part)
     pack(runner)

@@ -30,6 +30,7 @@ async def admit(peer: StagePeer, like: StageIdentity, expected: ExpectedChain, s
         raise PeerMismatch(f"{peer.name} has layers {identity.layers}, and {like.layers} are needed in its place.")
     if identity.weights_hash != like.weights_hash:
         raise PeerMismatch(f"{peer.name} has other weights for layers {like.layers} than the stage there had.")
+    expected.check_memory(peer.address, identity, like)
     peer.admit(ping)
 
 

@@ -36,6 +36,8 @@ _FIELDS = (
     "weights_hash",
     "tokenizer_hash",
     "protocol_version",
+    "kv_bytes_per_token",
+    "kv_rows",
 )
 
 

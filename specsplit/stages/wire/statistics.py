@@ -20,6 +20,8 @@ def stage_statistics(stage: Stage, num_running: int) -> WorkerStatistics:
         num_slots=identity.num_slots,
         num_slots_used=num_used,
         num_running=num_running,
+        used_bytes=sum(stage.num_rows) * identity.kv_bytes_per_token,
+        budget_bytes=identity.kv_rows * identity.kv_bytes_per_token,
         steps=StepCounts(counts.num_packets, counts.num_tokens, counts.num_sessions, counts.busy_s),
     )
 
