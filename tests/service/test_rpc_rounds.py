@@ -352,7 +352,7 @@ async def test_a_large_request_is_a_call_of_its_own():
     async def verify(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         request = calls.parse(target_pb2.VerifyDraftsRequest, data)
         assert len(data) > SMALL_BYTES
-        return calls.encode_verdict(Verdict((), (7,), len(request.turn.tail) - 1), Proposal(1, 0)).SerializeToString()
+        return calls.encode_verdict(Verdict((), (7,), len(request.turn.tail)), Proposal(1, 0)).SerializeToString()
 
     server = grpc.aio.server()
     methods = {"VerifyDrafts": cast(Any, grpc.unary_unary_rpc_method_handler)(verify)}

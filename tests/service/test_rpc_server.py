@@ -135,7 +135,7 @@ async def test_the_wrong_role_is_said_by_both_names():
         with pytest.raises(PeerMismatch, match=r"is a target \(fake-FakeTarget\), but a draft is needed"):
             await drafter.ping()
         turn = Script().first()
-        with pytest.raises(PeerMismatch, match="is it a draft where a target is needed"):
+        with pytest.raises(PeerMismatch, match="serves no such service: a worker of another role"):
             await verifier.verify(turn, without_tree(turn))
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import NoFreeSlot, SpecSplitError
-from specsplit.core.types import Scores, WorkerLoad
+from specsplit.core.types import Scores
 from specsplit.rpc import shares
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import SCORE_SLOTS, TargetService
 from specsplit.rpc.shares import CallShare
+from specsplit.telemetry.statistics import WorkerLoad
 from tests.contract.session_contract import Script
 from tests.contract.verifier_contract import without_tree
 from tests.support.fakes import FakeTarget

@@ -50,7 +50,7 @@ def test_a_list_of_any_of_them_is_several(prompts: Any):
         *([{}], [{"role": "user"}], [{"role": "user", "content": None}], [*MESSAGES, "x"], [*MESSAGES, 5]),
         [{"role": "user", "content": "Hi", "name": "x"}],
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_prompt_is_one_sentence(prompt: Any):
     with pytest.raises(InvalidRequest) as caught:
@@ -93,7 +93,7 @@ def test_paths_and_objects_of_torch_are_taken():
         *({"temperature": "hot"}, {"temperature": -1}, {"seed": -1}, {"stop": 5}, {"logit_bias": {"x": 1}}),
         *({"max_new_tokens": None, "nonsense": 1}, {"mode": "fast"}, {"retry": "soon"}, {"top_p": 2}),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(arguments: dict[str, Any]):
     with pytest.raises(SpecSplitError) as caught:
@@ -104,7 +104,7 @@ def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(arguments: d
 @pytest.mark.parametrize(
     "arguments",
     [{"target": None}, {"target": 5}, {"target": ""}, {"target": "x:1", "draft": 5}, {"target": "x:1", "context": 64}],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_wrong_argument_of_a_client_is_one_sentence(arguments: dict[str, Any]):
     with pytest.raises(SpecSplitError) as caught:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from specsplit.rpc.codec import decode_exactness, decode_numerics, require
 from specsplit.rpc.pb import stage_pb2
-from specsplit.rpc.words import clean_name
+from specsplit.rpc.words import MAX_NAME, clean_name
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import Buffer
 from specsplit.stages.slot_state import SlotState, decode_state, encode_state
@@ -55,7 +55,9 @@ def decode_identity(message: stage_pb2.StageIdentity) -> StageIdentity:
     """
     # Every field has the same name in the record and in the message, so one table serves both ways.
     fields: dict[str, Any] = {name: getattr(message, name) for name in _FIELDS}
-    fields |= {name: clean_name(fields[name]) for name in _WORDS}
+    for name in _WORDS:
+        require(len(fields[name]) <= MAX_NAME, name, f"A {name} of {len(fields[name])} characters is no name.")
+        fields[name] = clean_name(fields[name])
     identity = StageIdentity(
         **fields,
         exactness=decode_exactness(message.exactness),
