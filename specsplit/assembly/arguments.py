@@ -20,7 +20,7 @@ Prompts = Sequence[Prompt]
 ModelPath = str | os.PathLike[str]
 """A hub id, or a folder."""
 _DTYPES: dict[str, Dtype] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-_PATHS = ("target_model", "draft_model", "draft_vocab")
+_PATHS = ("target_model", "draft_model", "draft_vocab", "tls_cert", "tls_key", "tls_ca")
 
 
 class TorchDtype(Protocol):
@@ -71,6 +71,10 @@ class ClientOptions(RequestOptions, total=False):
 
     retry: float
     draft_patience: float
+    tls_cert: ModelPath
+    tls_key: ModelPath
+    tls_ca: ModelPath
+    insecure: bool
 
 
 class PipelineOptions(ClientOptions, total=False):
@@ -99,7 +103,7 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if type(made.get("dtype")).__module__ == "torch":
         made["dtype"] = _dtype_name(str(made["dtype"]))
     if type(made.get("device")).__module__ == "torch":
-        made["device"] = _device_name(str(made["device"]))
+        made["device"] = str(made["device"])
     return made
 
 
@@ -120,15 +124,6 @@ def _dtype_name(name: str) -> str:
     if name not in _DTYPES:
         raise InvalidSettings(f"dtype must be {', '.join(_DTYPES)} or its short name, not {name}.")
     return _DTYPES[name]
-
-
-def _device_name(name: str) -> str:
-    kind, _, index = name.partition(":")
-    if index not in ("", "0"):
-        raise InvalidSettings(
-            f"device must be cpu or cuda, not {name}: choose the GPU with CUDA_VISIBLE_DEVICES={index} instead."
-        )
-    return kind
 
 
 def are_several(prompt: object) -> TypeGuard[Prompts]:
