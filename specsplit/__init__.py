@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from specsplit.orchestrator.request import Chunk, Result
 
     __version__: str
+
+# gRPC's own log lines stay off stderr: our errors say what they say. It reads this once, when it is imported; who has
+# set it wants the lines, and who has imported grpc before has chosen.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __all__ = [
     "AccessDenied",

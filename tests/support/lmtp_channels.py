@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
@@ -34,7 +35,7 @@ async def served(target: FakeTarget) -> ServedModel:
     return ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)
 
 
-class Client:
+class Client(ABC):
     """One client's end of a channel: it sends frames, and keeps those that it was sent."""
 
     def __init__(self, target: FakeTarget, model: ServedModel) -> None:
@@ -42,8 +43,8 @@ class Client:
         self.frames: list[tuple[str, list[dict[str, Any]]]] = []
         self._items: dict[Any, list[dict[str, Any]]] = {}
 
-    async def send(self, frame: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def send(self, frame: str) -> None: ...
 
     def take(self, frame: str) -> None:
         kind, _, payload = frame.partition(" ")

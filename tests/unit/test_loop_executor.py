@@ -117,7 +117,7 @@ async def test_a_mistake_beside_the_forward_reaches_whoever_waits(
 ) -> None:
     queue, _ = await alone(model) if is_alone else queue_on(LoopExecutor(1), model)
     with monkeypatch.context() as patch:
-        patch.setattr(Batch, "end", lambda batch, scheduler: 1 // 0)
+        patch.setattr(Batch, "end", lambda batch, scheduler, counts: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             await queue.run("a", work("a", 1))
     assert (await queue.run("b", work("b", 1)))[0] == "b"

@@ -23,7 +23,7 @@ def packet(num_rows: int, hidden_size: int = 32) -> Packet:
 def test_the_service_has_the_names_of_the_protocol() -> None:
     service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
     assert {method.name for method in service.methods} == {
-        "Configure", "Forward", "EndSession", "Ping", "ExportKV", "ImportKV",
+        "Configure", "Forward", "EndSession", "Ping", "Stats", "ExportKV", "ImportKV",
     }  # fmt: skip
 
 
