@@ -90,6 +90,12 @@ async def test_a_refused_request_is_freed_before_its_status_is_sent():
         async def abort_with_status(self, status: grpc.Status) -> None:
             alive.append(decoded[0]() is not None)
 
+        def auth_context(self) -> dict[str, list[bytes]]:
+            return {}
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:5000"
+
     async def continuation(details: object) -> object:
         return grpc.unary_unary_rpc_method_handler(refuse)  # type: ignore[arg-type]
 

@@ -268,7 +268,12 @@ def test_an_address_that_refuses_is_given_up_after_the_time_allowed(capfd: Captu
     ("arguments", "code", "message"),
     [
         (["--listen", "{target}"], 2, "{target} is in use; stop what listens there, or choose another port"),
-        (["--listen", "192.0.2.1:7001"], 2, "Nothing can listen at 192.0.2.1:7001"),
+        (["--listen", "192.0.2.1:7001", "--insecure"], 2, "Nothing can listen at 192.0.2.1:7001"),
+        (
+            ["--listen", "192.0.2.1:7001"],
+            2,
+            "192.0.2.1:7001 can be reached from other machines, and without certificates",
+        ),
         (["--listen", "7001"], 2, "--listen must be HOST:PORT"),
         (["--sessions", "0"], 2, "--sessions must be at least 1"),
         (["--model", "./no-such-model"], 1, "There is no model folder at ./no-such-model."),
