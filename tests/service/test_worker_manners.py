@@ -21,6 +21,7 @@ from specsplit.core.settings import load_settings
 from specsplit.core.types import Budget
 from specsplit.model.source import public_name
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.credentials import ON_LOOPBACK
 from specsplit.rpc.server import Server, serving
 from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.stages.wire import servicer
@@ -47,7 +48,7 @@ async def test_nodes_that_no_message_can_number_are_refused(caplog: pytest.LogCa
 async def test_a_slot_that_never_comes_holds_up_no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "PIECE_S", 0.05)
     async with served([shards(bounds=()).stages[0]]) as hosts:
-        channel = WorkerChannel(hosts[0].address, "The stage")
+        channel = WorkerChannel(hosts[0].address, "The stage", "stage", ON_LOOPBACK)
         stream = channel.duplex("/specsplit.v1.StageService/ImportKV")
         with pytest.raises(DeadlineExceeded, match="No piece of the slot came"):
             await stream.read()
