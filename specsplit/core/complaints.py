@@ -16,6 +16,9 @@ _RULES: dict[str, str] = {
     "less_than": "must be below {lt}",
     "finite_number": "must be a finite number",
     "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
     "value_error": "{error}",
     "missing": "is missing",
 }
@@ -27,6 +30,8 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("string_", "must be a text"),
     ("tuple_", "must be a list"),
     ("list_", "must be a list"),
+    ("dict_", "must be an object"),
+    ("model_", "must be an object"),
 )
 """Words for the beginnings of pydantic's remaining kinds of error."""
 
@@ -36,10 +41,11 @@ def complaint(error: ValidationError, text: Callable[[object], str] = repr) -> s
     # Only the first complaint is shown: the next ones may follow from it.
     first = error.errors(include_url=False)[0]
     value = first["input"]
-    return _rule(first) + (f", not {text(value)}" if isinstance(value, str | int | float) else "")
+    return rule(first) + (f", not {text(value)}" if isinstance(value, str | int | float) else "")
 
 
-def _rule(details: ErrorDetails) -> str:
+def rule(details: ErrorDetails) -> str:
+    """Return what a refused value must be, such as "must be at least 1"; `details` have their context."""
     kind, context = details["type"], details.get("ctx", {})
     if kind == "literal_error":
         # pydantic lists the choices as "'a', 'b' or 'c'".

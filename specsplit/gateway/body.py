@@ -11,6 +11,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
+from specsplit.core.complaints import rule
 from specsplit.gateway.errors import ApiError
 from specsplit.gateway.schemas import Body
 
@@ -122,9 +123,7 @@ def validated(schema: type[B], value: dict[str, Any]) -> B:
 
 def first_complaint(error: ValidationError) -> tuple[str, str]:
     """Return the field that is wrong, empty for the whole, and a sentence; the next ones may follow from the first."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     name = ".".join(str(part) for part in first["loc"])
-    rule = first["msg"].removeprefix("Value error, ")
-    rule = rule.replace("Input should be", "must be").replace("Field required", "is missing")
-    rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return name, f"{name or 'The request'} {rule[:1].lower()}{rule[1:]}."
+    said = rule(first)
+    return name, f"{name or 'The request'} {said[:1].lower()}{said[1:]}."

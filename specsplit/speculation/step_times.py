@@ -146,6 +146,8 @@ class StepTimes:
             if count >= MIN_OBSERVED:
                 median = sorted(ratios)[(len(ratios) - 1) // 2]
                 self._correct(nearest, median - self._corrections[nearest])
+        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
+        self._curve = []
 
     def _correct(self, nearest: int, error: float) -> None:
         # The first correction of a point is the whole error, the next half of it, and so on down to CORRECTION_STEP.
@@ -156,8 +158,6 @@ class StepTimes:
                 self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
         if nearest:
             self._corrections[0] *= PLAIN_FORGIVENESS
-        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
-        self._curve = []
 
 
 class DraftTimes:

@@ -13,11 +13,13 @@ from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
 from specsplit.engine.executor import ThreadExecutor
+from specsplit.model.attention.paths import slot_rows
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.chain.target import chain_target
 from specsplit.stages.codec import decode, encode
+from specsplit.stages.memory import chain_memory
 from specsplit.stages.packet import Packet
 from specsplit.stages.shard.chain_model import ChainModel, load_chain_model
 from specsplit.stages.shard.loader import LoadedShard, ShardOptions, load_ends, load_shard
@@ -157,9 +159,11 @@ async def opened(shards: Shards, **options: Any) -> AsyncIterator[OpenChain]:
         for index, shard in enumerate(shards.stages)
     ]
     wire = Wire(stages)
-    target, runner = chain_target(
-        shards.model, wire, shards.ends, options=ChainOptions(**{"chunk_tokens": 16, **options})
-    )
+    model = shards.model
+    rows = slot_rows(model.context + model.node_limit)
+    memory = chain_memory([stage.identity for stage in stages], model.max_sessions, rows, None)
+    options = {"chunk_tokens": 16, "memory": memory, **options}
+    target, runner = chain_target(model, wire, shards.ends, options=ChainOptions(**options))
     try:
         yield OpenChain(target, runner, wire, stages)
     finally:

@@ -116,7 +116,10 @@ class Speculator:
     def make_input(self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False) -> SpeculationInput:
         """Return `nodes`, which form a tree, as a round's input."""
         tree, depths, numbers = self.tree, self.tree.nodes.depths, self.tree.drafted.numbers
-        proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
+        if nodes:
+            proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
+        else:
+            proposal = Proposal(first_node, tree.root_position, timings=self.drafted)
         self.drafted = Timings()
         waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
         task = self.background.task if self.background is not None else None
@@ -189,8 +192,9 @@ class Speculator:
             if self._trial.longest_hit is not None:
                 stats.lookup_yield.observe(self._trial.longest_hit, result.num_accepted)
                 self._trial.longest_hit = None
-        # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
-        stats.observe_tree(tree, token_ids)
+        if tree.cells:
+            # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
+            stats.observe_tree(tree, token_ids)
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
         if found is not None:
             stats.observe_lookup(found, self._trial.committed)
