@@ -22,6 +22,7 @@ from specsplit.core.types import Note
 from specsplit.gateway.app import Gateway, create_app, create_lmtp_app
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import message_log
+from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -92,6 +93,7 @@ async def serving_gateway(
             max_body_bytes=chosen.max_body_mib << 20,
             detail=chosen.per_request_spec_decode_metrics,
             message_log=log,
+            metrics=Metrics(has_vllm_names=chosen.metrics_compat == "vllm"),
         )
         server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
         lmtp = None

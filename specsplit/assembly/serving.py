@@ -50,7 +50,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         limits = server.ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size))
         security = open_security(settings, model.role)
         running = await stack.enter_async_context(
-            server.serving(settings.listen, [service], limits, security, settings.health)
+            server.serving(settings.listen, [service], limits, security, server.SidePorts.of(settings))
         )
         for task in (sweep_sessions(engine, ttl_s / 4), retry_device(engine), watch_device(engine, running)):
             stack.callback(asyncio.create_task(task).cancel)

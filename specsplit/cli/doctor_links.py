@@ -15,11 +15,11 @@ from specsplit.engine import event_loop
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import Certificate
 from specsplit.rpc.credentials import open_security
-from specsplit.rpc.server import check_free
+from specsplit.rpc.listening import check_free
 from specsplit.rpc.transport import parse_address
 
 _SOON = timedelta(days=7)
-_PORTS = ("listen", "health", "http", "lmtp")
+_PORTS = ("listen", "health", "metrics", "http", "lmtp")
 
 
 def check_links(effective: EffectiveSettings) -> list[Check]:

@@ -178,6 +178,7 @@ def serve(
     api_key_file: options.ApiKeyFile = None,
     allow_anonymous: options.AllowAnonymous = False,
     max_body_mib: options.MaxBodyMib = 1,
+    metrics_compat: options.MetricsCompat = None,
     per_request_spec_decode_metrics: options.SpecDecodeMetrics = "none",
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,

@@ -211,6 +211,13 @@ Insecure = Annotated[
 Health = Annotated[
     str | None, _option("--health", _LINKS, "Address for health checks alone, in plaintext.", "none", "HOST:PORT")
 ]
+Metrics = Annotated[
+    str | None, _option("--metrics", _LINKS, "Address for Prometheus alone, in plaintext.", "none", "HOST:PORT")
+]
+MetricsCompat = Annotated[
+    Literal["vllm"] | None,
+    _option("--metrics-compat", _LINKS, "Give metrics the names of vLLM, too.", "ours alone"),
+]
 LINK_OPTIONS = {
     "tls_cert": (TlsCert, None),
     "tls_key": (TlsKey, None),
@@ -218,7 +225,7 @@ LINK_OPTIONS = {
     "insecure": (Insecure, False),
 }
 """Options of every command with links to other processes, with their defaults."""
-SERVICE_OPTIONS = {"health": (Health, None)}
+SERVICE_OPTIONS = {"health": (Health, None), "metrics": (Metrics, None), "metrics_compat": (MetricsCompat, None)}
 
 
 def also(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:

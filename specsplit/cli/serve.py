@@ -34,6 +34,7 @@ from specsplit.core.defaults import Role
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
+from specsplit.model.extra import require_metrics
 from specsplit.model.source import check_source
 from specsplit.telemetry.setup import trace_to_file
 
@@ -117,7 +118,8 @@ def _serve_chain(settings: TargetSettings) -> int:
 
 def described(ready: Mapping[str, Any], server: Server) -> Mapping[str, Any]:
     """Return the description of a worker with the ports that it has beside that of its calls."""
-    return {**ready, "health": server.health_address} if server.health_address else ready
+    beside = {"health": server.health_address, "metrics": server.metrics_address}
+    return {**ready, **{name: address for name, address in beside.items() if address}}
 
 
 def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -130,17 +132,19 @@ def check_service(settings: WorkerSettings | StageSettings, role: LinkRole) -> N
     """Raise if the role cannot serve as its settings say, before a model is loaded for it: addresses, certificates."""
     from specsplit.rpc.credentials import open_security
 
+    if settings.metrics:
+        require_metrics()
     security = open_security(settings, role)
     security.check_listen(settings.listen)
     for address in (*settings.stages, *settings.spares) if isinstance(settings, TargetSettings) else ():
         security.check_dial(address)
-    for listen in filter(None, (settings.listen, settings.health)):
+    for listen in filter(None, (settings.listen, settings.health, settings.metrics)):
         check_listen(listen)
 
 
 def check_listen(listen: str) -> None:
     """Raise if nothing can listen at the address, before a model is loaded for it."""
-    from specsplit.rpc.server import check_free
+    from specsplit.rpc.listening import check_free
     from specsplit.rpc.transport import parse_address
 
     event_loop.run(check_free(*parse_address(listen, listening=True)))

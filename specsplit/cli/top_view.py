@@ -71,6 +71,7 @@ class Row:
     """Accepted nodes / verified nodes."""
     num_reused_tokens: int = 0
     num_refused: int = 0
+    num_preempted: int = 0
 
 
 def run(
@@ -184,6 +185,7 @@ def _row(reader: StatisticsReader, before: StatisticsReading | Row, now: Statist
         acceptance_rate=_ratio(num_accepted, num_nodes) if reader.role == "target" else None,
         num_reused_tokens=held.num_reused_tokens,
         num_refused=held.num_refused,
+        num_preempted=held.num_preempted,
     )
 
 

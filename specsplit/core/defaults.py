@@ -46,7 +46,7 @@ REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"
 HTTP = "127.0.0.1:8000"
-WITHOUT_LINK_SETTINGS = ("--tls-cert=", "--tls-key=", "--tls-ca=", "--no-insecure", "--health=")
+WITHOUT_LINK_SETTINGS = ("--tls-cert=", "--tls-key=", "--tls-ca=", "--no-insecure", "--health=", "--metrics=")
 """Options for a process started on loopback by another one: what the environment says is for that one alone."""
 SERVED_SESSIONS, QUEUE_PER_SESSION = 4, 4
 """KV slots of a worker that serves, and requests that may wait for one, for each slot."""

@@ -108,6 +108,10 @@ StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 """Stages are pinged once a second, so a shorter limit would notice nothing sooner."""
 
 
+MetricsCompat = Literal["vllm"]
+"""Whose names metrics have beside ours."""
+
+
 class _Frozen(BaseModel):
     # Unknown names are refused, so that a misspelt setting is never ignored.
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +132,9 @@ class ServiceSettings(LinkSettings):
 
     health: GivenAddress = None
     """A port for health checks alone, in plaintext: the probes of Kubernetes show no certificate."""
+    metrics: GivenAddress = None
+    """A port for Prometheus alone, in plaintext: it has numbers and the model's name, and no secret."""
+    metrics_compat: MetricsCompat | None = None
 
 
 class WorkerSettings(ServiceSettings):
@@ -220,6 +227,7 @@ class GatewaySettings(LinkSettings):
     log_prompts: bool = False
     allow_anonymous: bool = False
     max_body_mib: Positive = 1
+    metrics_compat: MetricsCompat | None = None
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     retry: Seconds | None = None
     """Seconds for which a target that is lost is tried again; None waits longer if the gateway restarts it itself."""

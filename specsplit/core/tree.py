@@ -62,19 +62,3 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
-
-
-def renumber(proposal: Proposal, first_node: int) -> Proposal:
-    """Return the same tree numbered from `first_node`, as another link counts it."""
-    shift = first_node - proposal.first_node
-    # Each link counts its own nodes, and a retry after a lost epoch begins at 1 again; contents stay the same.
-    if shift == 0:
-        return proposal
-    return Proposal(
-        first_node=first_node,
-        root_position=proposal.root_position,
-        token_ids=proposal.token_ids,
-        parents=tuple(ROOT if parent == ROOT else parent + shift for parent in proposal.parents),
-        log_probs=proposal.log_probs,
-        timings=proposal.timings,
-    )

@@ -149,6 +149,7 @@ class Engine:
             trees=replace(self.counts),
             num_reused_tokens=sessions.num_reused_tokens,
             num_refused=self._admission.num_refused,
+            num_preempted=memory.num_preempted,
         )
 
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:

@@ -1,17 +1,20 @@
-"""Counters for Prometheus: process, requests, tokens and speculation, in vLLM's names after our prefix."""
+"""Counters for Prometheus: process, requests, tokens, rounds and speculation, in vLLM's names after our prefix."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from specsplit.orchestrator.request import Chunk, RoundFacts
+from specsplit.orchestrator.request import Chunk, Result, RoundFacts
+from specsplit.telemetry.prometheus import PREFIX, page_of
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -22,13 +25,14 @@ class _Instruments:
         self._registry = registry
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"specsplit:{name}", text, ("model_name", *labels), registry=self._registry)
+        return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"specsplit:{name}", text, ("model_name",), buckets=buckets, registry=self._registry)
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        names = ("model_name", *labels)
+        return Histogram(PREFIX + name, text, names, buckets=buckets, registry=self._registry)
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"specsplit:{name}", text, ("model_name",), registry=self._registry)
+        return Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)
 
 
 class _SpeculationMetrics:
@@ -52,11 +56,53 @@ class _SpeculationMetrics:
             self._accepted_per_pos.labels(model, str(position)).inc()
 
 
-class Metrics:
-    """The counters of one gateway."""
+class _RoundMetrics:
+    """The times of rounds, and what an answer's end tells about all of its rounds."""
 
-    def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+    def __init__(self, make: _Instruments) -> None:
+        self._seconds = make.histogram(
+            "round_seconds",
+            "Of a round: verify is the wait for the verdict, the device times are those of its forwards.",
+            _ROUND_S,
+            "phase",
+        )
+        self.fallback = make.gauge(
+            "fallback_active", "Answers whose last round went without a worker, or waited for it."
+        )
+        self._kept = make.counter("ahead_kept", "Rounds drafted ahead whose outcome was in the tree.")
+        self._dropped = make.counter("ahead_dropped", "Rounds drafted ahead whose outcome was not.")
+        self._bytes = make.counter("wire_bytes", "Bytes of ended answers' rounds.", "link", "direction")
+        self._resyncs = make.counter("resync", "Times that a worker was sent again what it had lost.", "link", "reason")
+
+    def add(self, facts: RoundFacts | None, model: str) -> None:
+        """Count a round."""
+        if facts is None or not facts.number:
+            return
+        self._seconds.labels(model, "verify").observe(facts.verify_s)
+        self._seconds.labels(model, "target_device").observe(facts.verdict.timings.device_ms / 1e3)
+        if facts.tree.timings.num_forwards:
+            self._seconds.labels(model, "draft_device").observe(facts.tree.timings.device_ms / 1e3)
+
+    def end(self, result: Result, model: str) -> None:
+        """Count what is known at the end of an answer."""
+        ahead = result.speculative_decoding
+        self._kept.labels(model).inc(ahead.num_kept_rounds)
+        self._dropped.labels(model).inc(ahead.num_ahead_rounds - ahead.num_kept_rounds)
+        for link, traffic in (
+            () if result.wire is None else (("draft", result.wire.draft), ("target", result.wire.target))
+        ):
+            self._bytes.labels(model, link, "sent").inc(traffic.sent_bytes)
+            self._bytes.labels(model, link, "received").inc(traffic.received_bytes)
+        for replay in result.resyncs:
+            self._resyncs.labels(model, replay.worker, replay.reason).inc()
+
+
+class Metrics:
+    """The counters of one gateway; with `has_vllm_names` its page has vLLM's names beside ours."""
+
+    def __init__(self, *, has_vllm_names: bool = False) -> None:
+        registry = CollectorRegistry()
+        self._page = partial(page_of, registry, has_vllm_names=has_vllm_names)
         ProcessCollector(registry=registry)
         make = _Instruments(registry)
         self.waiting = make.gauge("num_requests_waiting", "Answers without a token yet.")
@@ -71,10 +117,11 @@ class Metrics:
         )
         self.e2e = make.histogram("e2e_request_latency_seconds", "From a request to its last token.", _E2E_S)
         self.speculation = _SpeculationMetrics(make)
+        self.rounds = _RoundMetrics(make)
 
     def page(self) -> bytes:
         """Return everything in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return self._page()
 
     @contextmanager
     def following(self, model: str, num_prompt_tokens: int) -> Generator[AnswerMetrics]:
@@ -86,6 +133,7 @@ class Metrics:
             yield answer
         finally:
             (self.running if answer.num_tokens else self.waiting).labels(model).dec()
+            answer.set_fallback(is_active=False)
             if not answer.is_finished:
                 self.failed.labels(model).inc()
 
@@ -95,7 +143,7 @@ class AnswerMetrics:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self.num_tokens = 0
-        self.is_finished = False
+        self.is_finished = self._is_degraded = False
         self._metrics, self._model = metrics, model
         self._began_s = self._last_s = time.perf_counter()
 
@@ -114,7 +162,17 @@ class AnswerMetrics:
         self.num_tokens, self._last_s = self.num_tokens + count, now_s
         metrics.generation_tokens.labels(model).inc(count)
         metrics.speculation.add(chunk.facts, model)
+        metrics.rounds.add(chunk.facts, model)
+        self.set_fallback(is_active=chunk.degraded is not None)
+        if chunk.result is not None:
+            metrics.rounds.end(chunk.result, model)
         if chunk.finish_reason is not None:
             self.is_finished = True
             metrics.success.labels(model, chunk.finish_reason).inc()
             metrics.e2e.labels(model).observe(now_s - self._began_s)
+
+    def set_fallback(self, *, is_active: bool) -> None:
+        """Tell whether the last round went without a worker."""
+        if is_active != self._is_degraded:
+            self._is_degraded = is_active
+            self._metrics.rounds.fallback.labels(self._model).inc(1 if is_active else -1)

@@ -21,3 +21,15 @@ def require_worker_extra() -> None:
         if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
             raise
         raise MissingExtra(f"Running a model here needs {error.name}: pip install 'specsplit[worker]'.") from error
+
+
+def require_metrics() -> None:
+    """Import what writes the page of --metrics.
+
+    Raises:
+        MissingExtra: prometheus_client is not installed.
+    """
+    try:
+        importlib.import_module("prometheus_client")
+    except ModuleNotFoundError as error:
+        raise MissingExtra("--metrics needs prometheus_client: pip install 'specsplit[worker]'.") from error

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
-from specsplit.core.tree import renumber
-from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.core.types import ROOT, Identity, Proposal, StreamLimits, Turn, Verdict
 from specsplit.engine.cancellation import to_its_end
 from specsplit.orchestrator.retry import RETRIED, Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
@@ -109,7 +108,7 @@ class TargetClient:
     async def _send(self, turn: Turn, proposal: Proposal) -> Verdict:
         started_s = self._loop.time()
         if proposal.first_node != self.next_node:
-            proposal = renumber(proposal, self.next_node)
+            proposal = _renumbered(proposal, self.next_node)
         verdict = await self._verifier.verify(turn, proposal)
         queue_ms = verdict.timings.queue_ms if turn.may_open else 0.0
         self._count_time(self._loop.time() - started_s, len(turn.tail) + len(proposal.token_ids), queue_ms)
@@ -269,4 +268,20 @@ def _shifted(verdict: Verdict, shift: int) -> Verdict:
         verdict,
         accepted=tuple(number + shift for number in verdict.accepted),
         verified=tuple(number + shift for number in verdict.verified),
+    )
+
+
+def _renumbered(proposal: Proposal, first_node: int) -> Proposal:
+    """Return the same tree numbered from `first_node`, as another link counts it."""
+    shift = first_node - proposal.first_node
+    # Each link counts its own nodes, and a retry after a lost epoch begins at 1 again; contents stay the same.
+    if shift == 0:
+        return proposal
+    return Proposal(
+        first_node=first_node,
+        root_position=proposal.root_position,
+        token_ids=proposal.token_ids,
+        parents=tuple(ROOT if parent == ROOT else parent + shift for parent in proposal.parents),
+        log_probs=proposal.log_probs,
+        timings=proposal.timings,
     )

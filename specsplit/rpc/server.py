@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -16,10 +13,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.sections import ServiceSettings
 from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
+from specsplit.rpc.listening import check_free
+from specsplit.rpc.metrics_port import metrics_port
 from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
+from specsplit.telemetry.statistics import StatisticsRole, WorkerStatistics
 
 LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5
@@ -32,6 +33,13 @@ _NOT_SERVING = _health_pb2.HealthCheckResponse.NOT_SERVING
 
 class Service(Protocol):
     """A service as a server runs it; those of draft, target and stage implement it."""
+
+    @property
+    def role(self) -> StatisticsRole: ...
+
+    def statistics(self) -> WorkerStatistics:
+        """Return what it holds now, and its counts; the device is not asked."""
+        ...
 
     @property
     def name(self) -> str:
@@ -71,6 +79,20 @@ class ServerLimits:
     """Size of all requests under way together; one too many is refused before it is parsed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SidePorts:
+    """Ports beside that of the calls, in plaintext and for everybody: for probes, and for Prometheus."""
+
+    health: str | None = None
+    metrics: str | None = None
+    has_vllm_names: bool = False
+    """Whether metrics have vLLM's names beside ours."""
+
+    @classmethod
+    def of(cls, settings: ServiceSettings) -> SidePorts:
+        return cls(settings.health, settings.metrics, settings.metrics_compat == "vllm")
+
+
 class Server:
     """One running server; made by `serving`."""
 
@@ -79,6 +101,8 @@ class Server:
         """Address as HOST:PORT, with the port that was bound."""
         self.health_address = ""
         """Address of the port for health checks alone; empty without one."""
+        self.metrics_address = ""
+        """Address of the port for Prometheus; empty without one."""
         self._server, self._boundary, self._services = server, boundary, services
         self._health = _health.aio.HealthServicer()
         names = [service.name for service in services]
@@ -121,6 +145,20 @@ class Server:
         finally:
             await server.stop(None)
 
+    @asynccontextmanager
+    async def metrics_port(self, listen: str, *, has_vllm_names: bool) -> AsyncGenerator[None]:
+        """Answer Prometheus at `listen` with the statistics of the first service, for the length of the block.
+
+        Raises InvalidSettings if nothing can listen there.
+        """
+        # Imported here: prometheus_client comes with what runs models, or with the gateway.
+        from specsplit.telemetry.prometheus import WorkerMetrics
+
+        first = self._services[0]
+        metrics = WorkerMetrics(first.role, first.statistics, has_vllm_names=has_vllm_names)
+        async with metrics_port(listen, metrics.page) as self.metrics_address:
+            yield
+
     async def drain(self, grace_s: float = 10.0) -> int:
         """Open no new session, give open ones `grace_s` seconds to end, then stop; return how many answers were cut.
 
@@ -161,9 +199,9 @@ async def serving(
     services: Sequence[Service],
     limits: ServerLimits | None = None,
     security: Security = ON_LOOPBACK,
-    health: str | None = None,
+    ports: SidePorts = SidePorts(),
 ) -> AsyncGenerator[Server]:
-    """Serve at `listen` for the length of the block; port 0 picks a free one. `health` is a port for probes alone.
+    """Serve at `listen` for the length of the block; port 0 picks a free one.
 
     At the end of the block running calls are cancelled and the services closed, not what stands behind them; `drain`
     first to let calls end.
@@ -181,7 +219,11 @@ async def serving(
     bound_port = await _listen(server, host, port, security)
     running = Server(server, boundary, services, format_address(host, bound_port))
     await running.tell_health(is_ready=True, is_live=True)
-    async with running.health_port(health) if health else nullcontext():
+    async with AsyncExitStack() as stack:
+        if ports.health:
+            await stack.enter_async_context(running.health_port(ports.health))
+        if ports.metrics:
+            await stack.enter_async_context(running.metrics_port(ports.metrics, has_vllm_names=ports.has_vllm_names))
         await server.start()
         try:
             yield running
@@ -206,36 +248,3 @@ async def _listen(server: grpc.aio.Server, host: str, port: int, security: Secur
         return security.add_port(server, address)
     except RuntimeError as error:
         raise InvalidSettings(f"Nothing can listen at {address}; choose another port, or port 0.") from error
-
-
-async def check_free(host: str, port: int) -> None:
-    """Raise if nothing can listen at the address.
-
-    Raises:
-        InvalidSettings: it is in use, or no address of this machine.
-    """
-    address = format_address(host, port)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise InvalidSettings(f"The host of {address} has no address here; listen at 0.0.0.0 or 127.0.0.1.") from error
-    # A name may have several addresses, of both IP versions. One in use is an error; one that this machine cannot
-    # bind is passed over if another works, as gRPC does.
-    failures: list[OSError] = []
-    for family, kind, protocol, _, bind_to in found:
-        try:
-            with socket.socket(family, kind, protocol) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                # Otherwise a socket for all IPv6 addresses would also collide with one for IPv4.
-                if family == socket.AF_INET6:
-                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                trial.bind(bind_to)
-                trial.listen(1)
-        except OSError as failure:
-            failures.append(failure)
-    in_use = next((failure for failure in failures if failure.errno == errno.EADDRINUSE), None)
-    if in_use is not None:
-        raise InvalidSettings(f"{address} is in use; stop what listens there, or choose another port (0 picks one).")
-    if len(failures) == len(found):
-        reason = os.strerror(failures[0].errno or errno.EADDRNOTAVAIL).lower()
-        raise InvalidSettings(f"Nothing can listen at {address} ({reason}); choose an address of this machine.")

@@ -28,7 +28,7 @@ from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.telemetry import spans
-from specsplit.telemetry.statistics import WorkerLoad, WorkerStatistics
+from specsplit.telemetry.statistics import StatisticsRole, WorkerLoad, WorkerStatistics
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -54,6 +54,7 @@ class WorkerService(ABC):
     """The part common to both services: ping, the end of a session, and a drain that opens no new session."""
 
     name: str
+    role: StatisticsRole
     methods_while_draining = SESSION_METHODS
 
     def __init__(
@@ -73,6 +74,10 @@ class WorkerService(ABC):
     @property
     def num_sessions(self) -> int:
         return self._num_sessions()
+
+    def statistics(self) -> WorkerStatistics:
+        """Return what the worker holds now, and its counts; the device is not asked."""
+        return self._front.worker_statistics() if self._front is not None else WorkerStatistics()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the service's calls for a gRPC server."""
@@ -119,8 +124,7 @@ class WorkerService(ABC):
         return common_pb2.EndSessionResponse()
 
     async def _stats(self, request: common_pb2.StatsRequest) -> common_pb2.StatsResponse:
-        statistics = self._front.worker_statistics() if self._front is not None else WorkerStatistics()
-        return encode_statistics(statistics, VERSION, time.monotonic() - self._began_s)
+        return encode_statistics(self.statistics(), VERSION, time.monotonic() - self._began_s)
 
     async def _ping(self, request: common_pb2.PingRequest) -> common_pb2.PingResponse:
         identity: Identity = await self._worker.ping()
@@ -135,6 +139,7 @@ class DraftService(WorkerService):
     """DraftService over a drafter."""
 
     name = DRAFT_SERVICE
+    role: StatisticsRole = "draft"
 
     def __init__(
         self, drafter: Drafter, num_sessions: Callable[[], int] = lambda: 0, front: WorkerFront | None = None
@@ -160,6 +165,7 @@ class TargetService(WorkerService):
     """TargetService over a verifier."""
 
     name = TARGET_SERVICE
+    role: StatisticsRole = "target"
 
     def __init__(
         self, verifier: Verifier, num_sessions: Callable[[], int] = lambda: 0, front: WorkerFront | None = None

@@ -5,8 +5,6 @@ Knows no session and no role's other calls; whoever watches a worker takes none 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from specsplit.core.errors import InvalidRequest, PeerMismatch, SpecSplitError, WorkerFailed
 from specsplit.core.record import record
 from specsplit.rpc import calls
@@ -14,9 +12,8 @@ from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
-from specsplit.telemetry.statistics import StepCounts, TreeCounts, WorkerStatistics
+from specsplit.telemetry.statistics import StatisticsRole, StepCounts, TreeCounts, WorkerStatistics
 
-StatisticsRole = Literal["draft", "target", "stage"]
 _SERVICES: dict[StatisticsRole, str] = {
     "draft": "/specsplit.v1.DraftService/",
     "target": "/specsplit.v1.TargetService/",
@@ -50,6 +47,7 @@ def encode_statistics(statistics: WorkerStatistics, version: str, uptime_s: floa
         num_accepted=trees.num_accepted,
         num_reused_tokens=statistics.num_reused_tokens,
         num_refused=statistics.num_refused,
+        num_preempted=statistics.num_preempted,
         start=start,
         end=end,
     )
@@ -72,6 +70,7 @@ def decode_statistics(message: common_pb2.StatsResponse) -> WorkerStatistics:
         trees=TreeCounts(message.num_tokens, message.num_tree_rounds, message.num_nodes, message.num_accepted),
         num_reused_tokens=message.num_reused_tokens,
         num_refused=message.num_refused,
+        num_preempted=message.num_preempted,
     )
 
 

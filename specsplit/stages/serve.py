@@ -226,7 +226,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
     """
     from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc.credentials import open_security
-    from specsplit.rpc.server import serving
+    from specsplit.rpc.server import SidePorts, serving
     from specsplit.rpc.supervision import watch_device
     from specsplit.stages.chain.stage import StageEngine
     from specsplit.stages.wire.claim import NextAddresses
@@ -240,7 +240,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         security = open_security(settings, "stage")
         service = StageService(stage, following=NextAddresses(settings.next), security=security)
         running = await stack.enter_async_context(
-            serving(settings.listen, [service], security=security, health=settings.health)
+            serving(settings.listen, [service], security=security, ports=SidePorts.of(settings))
         )
         stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
         yield running
@@ -259,12 +259,13 @@ async def serving_chain(
         PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
     """
     from specsplit.rpc.credentials import open_security
-    from specsplit.rpc.server import ServerLimits, serving
+    from specsplit.rpc.server import ServerLimits, SidePorts, serving
     from specsplit.rpc.servicers import TargetService
     from specsplit.rpc.supervision import sweep_sessions
     from specsplit.rpc.transport import largest_request
     from specsplit.stages.chain.target import chain_target
     from specsplit.stages.local import local_stages, stage_arguments
+    from specsplit.stages.wire.statistics import ChainFront
 
     model, ttl_s = coordinator.model, settings.session_ttl
     async with AsyncExitStack() as stack:
@@ -285,11 +286,12 @@ async def serving_chain(
         engine.reuse_prefixes(settings.prefix_reuse)
         stack.push_async_callback(engine.aclose)
         await engine.measure()
-        service = TargetService(engine, lambda: engine.num_sessions, engine)
+        front = ChainFront(engine, lambda: link.statistics, runner.chain_statistics)
+        service = TargetService(engine, lambda: engine.num_sessions, front)
         service.keep_owners(ttl_s)
         limits = ServerLimits(max_message_bytes=largest_request(model.context, model.vocab_size))
         running = await stack.enter_async_context(
-            serving(settings.listen, [service], limits, security, settings.health)
+            serving(settings.listen, [service], limits, security, SidePorts.of(settings))
         )
         incidents = ChainLog(link, runner)
         stack.callback(incidents.write_new)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specsplit.core.record import record
+
+StatisticsRole = Literal["draft", "target", "stage"]
 
 
 @dataclass(slots=True)
@@ -57,6 +61,12 @@ class WorkerStatistics:
     """Tokens whose rows a new session found in a slot."""
     num_refused: int = 0
     """Openings that were refused."""
+    num_preempted: int = 0
+    """Sessions that lost their rows to older ones."""
+    num_resyncs: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Packets of a cut target after which rows were sent again, by the reason; not in the messages of Stats."""
+    link_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Bytes of packets of a cut target or a stage, by link and "sent" or "received"; not in the messages of Stats."""
 
 
 @record

@@ -23,6 +23,7 @@ from specsplit.core.defaults import EMBEDDED
 from specsplit.model.source import resolve
 from tests.support.gateways import GatewayProcess
 from tests.support.http_fuzz import fuzzed_request
+from tests.support.metrics import names, samples_of, value
 from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
@@ -35,7 +36,16 @@ NUM_FUZZED = int(
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
     statistics = ("--per-request-spec-decode-metrics", "detailed")
-    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), "--dtype", "fp32", "--context", "512", *statistics)
+    started = GatewayProcess(
+        tmp_path_factory.mktemp("gateway"),
+        "--dtype",
+        "fp32",
+        "--context",
+        "512",
+        *statistics,
+        "--metrics-compat",
+        "vllm",
+    )
     yield started
     started.close()
 
@@ -285,6 +295,22 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     document = httpx.get(f"{gateway.url}/openapi.json").json()
     named = set(re.findall(r'"#/components/schemas/([A-Za-z]+)"', json.dumps(document)))
     assert {"CompletionBody", "ChatBody", "Message"} <= named <= document["components"]["schemas"].keys()
+
+
+def test_prometheus_reads_the_promised_names_and_those_of_vllm(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, extra_body={"ignore_eos": True})
+    page = samples_of(httpx.get(f"{gateway.url}/metrics").text)
+    for prefix in ("specsplit:", "vllm:"):
+        assert value(page, f"{prefix}generation_tokens_total") >= 24
+        assert value(page, f"{prefix}num_requests_running") == 0
+        assert value(page, f"{prefix}request_success_total", finished_reason="length") >= 1
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+            assert value(page, f"{prefix}{name}_count") >= 1, name
+        assert value(page, f"{prefix}spec_decode_num_accepted_tokens_per_pos_total", position="0") >= 1
+    assert value(page, "specsplit:round_seconds_count", phase="verify") >= 1
+    for link in ("draft", "target"):
+        assert value(page, "specsplit:wire_bytes_total", link=link, direction="sent") > 0
+    assert {"specsplit:ahead_kept_total", "specsplit:ahead_dropped_total"} <= names(page)
 
 
 @pytest.mark.slow

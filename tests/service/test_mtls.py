@@ -22,7 +22,7 @@ from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.handshake import why_refused
 from specsplit.rpc.pb import common_pb2, draft_pb2, stage_pb2, target_pb2
-from specsplit.rpc.server import Server, serving
+from specsplit.rpc.server import Server, SidePorts, serving
 from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.servicer import StageService
@@ -362,7 +362,7 @@ async def test_health_has_a_port_of_its_own_that_serves_nothing_else(authority: 
     service = TargetService(FakeTarget())
     security = authority.role("target").security("target")
     async with (
-        serving(LOOPBACK, [service], security=security, health=LOOPBACK) as server,
+        serving(LOOPBACK, [service], security=security, ports=SidePorts(health=LOOPBACK)) as server,
         grpc.aio.insecure_channel(server.health_address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)

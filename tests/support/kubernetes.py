@@ -42,8 +42,14 @@ class Workload:
 
     @property
     def listen_port(self) -> int:
-        (port,) = self.container["ports"]
-        return port["containerPort"]
+        return self._port(0)
+
+    @property
+    def metrics_port(self) -> int:
+        return self._port(1)
+
+    def _port(self, index: int) -> int:
+        return self.container["ports"][index]["containerPort"]
 
 
 def kustomize(folder: Path) -> list[Object]:

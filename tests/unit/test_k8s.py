@@ -139,6 +139,18 @@ def test_ports_agree_from_the_listening_socket_to_the_service(
     assert service_port["targetPort"] == workload.container["ports"][0]["name"]
 
 
+@pytest.mark.parametrize("name", WORKERS)
+def test_prometheus_finds_the_metrics_of_a_worker(workloads: dict[str, Workload], name: str):
+    workload = workloads[name]
+    assert workload.container["ports"][1]["name"] == "metrics"
+    assert getattr(settings_of(workload, name), name).metrics == f"0.0.0.0:{workload.metrics_port}"
+    annotations = workload.spec["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/scrape"] == "true"
+    assert int(annotations["prometheus.io/port"]) == workload.metrics_port
+    assert annotations["prometheus.io/path"] == "/metrics"
+    assert workload.metrics_port != workload.listen_port
+
+
 def test_a_service_selects_the_pods_of_its_own_role_only(workloads: dict[str, Workload], services: dict[str, Object]):
     for role, service in services.items():
         selector = service["spec"]["selector"].items()

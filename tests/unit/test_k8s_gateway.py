@@ -68,7 +68,8 @@ def test_only_the_gateway_and_the_job_reach_the_workers(objects: list[Object], w
         return {name for name, workload in workloads.items() if _selects(selector, workload.labels)}
 
     assert selected(policies["workers"]["podSelector"]) == set(WORKERS)
-    (rule,) = policies["workers"]["ingress"]
+    rule, for_prometheus = policies["workers"]["ingress"]
+    assert for_prometheus == {"from": [{"namespaceSelector": {}}], "ports": [{"port": "metrics"}]}
     assert selected(rule["from"][0]["podSelector"]) == {"gateway", "orchestrate"}
     assert selected(policies["gateway"]["podSelector"]) == {"gateway"}
     to_workers, names = policies["gateway"]["egress"]

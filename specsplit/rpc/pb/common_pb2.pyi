@@ -562,6 +562,7 @@ class StatsResponse(_message.Message):
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     uptime_us: _builtins.int
@@ -594,6 +595,8 @@ class StatsResponse(_message.Message):
     start: _builtins.int
     """A stage's layers, from the first to the one before `end`."""
     end: _builtins.int
+    num_preempted: _builtins.int
+    """Sessions that lost their rows to older ones."""
     def __init__(
         self,
         *,
@@ -620,10 +623,11 @@ class StatsResponse(_message.Message):
         num_refused: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        num_preempted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "busy_us", b"busy_us", "end", b"end", "model", b"model", "num_accepted", b"num_accepted", "num_nodes", b"num_nodes", "num_refused", b"num_refused", "num_reused_tokens", b"num_reused_tokens", "num_rows", b"num_rows", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_slots_used", b"num_slots_used", "num_slots_warm", b"num_slots_warm", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "num_tree_rounds", b"num_tree_rounds", "num_waiting", b"num_waiting", "start", b"start", "uptime_us", b"uptime_us", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "busy_us", b"busy_us", "end", b"end", "model", b"model", "num_accepted", b"num_accepted", "num_nodes", b"num_nodes", "num_preempted", b"num_preempted", "num_refused", b"num_refused", "num_reused_tokens", b"num_reused_tokens", "num_rows", b"num_rows", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_sessions", b"num_sessions", "num_slots", b"num_slots", "num_slots_used", b"num_slots_used", "num_slots_warm", b"num_slots_warm", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "num_tree_rounds", b"num_tree_rounds", "num_waiting", b"num_waiting", "start", b"start", "uptime_us", b"uptime_us", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
 from specsplit.stages.wire.statistics import stage_statistics
 from specsplit.stages.wire.tenancy import Tenancy
+from specsplit.telemetry.statistics import StatisticsRole, WorkerStatistics
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _METHODS = frozenset(method.name for method in stage_pb2.DESCRIPTOR.services_by_name["StageService"].methods)
@@ -56,6 +57,7 @@ class StageService:
     """The service's calls; `aclose` ends what they began."""
 
     name = STAGE_SERVICE
+    role: StatisticsRole = "stage"
     # A draining stage answers everything until its coordinator has moved its sessions elsewhere.
     methods_while_draining = _METHODS
 
@@ -117,9 +119,14 @@ class StageService:
             computing_us=int(self._tenancy.watch.running_s * 1e6),
         )
 
+    def statistics(self) -> WorkerStatistics:
+        """Return what the stage holds now, and its counts; the device is not asked."""
+        return stage_statistics(
+            self._stage, self._tenancy.watch.num_running, self._received_bytes, self._tenancy.sent_bytes
+        )
+
     async def _stats(self, request: common_pb2.StatsRequest) -> common_pb2.StatsResponse:
-        statistics = stage_statistics(self._stage, self._tenancy.watch.num_running)
-        return encode_statistics(statistics, VERSION, time.monotonic() - self._began_s)
+        return encode_statistics(self.statistics(), VERSION, time.monotonic() - self._began_s)
 
     async def _configure(self, request: stage_pb2.ConfigureRequest) -> stage_pb2.ConfigureResponse:
         caller = current_peer()

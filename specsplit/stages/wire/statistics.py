@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from specsplit.core.errors import SpecSplitError
+from specsplit.rpc.servicers import WorkerFront
+from specsplit.stages.chain.statistics import ChainStatistics
 from specsplit.stages.ports import Stage
 from specsplit.stages.wire.connection import Connection
-from specsplit.telemetry.statistics import StepCounts, WorkerStatistics
+from specsplit.telemetry.statistics import StepCounts, WorkerLoad, WorkerStatistics
 
 
-def stage_statistics(stage: Stage, num_running: int) -> WorkerStatistics:
-    """Return what a stage holds now, and its counts; attributes are read, the device is not asked."""
+def stage_statistics(stage: Stage, num_running: int, received_bytes: int, sent_bytes: int) -> WorkerStatistics:
+    """Return what a stage holds now, and its counts; attributes are read, the device is not asked.
+
+    `received_bytes` and `sent_bytes` are those of packets since it began.
+    """
     identity, counts = stage.identity, stage.statistics
     num_used = sum(rows > 0 for rows in stage.num_rows)
     return WorkerStatistics(
@@ -23,7 +30,30 @@ def stage_statistics(stage: Stage, num_running: int) -> WorkerStatistics:
         used_bytes=sum(stage.num_rows) * identity.kv_bytes_per_token,
         budget_bytes=identity.kv_rows * identity.kv_bytes_per_token,
         steps=StepCounts(counts.num_packets, counts.num_tokens, counts.num_sessions, counts.busy_s),
+        link_bytes={("stages", "received"): received_bytes, ("stages", "sent"): sent_bytes},
     )
+
+
+class ChainFront:
+    """The front of a cut target's engine, whose statistics have those of its chain, too."""
+
+    def __init__(self, engine: WorkerFront, link: Callable[[], RemoteChainStatistics], sent: ChainStatistics) -> None:
+        self._engine, self._link, self._sent = engine, link, sent
+
+    @property
+    def load(self) -> WorkerLoad:
+        return self._engine.load
+
+    def worker_statistics(self) -> WorkerStatistics:
+        # Summed up: a page that everybody may read names no addresses.
+        link_bytes = {("stages", "sent"): 0, ("stages", "received"): 0}
+        for link, num_bytes in self._link().link_bytes.items():
+            link_bytes["stages", "sent" if link.startswith("coordinator->") else "received"] += num_bytes
+        resyncs = {str(reason): count for reason, count in self._sent.num_resends.items()}
+        return replace(self._engine.worker_statistics(), num_resyncs=resyncs, link_bytes=link_bytes)
+
+    def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:
+        self._engine.refuse_waiting(error)
 
 
 @dataclass(slots=True)
