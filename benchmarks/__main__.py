@@ -199,7 +199,7 @@ def load(
     arrivals: Annotated[int, typer.Option(min=2, help="Requests of an open loop.")] = 200,
     ttft_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest time to the first token.")] = 1000,
     itl_ms: Annotated[float, typer.Option(min=0, help="Goodput: longest mean time per token after it.")] = 50,
-    url: Annotated[str | None, typer.Option(help="Drive this server, such as http://127.0.0.1:8000/v1.")] = None,
+    url: Annotated[str | None, typer.Option(help="Drive this server, beside it MODE@remote only.")] = None,
     model: Annotated[str | None, typer.Option(help="Its model; by default the first that it names.")] = None,
     key: Annotated[str | None, typer.Option(help="Its API key.", envvar="OPENAI_API_KEY")] = None,
     output: Output = None,
@@ -214,14 +214,11 @@ def load(
     console = report.new_console()
     sizes, lengths = _ints(clients), _ints(new_tokens)
     axes = {"clients": sizes, "lengths": lengths, "temperatures": _floats(temperature), "threads": threads}
-    counts = {
-        "num_requests": requests,
-        "num_arrivals": arrivals,
-        "num_prompts": prompts,
-        "num_new_tokens": max(lengths),
-    }
+    counts = {"num_requests": requests, "num_arrivals": arrivals, "num_prompts": prompts}
+    counts["num_new_tokens"] = max(lengths)
     setup |= {"sessions": sessions or max(sizes), "queue": queue, "rate": rate, "overload": overload}
-    asked = {"systems": (ENDPOINT,) if url else _names(systems), "endpoint": Endpoint(url, model, key) if url else None}
+    named = tuple(name for name in _names(systems) if not url or name.endswith("@remote"))
+    asked = {"systems": (*named, ENDPOINT) if url else named, "endpoint": Endpoint(url, model, key) if url else None}
     settings = LoadSettings(limits=Limits(ttft_ms / 1e3, itl_ms / 1e3), **asked, **axes, **counts, **setup)
     found = _whole(load_run.run(settings, report.Progress(console)))
     report.show_section(console, of_load(found, Path("this"), "load"))

@@ -46,8 +46,8 @@ class Bench:
         self._settings = settings
         self._children = {name: scope.enter_context(Child(name, _factory(name, settings))) for name in settings.systems}
         plain = registry.serve_modes(settings.threads, (ServedMode(REFEREE, registry.PLAIN),), settings.pair)
-        # A server gets the prompts as texts, whatever its tokens are.
-        referee = scope.enter_context(Child(REFEREE, plain)) if settings.endpoint is None else None
+        # A server alone gets the prompts as texts, whatever its tokens are.
+        referee = scope.enter_context(Child(REFEREE, plain)) if settings.systems != (ENDPOINT,) else None
         with progress.running("loading", len(self._children)) as tick:
             for name, child in self._children.items():
                 child.wait_systems()
@@ -162,6 +162,8 @@ def points_of(measured: Measured, settings: LoadSettings) -> list[Record]:
         for name, system in own.items():
             if GENERATE in own and name != GENERATE:
                 system["over_generate"] = figures.ratio(system, own[GENERATE])
+            if name == ENDPOINT and len(own) > 1:
+                system["over_direct"] = figures.ratio(system, next(iter(own.values())))
             fewest = Point(point.temperature, min(settings.clients))
             system["over_fewest_clients"] = figures.ratio(system, whole[fewest, name])
             if point.clients is None:

@@ -70,9 +70,9 @@ class LoadSettings(Setup):
             InvalidRequest: naming what does not fit and what would.
         """
         for name in self.systems:
-            if name not in (ENDPOINT, GENERATE) and (registry.find(name, self).mode is None or "@remote" in name):
+            if name not in (ENDPOINT, GENERATE) and registry.find(name, self).mode is None:
                 raise InvalidRequest(
-                    f"{name} takes no load; our modes, MODE@loopback and generate do, and a server named with --url.",
+                    f"{name} takes no load; our modes, at any place, and generate do, and a server named with --url.",
                     param="systems",
                 )
         uneven = next((size for size in self.clients if self.num_requests % size), None)

@@ -136,14 +136,16 @@ class Loopback(Services):
 
 
 class LoadedServices(WithWorkers):
-    """One mode over worker processes of its own; a request that finds slots and queue full is refused."""
+    """One mode over worker processes, its own or named ones; a request that finds slots and queue full is refused."""
 
     def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
-        super().__init__({})
-        self._mode = mode
         roles = ("target", "draft") if mode.loads_draft else ("target",)
+        addresses = dict(zip(roles, (settings.target_address, settings.draft_address), strict=False))
+        super().__init__({role: place for role, place in addresses.items() if place and mode.name.endswith("@remote")})
+        self._mode = mode
         queue = () if settings.queue is None else ("--queue", str(settings.queue))
-        self._start(roles, settings.threads, settings.pair, "--sessions", str(settings.sessions), *queue)
+        started = [role for role in roles if role not in self._addresses]
+        self._start(started, settings.threads, settings.pair, "--sessions", str(settings.sessions), *queue)
 
     async def _open(self) -> None:
         await super()._open()

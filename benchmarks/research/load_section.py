@@ -10,7 +10,7 @@ from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
 from benchmarks.report.tables import NONE, Record, Section, models_of, shown, spread
 
-_RATES = ("load", "tokens/s", "over generate", "over fewest", "over peak", "in limits")
+_RATES = ("load", "tokens/s", "over generate or direct", "over fewest", "over peak", "in limits")
 _WAITS = ("load", "ttft ms", "itl ms", "e2e ms", "refused", "refused in ms")
 
 
@@ -27,8 +27,8 @@ def of_load(record: Record, path: Path, name: str) -> Section:
         f"{systems}, {settings['threads']} threads, {settings['sessions']} slots, {settings['num_requests']} requests "
         f"of {shown(settings['lengths'])} new tokens at each number of clients, {record['num_rounds']} alternating "
         f"rounds. In the limits: first token within {limits['ttft_s'] * 1e3:g} ms, then {limits['itl_s'] * 1e3:g} ms "
-        "a token at most. Over generate: transformers' on batches of as many; over fewest: the fewest clients; over "
-        "peak: an open loop over the best closed one."
+        "a token at most. Over generate: transformers' on batches of as many; over direct: a server over the same "
+        "workers without it; over fewest: the fewest clients; over peak: an open loop over the best closed one."
     )
     points: Sequence[Record] = record["points"]
     listed = [(f"{load_name(point)}, {name}", each) for point in points for name, each in point["systems"].items()]
@@ -56,7 +56,8 @@ def load_name(point: Record) -> str:
 
 
 def _rates(name: str, system: Record) -> list[str]:
-    ratios = (system.get(each) for each in ("over_generate", "over_fewest_clients", "over_peak"))
+    base = system.get("over_generate") or system.get("over_direct")
+    ratios = (base, system.get("over_fewest_clients"), system.get("over_peak"))
     return [name, spread(system["tokens_per_s"], 0), *map(spread, ratios), f"{system['good_share']['median']:.0%}"]
 
 

@@ -77,6 +77,7 @@ def test_answers_follow_the_whole_conversation(tmp_path: Path, expected: list[st
     assert done.stderr.count("Error: ") == 2, "a wrong parameter ends no chat and leaves no message"
 
 
+@pytest.mark.slow
 def test_an_endpoint_gives_the_same_answers(tmp_path: Path, gateway: GatewayProcess, expected: list[str]):
     path = tmp_path / "chat.json"
     done = chat("--endpoint", gateway.url, lines=(*MESSAGES, f"/save {path}", "Hi top_p=7"))
@@ -87,6 +88,7 @@ def test_an_endpoint_gives_the_same_answers(tmp_path: Path, gateway: GatewayProc
     assert "Error: " in done.stderr
 
 
+@pytest.mark.slow
 def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
     path = tmp_path / "chat.json"
     with Pipeline(dtype="fp32", threads=1, context=512, mode="plain") as pipeline:

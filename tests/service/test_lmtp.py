@@ -136,6 +136,7 @@ async def test_what_is_wrong_ends_its_own_stream_only(gateway: GatewayProcess) -
         assert len(await running) == 200
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_frees_its_slots(gateway: GatewayProcess) -> None:
     for _ in range(3):  # each takes all eight slots
         async with client(gateway) as lmtp:

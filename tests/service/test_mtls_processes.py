@@ -185,6 +185,7 @@ def test_certificates_and_insecure_and_another_role_are_refused(certs: Path, tmp
     assert (code, "is one of a stage" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_workers_that_the_gateway_starts_itself_stay_on_loopback(certs: Path, tmp_path: Path):
     variables = {f"SPECSPLIT_TARGET_TLS_{part.upper()}": f"{certs}/none" for part in ("cert", "key", "ca")}
     frame = 'MODEL_INFO {"model": "embedded", "data": {}, "stream_id": 1}\n'

@@ -200,6 +200,7 @@ def test_batched_generate_gives_each_request_its_own_text():
     assert [len({each.due_s for each in batch}) for batch in (outcomes[:3], outcomes)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_workers_that_are_full_refuse_the_excess_with_a_time():
     with LoadedServices(ServedMode("plain", "plain"), _settings(sessions=1, queue=1)) as workers:
         tasks = [Task(str(number), (1, 2, 3, number + 4), 40) for number in range(8)]
