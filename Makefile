@@ -20,7 +20,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel fuzz client-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -83,6 +83,14 @@ browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser
 wheel: $(TOOLS)  ## Build dist/*.whl and dist/*.tar.gz, and check that the wheel works where nothing else of ours is
 	rm -rf dist
 	$(BIN)/python -m tools.wheel dist
+
+locks: $(TOOLS)  ## Write the versions and hashes of the images' contents to requirements/
+	$(PIP) uv
+	$(BIN)/python -m tools.locks
+
+sbom: $(TOOLS)  ## Write dist/specsplit-IMAGE.cdx.json, the CycloneDX list of each image's contents
+	$(PIP) cyclonedx-bom
+	$(BIN)/python -m tools.locks --sbom dist
 
 client-test: $(TOOLS)  ## Run lm-eval, LangChain, LlamaIndex, guidellm and AIPerf on a gateway (installs them; not part of CI)
 	$(BIN)/python -m pytest -q tests/clients
