@@ -22,7 +22,7 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine import event_loop
-from specsplit.engine.session import MAX_STEP_TOKENS
+from specsplit.engine.prefill import MAX_STEP_TOKENS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.request import Request, Result
 from specsplit.sampling.sampler import Sampler

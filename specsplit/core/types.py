@@ -102,7 +102,9 @@ class SessionParams:
     priority: int = DEFAULT_PRIORITY
     """0 to 9; of two sessions that wait for a slot, the one with the higher priority goes first."""
     caller: str = ""
-    """Whose session it is; a named caller may have no more than its part of a worker's queue."""
+    """Whose session it is, as its opener says; a named caller may have no more than its part of a worker's queue."""
+    opener: str = field(default="", compare=False)
+    """Identity or host of its opener, where that counts instead of `caller`; servers set it, and nobody sends it."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, f"between 0 and {MAX_PRIORITY}")
@@ -143,6 +145,7 @@ class Turn:
     verified: tuple[int, ...] = ()
     max_wait_s: float | None = field(default=None, compare=False)
     """Seconds that a turn which opens its session may wait for a slot: 0 refuses at once, None is up to the worker."""
+    time_left_s: float | None = field(default=None, compare=False)  # until its request is given up; None is never
 
     @property
     def may_open(self) -> bool:

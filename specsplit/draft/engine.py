@@ -5,16 +5,19 @@ Its picks only decide which nodes are offered; the text is the target's whatever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Generator, Sequence
 
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Timings, Turn, quantised_log_probs
 from specsplit.draft.tree import DraftTree
 from specsplit.engine.batch import Round
+from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
-from specsplit.engine.session import MAX_STEP_TOKENS, WorkerSession, prefill
+from specsplit.engine.prefill import MAX_STEP_TOKENS, prefill
+from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
@@ -30,11 +33,16 @@ class DraftEngine(Engine):
         """Grow the session's tree and return the nodes numbered above `known_nodes`."""
         self._check(turn, budget)
         this_round = Round(turn.epoch, turn.round, (turn, known_nodes, budget))
+        deadline_s = math.inf if turn.time_left_s is None else self._now() + turn.time_left_s
 
         def run() -> Awaitable[tuple[Proposal, Timings]]:
-            return self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round)
+            return self._work.run(turn.session, self._propose(turn, known_nodes, budget), this_round, deadline_s)
 
-        proposal, timings = await (self._run_opening(turn, run) if turn.may_open else run())
+        try:
+            proposal, timings = await (self._run_opening(turn, run) if turn.may_open else run())
+        except DeadlineExceeded:
+            await to_its_end(self.close(turn.session))  # its request is over, and its slot is for others
+            raise
         return proposal.timed(timings)
 
     def _check(self, turn: Turn, budget: Budget) -> None:

@@ -172,9 +172,9 @@ class AdmissionQueue:
         if waiter.error is not None:
             raise waiter.error
 
-    def withdraw(self, session: str) -> None:
-        """Send away whoever waits for a slot of the session, which is closed."""
-        self._dismiss(session, StaleRound("the session was closed before it had a slot"))
+    def withdraw(self, session: str) -> bool:
+        """Send away whoever waits for a slot of the session, which is closed; return whether somebody did."""
+        return self._dismiss(session, StaleRound("the session was closed before it had a slot")) is not None
 
     def refuse_all(self, error: Callable[[], SpecSplitError]) -> None:
         """Send everybody away, each with an error of its own."""

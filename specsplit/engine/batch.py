@@ -7,6 +7,7 @@ its result. Knows neither queues nor sessions.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,9 @@ class Task:
     """None for work that closes its session, or belongs to none."""
     work: Work
     loop: asyncio.AbstractEventLoop
-    context: Context | None
+    trace: Context | None
+    deadline_s: float = math.inf
+    """When its request is given up, on the scheduler's clock: looked at before it begins, and before every step."""
     callers: list[asyncio.Future[TaskOutcome]] = field(default_factory=list)
     # The executor writes `times`, `sequence`, `is_pending` and `error`, the event loop the rest; `deliver`, which hands
     # a task that has ended to the loop, orders one before the other.
@@ -139,6 +142,16 @@ class Task:
         """The first row of its slot behind those that its next forward writes."""
         assert self.sequence is not None, "a task that is ready has one"
         return self.sequence.base_length + self.sequence.num_tree_rows
+
+    @property
+    def context(self) -> int:
+        """Tokens in the slot before the next of these rows."""
+        assert self.sequence is not None, "a task that is ready has one"
+        return self.sequence.base_length + self.num_forwarded
+
+    @property
+    def arrived_s(self) -> float:
+        return self.times.submitted_s
 
     @property
     def can_be_cut(self) -> bool:
@@ -221,6 +234,11 @@ class WorkStatistics:
     has_work: bool
 
 
+def num_attended(rows: int, context: int) -> float:
+    """Return the pairs of one of `rows` rows and a token that it attends to, behind `context` tokens."""
+    return rows * (context + rows / 2)
+
+
 _ALL: Mapping[Task, int] = {}
 
 
@@ -242,6 +260,15 @@ class Batch:
             task.is_pending, task.lacks_rows = True, False
             task.times.waited_s += self.start_s - task.times.ready_s
 
+    @property
+    def num_rows(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of a row and a token that it attends to."""
+        return sum(num_attended(len(sequence.token_ids), sequence.base_length) for sequence in self.sequences)
+
     def end(self, scheduler: str, counts: StepCounts) -> float:
         """Count the forward, for every task as well, and record it for those that have a span; return the moment."""
         end_s = time.perf_counter()
@@ -258,11 +285,11 @@ class Batch:
             times.num_tokens += num_rows
             counts.num_rows += num_rows
             times.batch_size = max(times.batch_size, len(self.sequences))
-            if task.context is not None:
+            if task.trace is not None:
                 end_ns = time.time_ns()
                 spans.record(
                     "forward",
-                    task.context,
+                    task.trace,
                     end_ns - round(elapsed_ms * 1e6),
                     end_ns,
                     worker=scheduler,

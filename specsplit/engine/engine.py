@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import ClassVar, TypeVar
 
 from specsplit.core.defaults import QUEUE_PER_SESSION, PrefixReuse
-from specsplit.core.errors import NoFreeSlot, SlotBehind, SpecSplitError, WorkerClosed
+from specsplit.core.errors import NoFreeSlot, SlotBehind, SpecSplitError, WorkerClosed, WorkerFailed
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import Identity, Timings, Turn
 from specsplit.engine.admission import AdmissionQueue, Opening
+from specsplit.engine.background import BackgroundWork
 from specsplit.engine.batch import WorkStatistics, at_once
+from specsplit.engine.callers import caller_of
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure, trial
@@ -62,14 +64,18 @@ class Engine:
     ) -> None:
         self.counts = TreeCounts()
         self._admission = AdmissionQueue()
-        self._num_in_background, self._background_keys = 0, count()
         self._model, self._identity = model, model.identity
         self._vocab_size = model.vocab_size
         self._sessions = SessionTable(
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
-        self._work.scheduler.memory = Preemption(self._sessions, self._work.scheduler.finish)
+        self._background = BackgroundWork(self._admission, self._sessions.num_slots)
+        self._now = clock.now if clock is not None else time.monotonic
+        scheduler = self._work.scheduler
+        scheduler.memory = Preemption(self._sessions, scheduler.finish)
+        scheduler.now, scheduler.budget.prompts.params_of = self._now, self._sessions.params_of
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
@@ -93,8 +99,12 @@ class Engine:
 
     def pace_steps(self, times: StepTimes) -> None:
         """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""
-        scheduler = self._work.scheduler
-        scheduler.prompts.times = scheduler.verification.times = times
+        self._work.scheduler.budget.pace(times)
+
+    def limit_steps(self, step_tokens: int | None, prefill_chunk: int | None) -> None:
+        """Let a step take at most so many rows, and so many of one prompt; None for what is measured."""
+        prompts = self._work.scheduler.budget.prompts
+        prompts.max_rows, prompts.max_chunk = step_tokens, prefill_chunk
 
     @property
     def num_sessions(self) -> int:
@@ -166,6 +176,9 @@ class Engine:
             DeadlineExceeded: no slot became free in the turn's time.
         """
         arrived_s, waited_s = asyncio.get_running_loop().time(), 0.0
+        # A refusal waits for no forward: the executor need not be asked what is known here.
+        if self._sessions.is_full and turn.session not in self._sessions and not self._may_wait(turn):
+            raise self._admission.overloaded(self._sessions.slots.all_in_use)
         # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
         sentence = "Others wait for a slot of this worker already; try again"
         has_turn = not len(self._admission) or turn.session in self._sessions
@@ -188,34 +201,8 @@ class Engine:
         waited_ms = waited_s * 1e3
         return result, replace(timings, wall_ms=timings.wall_ms + waited_ms, queue_ms=timings.queue_ms + waited_ms)
 
-    async def _run_in_background(self, run: Callable[[], Awaitable[T]]) -> T:
-        """Return what `run` returns once a slot is free that no session waits for.
-
-        It is called again after it raised NoFreeSlot. Work that waits never takes the last slot from sessions.
-
-        Raises:
-            Overloaded: no place in the queue is left for it.
-        """
-        if not self._admission.max_waiting:
-            return await run()
-        results: list[T] = []
-
-        async def try_run() -> bool:
-            if self._num_in_background >= max(1, self._sessions.num_slots - 1):
-                return False
-            self._num_in_background += 1
-            try:
-                results.append(await run())
-            except NoFreeSlot:
-                return False
-            finally:
-                self._num_in_background -= 1
-            return True
-
-        if len(self._admission) or not await try_run():
-            key = f"background {next(self._background_keys)}"
-            await self._admission.wait(Opening(key, priority=None), try_run)
-        return results[0]
+    def _may_wait(self, turn: Turn) -> bool:
+        return self._admission.has_place_for(_opening_of(turn, self._sessions.seniority.preempted_since(turn.session)))
 
     async def _take_slot(self, turn: Turn) -> bool:
         """Try to give the session a slot before its first turn."""
@@ -230,9 +217,23 @@ class Engine:
         with suppress(WorkerClosed):
             await self._work.run(None, at_once(partial(self._sessions.close_unused, session)))
 
+    def abandon(self, sessions: Sequence[str]) -> None:
+        """Let sessions whose client has vanished lose their slots as soon as somebody wants them."""
+        # On the executor, since its side owns the sessions; the server's event loop has nobody to tell.
+        task = asyncio.get_running_loop().create_task(self._abandon(sessions), name="specsplit-abandon")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _abandon(self, sessions: Sequence[str]) -> None:
+        with suppress(WorkerClosed, WorkerFailed):
+            await self._work.run(None, at_once(lambda: [self._sessions.abandon(key) for key in sessions]))
+
     async def close(self, session: str) -> None:
         """Free the session's slot, even if the caller is cancelled; unknown sessions are ignored."""
-        self._admission.withdraw(session)
+        was_preempted = self._sessions.seniority.preempted_since(session) is not None
+        is_known = was_preempted or session in self._sessions or self._work.has(session)
+        if not self._admission.withdraw(session) and not is_known:
+            return  # whoever was refused waits for no forward to hear that nothing is left
         # A close that is cut off would leave the slot to its time to live, so it goes on to its end.
         await to_its_end(self._work.run(session, at_once(lambda: self._sessions.close(session))))
 
@@ -244,7 +245,7 @@ class Engine:
 
 def _opening_of(turn: Turn, since_s: float | None) -> Opening:
     assert turn.opening is not None, "a turn that opens its session has its parameters"
-    return Opening(turn.session, turn.opening.caller, turn.opening.priority, turn.max_wait_s, since_s)
+    return Opening(turn.session, caller_of(turn.opening), turn.opening.priority, turn.max_wait_s, since_s)
 
 
 def _frees_place(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ Its length is bounded, however many calls of a session arrive. Knows neither mod
 
 from __future__ import annotations
 
-from specsplit.core.errors import StaleEpoch, StaleRound
+from specsplit.core.errors import DeadlineExceeded, StaleEpoch, StaleRound
 from specsplit.engine.batch import Round, Task
 
 
@@ -84,3 +84,8 @@ def _stale(late: Round, newer: Round) -> StaleEpoch | StaleRound:
     if late.epoch < newer.epoch:
         return StaleEpoch(f"epoch {late.epoch} of this session is over; epoch {newer.epoch} has begun")
     return StaleRound(f"round {late.number} of this session was superseded by round {newer.number}")
+
+
+def too_late() -> DeadlineExceeded:
+    """Return the error of a task whose deadline has passed."""
+    return DeadlineExceeded("The request's deadline passed before its next step.")

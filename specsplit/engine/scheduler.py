@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,9 +22,8 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, ended, nothing, translated
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.preemption import Preemption
-from specsplit.engine.queue import SessionQueue
+from specsplit.engine.queue import SessionQueue, too_late
 from specsplit.engine.step_budget import StepBudget
-from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.model.runner import PendingForward, Runner
 from specsplit.telemetry import spans
 from specsplit.telemetry.statistics import StepCounts
@@ -44,8 +44,9 @@ class Scheduler:
     ) -> None:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
         self.health = DeviceHealth()
-        self.prompts, self.verification, self.counts = StepBudget(), VerificationBudget(), StepCounts()
+        self.budget, self.counts = StepBudget(), StepCounts()
         self.memory: Preemption | None = None
+        self.now: Callable[[], float] = time.monotonic  # the clock of the tasks' deadlines
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
         self._running: dict[Task, None] = {}
@@ -92,7 +93,7 @@ class Scheduler:
             self._advance(task, None)
             while not task.has_ended:
                 if isinstance(task.sequence, OfferedTree):
-                    self.verification.cut((task,))
+                    self.budget.cut((task,))
                 sequence, memory = task.sequence, self.memory
                 if memory is not None and sequence is not None:
                     end_row = sequence.base_length + len(sequence.parents or sequence.token_ids)
@@ -114,8 +115,8 @@ class Scheduler:
         """Begin the tasks that have arrived, and postprocess the batches that have come back from elsewhere."""
         arrived, self._arrived = self._arrived, []
         for task in arrived:
-            if task.is_cancelled:
-                self.finish(task, None, None)
+            if task.is_cancelled or task.deadline_s < self.now():
+                self.finish(task, None, None if task.is_cancelled else too_late())
             else:
                 self._advance(task, None)
         for batch, forward in list(self._pending.items()):
@@ -124,10 +125,11 @@ class Scheduler:
 
     def _schedule(self) -> Batch | None:
         """Return the batch that runs now: what the budget takes of the ready tasks; None if nothing can run."""
+        now_s = self.now()
         for task in list(self._running):
-            if task.is_cancelled and not task.is_pending:
+            if not task.is_pending and (task.is_cancelled or task.deadline_s < now_s):
                 task.work.close()
-                self.finish(task, None, None)
+                self.finish(task, None, None if task.is_cancelled else too_late())
         ready = [task for task in self._running if not task.is_pending]
         # Rows are found before anything is cut: a task that has to go leaves its part of the step to others.
         if self.memory is not None:
@@ -136,10 +138,8 @@ class Scheduler:
         if not ready or len(self._pending) >= self._runner.max_pending:
             return None
         parts = {task: task.num_rows for task in ready if task.num_forwarded}
-        if len(ready) > 1 and self._runner.max_pending == 1:  # a chain cuts prompts into packets by itself
-            parts = self.prompts.share_out(ready)
-            ready = [task for task in ready if parts.get(task) != 0]
-            self.verification.cut(ready)
+        if (len(ready) > 1 and self._runner.max_pending == 1) or self.budget.prompts.is_limited:
+            ready, parts = self.budget.share_out(ready)  # a chain without limits cuts prompts into packets by itself
         return Batch(ready, parts)
 
     def _run(self, batch: Batch) -> list[Tensor] | None:
@@ -159,8 +159,7 @@ class Scheduler:
         if logits is None:
             return
         end_s = batch.end(self._name, self.counts)
-        if len(batch.tasks) > 1:
-            self.verification.observe(batch, end_s)
+        self.budget.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
             if task not in batch.parts or not task.forwarded(batch.parts[task]):
                 self._advance(task, rows)
@@ -264,10 +263,15 @@ class WorkQueue:
         """Whether it may ever be well again: False once the executor has ended, or hangs in a step."""
         return self._executor.is_alive and not self.scheduler.health.is_hung
 
+    def has(self, session: str) -> bool:
+        return session in self._queues
+
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(len(self._queues), self.scheduler.num_running, self.scheduler.has_work)
 
-    async def run(self, session: str | None, work: Work, this_round: Round | None = None) -> tuple[Any, Timings]:
+    async def run(
+        self, session: str | None, work: Work, this_round: Round | None = None, deadline_s: float = math.inf
+    ) -> tuple[Any, Timings]:
         """Do the work on the executor, where it begins as well, and return its result.
 
         One piece of a session's work runs at a time. A round that is newer waits for it, in one place: a still newer
@@ -275,16 +279,18 @@ class WorkQueue:
         round that waits and is not superseded. Work of no session (None) begins in the next step.
 
         If its last caller is cancelled, the work ends before its next step; it has ended once this coroutine has.
+        After `deadline_s` on the scheduler's clock it neither begins nor takes a further step.
 
         Raises:
+            DeadlineExceeded: the deadline has passed.
             WorkerClosed: after `close`.
             WorkerFailed: the executor has ended by itself.
             StaleRound, StaleEpoch: a newer round of the session is running or waiting, or came while this one waited.
             InvalidRequest: the same round is running or waiting with another body.
         """
         self._check_open()
-        context = spans.current() if spans.is_on else None
-        task = Task(session, this_round, work, asyncio.get_running_loop(), context)
+        trace = spans.current() if spans.is_on else None
+        task = Task(session, this_round, work, asyncio.get_running_loop(), trace, deadline_s)
         turn = self._executor.try_run_inline(session) if session is not None else None
         if turn is None or session in self._queues or self._runner.max_pending > 1:
             task = self._place(task)

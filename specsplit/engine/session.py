@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
+from specsplit.engine.callers import salt
+from specsplit.engine.idle_sessions import IdleSessions, Pins
 from specsplit.engine.prefix_match import Match
 from specsplit.engine.seniority import Seniority
 from specsplit.engine.slots import HEADROOM_ROWS, Slots
-from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
 from specsplit.sampling.sampler import Sampler
 
-MAX_STEP_TOKENS = 512
-"""Tokens one session may bring to a step before its tree: the size of a prefill chunk."""
 TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
-PrefillReport = Callable[[int, int], None]
-"""Takes how many tokens of a prefill have been forwarded, and of how many; called on the executor."""
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
 
@@ -65,7 +61,7 @@ class WorkerSession:
     @property
     def salt(self) -> str:
         """Whose rows these are."""
-        return self.sampler.params.caller if self.sampler is not None else ""
+        return salt(self.sampler.params) if self.sampler is not None else ""
 
     @property
     def is_sound(self) -> bool:
@@ -148,21 +144,6 @@ class WorkerSession:
         assert len(self.ids) == len(self.hashes) == self.slot.length, "ids, hashes and slot differ in length"
 
 
-def prefill(
-    session: WorkerSession, tail: Sequence[int], report: PrefillReport | None = None
-) -> Generator[SequenceInput, Tensor, Sequence[int]]:
-    """Forward and commit whole chunks of a long tail; return what is left for the step that needs logits."""
-    total = len(tail)
-    while len(tail) > MAX_STEP_TOKENS:
-        chunk = tail[:MAX_STEP_TOKENS]
-        yield SequenceInput(session.slot.index, session.slot.length, chunk)
-        session.extend(chunk)
-        tail = tail[MAX_STEP_TOKENS:]
-        if report is not None:
-            report(total - len(tail), total)
-    return tail
-
-
 def first_rows(model: LoadedModel, turn: Turn) -> int:
     """Return the rows that a session reserves when it opens: its tokens, and some for nodes and what follows."""
     return min(len(turn.tail), model.context) + min(model.node_limit, HEADROOM_ROWS)
@@ -207,10 +188,9 @@ class SessionTable:
         self.seniority = Seniority(self._now)
         self._sessions: dict[str, WorkerSession] = {}
         self.open_sessions = self._sessions.values()
-        self._idle: dict[str, WorkerSession] = {}
-        """Sessions that are neither in use nor pinned, the least recently used first."""
-        self._pinned: dict[str, int] = {}
-        """Sessions with an open stream, and its epoch: they neither expire nor are evicted."""
+        self._idle: IdleSessions[WorkerSession] = IdleSessions(self._grace_s, self._now)
+        """Sessions that are neither in use nor pinned."""
+        self.pins = Pins()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -250,11 +230,11 @@ class SessionTable:
                 raise SlotBehind(0, is_preempted=self.seniority.preempted_since(turn.session) is not None)
             self._check_may_return(turn.session)
             num_rows, params = first_rows(self._model, turn), turn.opening
-            slot, match = self.slots.begin(turn.tail, params.caller, self._sessions.values(), num_rows)
+            slot, match = self.slots.begin(turn.tail, salt(params), self._sessions.values(), num_rows)
             session = self._add(turn.session, slot, params.priority)
             session.reuse(match)
         elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
-            session.reuse(self.slots.fill(session.slot, turn.tail, turn.opening.caller, self._sessions.values()))
+            session.reuse(self.slots.fill(session.slot, turn.tail, salt(turn.opening), self._sessions.values()))
         try:
             if not session.admit(turn, body):
                 if turn.opening is not None:
@@ -266,6 +246,7 @@ class SessionTable:
                 self._free(session)
             raise
         self._idle.pop(session.key, None)
+        self._idle.abandoned_s.pop(session.key, None)  # its client is there
         session.last_used_s = math.inf
         return session
 
@@ -301,26 +282,26 @@ class SessionTable:
         if session is not None and session.epoch < 0 and not session.is_in_use:
             self._free(session)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a new session would find no slot; any thread may ask, and hears what was true a moment ago."""
+        return self.slots.num_used >= self.num_slots and not self._idle.may_have_evictable
+
+    def abandon(self, key: str) -> None:
+        """Let a session whose client has vanished be evicted soon, unless it is used again."""
+        if key in self._sessions:
+            self._idle.abandoned_s.setdefault(key, self._now())
+
+    def params_of(self, key: str) -> SessionParams | None:
+        """Return the parameters of a session; None if it is unknown or has not begun."""
+        session = self._sessions.get(key)
+        return session.sampler.params if session is not None and session.sampler is not None else None
+
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""
         session.last_used_s = self._now()
-        if session.key not in self._pinned:
+        if session.key not in self.pins:
             self._idle[session.key] = session
-
-    def pin(self, key: str, epoch: int) -> None:
-        """Keep a session's slot, if it has or gets one, until `unpin`; called on the event loop."""
-        self._pinned[key] = max(epoch, self._pinned.get(key, epoch))
-
-    def is_pinned_by(self, key: str, epoch: int) -> bool:
-        """Whether no stream of a later epoch has taken the session over; called on the event loop."""
-        return self._pinned.get(key) == epoch
-
-    def is_pinned(self, key: str) -> bool:
-        return key in self._pinned
-
-    def unpin(self, key: str) -> None:
-        """Release a pin; called on the event loop, and `set_aside` on the executor follows."""
-        del self._pinned[key]
 
     def set_aside(self, key: str) -> None:
         """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
@@ -357,10 +338,9 @@ class SessionTable:
         return count
 
     def _evict(self) -> bool:
-        """Free the slot of the session that has been idle for the longest, if that is longer than the grace time."""
-        # `_idle` is ordered by last use; a client that paused within the grace time comes back to its session.
-        oldest = next(iter(self._idle.values()), None)
-        if oldest is None or oldest.last_used_s > self._now() - self._grace_s:
+        """Free the slot of the session that has been idle, or without its client, for the longest; False for none."""
+        oldest = self._idle.first_evictable()
+        if oldest is None:
             return False
         self._free(oldest)
         return True
@@ -381,4 +361,5 @@ class SessionTable:
         del self._sessions[session.key]
         self._idle.pop(session.key, None)
         self.seniority.end(session.key)
+        self._idle.abandoned_s.pop(session.key, None)
         session.kept = None

@@ -70,14 +70,14 @@ class Slots:
         return sum(self.rows.reserved[index] for index in self._warm)
 
     def begin(
-        self, tail: Sequence[int], caller: str, sessions: Collection[Holder], num_rows: int
+        self, tail: Sequence[int], salt: str, sessions: Collection[Holder], num_rows: int
     ) -> tuple[Slot, Match | None]:
         """Return a slot of `num_rows` for a session over `tail`, and which rows are there: its own, or copied ones.
 
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
-        match = self._match(tail, caller, sessions)
+        match = self._match(tail, salt, sessions)
         warm = self._warm.get(match.holder.slot.index) if match is not None else None
         if match is not None and warm is not None and warm is match.holder and self._may_take_over(match, num_rows):
             self._take_over(warm, num_rows)
@@ -90,9 +90,9 @@ class Slots:
             match = None
         return slot, self._copied(match, slot)
 
-    def fill(self, slot: Slot, tail: Sequence[int], caller: str, sessions: Iterable[Holder]) -> Match | None:
+    def fill(self, slot: Slot, tail: Sequence[int], salt: str, sessions: Iterable[Holder]) -> Match | None:
         """Copy rows of a session over `tail` into its slot, which has none; return which, None without any."""
-        return self._copied(self._match(tail, caller, sessions), slot)
+        return self._copied(self._match(tail, salt, sessions), slot)
 
     def take(self, num_rows: int, but: WarmSlot | None = None) -> Slot:
         """Return an empty slot of `num_rows`, of which warm ones are given up for it, the longest first, `but` last.
@@ -157,11 +157,11 @@ class Slots:
         self._pool.check_integrity()
         self.rows.check_integrity()
 
-    def _match(self, tail: Sequence[int], caller: str, sessions: Iterable[Holder]) -> Match | None:
+    def _match(self, tail: Sequence[int], salt: str, sessions: Iterable[Holder]) -> Match | None:
         if self.prefix_reuse == "off":
             return None
-        salt = caller if self.prefix_reuse == "caller" else None
-        return longest_match(tail, salt, [*self._warm.values(), *sessions])
+        among = salt if self.prefix_reuse == "caller" else None
+        return longest_match(tail, among, [*self._warm.values(), *sessions])
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
@@ -200,14 +200,16 @@ class Slots:
             if self._warm:
                 self._drop_warm(but)
             elif not self._evict():
-                raise NoFreeSlot(self._all_slots() if is_full else self._too_few_rows(num_rows))
+                raise NoFreeSlot(self.all_in_use if is_full else self._too_few_rows(num_rows))
 
     def _drop_warm(self, but: WarmSlot | None) -> None:
         warm = next((warm for warm in self._warm.values() if warm is not but), but)
         assert warm is not None, "there is a warm slot"
         self._forget(self._warm.pop(warm.slot.index).slot)
 
-    def _all_slots(self) -> str:
+    @property
+    def all_in_use(self) -> str:
+        """Return the sentence for whoever finds every slot in use."""
         count = self._max_slots
         which = f"All {count} sessions" if count > 1 else "The one session"
         return f"{which} of this worker {'are' if count > 1 else 'is'} in use; try again when one has ended."

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specsplit.engine.batch import Batch, Task
+from specsplit.engine.fair_share import DeficitRoundRobin
 from specsplit.engine.offered_tree import OfferedTree
+from specsplit.engine.prompt_budget import PromptBudget
 from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 IDLE = 8.0
@@ -21,6 +23,9 @@ TREE_MEMORY = 0.9
 """Weight of the past in what a tree costs, per step that has some. Chosen: a memory of 10 steps."""
 TREE_FORGIVENESS = 0.99
 """Factor on that cost for each step that verified none of the trees offered. Chosen: they are retried after dozens."""
+
+QUANTUM_NODES = 16
+"""Nodes in one caller's turn. Chosen: two or three trees of one that speculates well."""
 
 
 @dataclass(slots=True)
@@ -47,19 +52,46 @@ class VerificationBudget:
         self.tree_s = 0.0
         """Seconds that a session's having a tree takes, beside its rows."""
         self._last_end_s = -math.inf
+        self._turns = DeficitRoundRobin(QUANTUM_NODES)
 
-    def cut(self, tasks: Sequence[Task]) -> None:
-        """Leave of the trees that these tasks offer what is worth its rows, all sessions together."""
+    def cut(self, tasks: Sequence[Task], step: PromptBudget) -> None:
+        """Leave of the trees that these tasks offer what is worth its rows, all sessions together.
+
+        If the step has no room for all of that, callers take turns.
+        """
         offers = [(task, task.sequence) for task in tasks if isinstance(task.sequence, OfferedTree)]
-        if self.times is None or not offers:
+        room = step.room_for_trees(tasks)
+        if not offers or (self.times is None and room == math.inf):
             return
         trees = [offer.path_log_probs for _, offer in offers]
         rounds = [task.num_rows for task in tasks if not task.can_be_cut]
-        least = self.least_paths(self.times, trees, sum(rounds) - sum(map(len, trees)), len(rounds))
+        fixed = sum(rounds) - sum(map(len, trees))
+        least = [-math.inf] * len(trees)
+        if self.times is not None:
+            least = self.least_paths(self.times, trees, fixed, len(rounds))
+            if min(least) == math.inf:
+                self.tree_s *= TREE_FORGIVENESS
+        if room < math.inf:
+            callers = [step.caller_of(task) for task, _ in offers]
+            least = self._least_in_turns(trees, least, callers, max(0, int(room) - fixed))
         for (task, offer), each in zip(offers, least, strict=True):
             task.sequence = offer.cut(each)
-        if min(least) == math.inf:
-            self.tree_s *= TREE_FORGIVENESS
+
+    def _least_in_turns(
+        self, trees: Sequence[Sequence[float]], least: Sequence[float], callers: Sequence[str], room: int
+    ) -> list[float]:
+        """Return the least paths if only so many nodes of all trees may go: of each caller's the likeliest."""
+        by_caller: dict[str, list[tuple[float, int]]] = {}
+        for tree, (paths, each, caller) in enumerate(zip(trees, least, callers, strict=True)):
+            by_caller.setdefault(caller, []).extend((path, tree) for path in paths if path >= each)
+        # What pays is decided first, all sessions together; who goes without for lack of room is decided by turns.
+        shares = self._turns.share({caller: len(nodes) for caller, nodes in by_caller.items()}, room)
+        least = list(least)
+        for caller, nodes in by_caller.items():
+            for path, tree in sorted(nodes, reverse=True)[shares[caller] :]:
+                # Equal paths stay out together, or one of them would take the place of another caller's node.
+                least[tree] = max(least[tree], math.nextafter(path, math.inf))
+        return least
 
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step of several sessions that ended now; one with a part of a prompt says nothing of verifies."""

@@ -169,7 +169,8 @@ class DraftClient:
             while True:
                 # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
                 opening = None if contract.is_open else self._opening()
-                turn = contract.next_turn(verified, opening, max_wait_s=0.0)
+                left_s = None if opening is None else self._retrier.max_wait_s
+                turn = contract.next_turn(verified, opening, time_left_s=left_s, waits=False)
                 try:
                     proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
                     break

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from specsplit.core.defaults import DEFAULT_DEPTH, Mode
-from specsplit.core.errors import LinkError, ResourceError
+from specsplit.core.errors import LinkError, Overloaded, ResourceError
 from specsplit.core.ports import Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.engine.cancellation import to_its_end
@@ -162,9 +162,18 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await to_its_end(self._close(is_failing=error is not None))
+            if isinstance(error, Overloaded):
+                self._close_later()
+            else:
+                await to_its_end(self._close(is_failing=error is not None))
         finally:
             self.rounds.span.end()
+
+    def _close_later(self) -> None:
+        """Close both sessions while nobody waits: whoever was refused is to hear of it at once."""
+        self._context.keep_closing(asyncio.create_task(self._target.close()))
+        if self._speculator is not None and self._draft is not None:
+            self._context.keep_closing(asyncio.create_task(self._speculator.close()))
 
     async def _close(self, *, is_failing: bool) -> None:
         """Close both sessions, without waiting for ever; a bug in the target's closing is an error of the request.

@@ -79,12 +79,13 @@ class SessionContract:
         verified: tuple[int, ...] = (),
         params: SessionParams | None = None,
         *,
-        max_wait_s: float | None = None,
+        time_left_s: float | None = None,
+        waits: bool = True,
     ) -> Turn:
         """Return the next turn, with everything that the worker is not known to hold.
 
-        If the turn has to open the session, `params` replace those of the session, and it may wait `max_wait_s` for a
-        slot.
+        If the turn has to open the session, `params` replace those of the session, and `time_left_s` is what is left
+        of the request's deadline; it may wait for a slot until then, unless it is to be refused at once.
         """
         # [ held by the worker | tail: sent with this turn ]
         # 0                num_held                 committed
@@ -102,7 +103,8 @@ class SessionContract:
             tail=tuple(history.ids[num_held:]),
             opening=None if self.is_open else params or self.params,
             verified=verified,
-            max_wait_s=max_wait_s,
+            max_wait_s=time_left_s if waits else 0.0,
+            time_left_s=time_left_s,
         )
 
     def count_bytes(self, timings: Timings) -> None:

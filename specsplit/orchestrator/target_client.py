@@ -82,7 +82,7 @@ class TargetClient:
         """
         contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
         while True:
-            turn = contract.next_turn(max_wait_s=None if contract.is_open else self._retrier.max_wait_s)
+            turn = contract.next_turn(time_left_s=None if contract.is_open else self._retrier.max_wait_s)
             try:
                 if self._retrier.is_unbounded:
                     # Nothing limits an attempt, so the usual one needs no wrapper; only what fails goes to the retrier.
@@ -223,7 +223,7 @@ class TargetClient:
         """Open a stream with the first turn of an epoch; what fails shows in its commits."""
         if self.contract.round:
             self._raise_epoch(is_reported=False)
-        turn = self.contract.next_turn(max_wait_s=self._retrier.max_wait_s)
+        turn = self.contract.next_turn(time_left_s=self._retrier.max_wait_s)
         feed.forget_sent()
         stream = self._verifier.open_stream(turn, self._limits)
         self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))

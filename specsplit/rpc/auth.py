@@ -1,4 +1,4 @@
-"""Who calls, and what may be called by whom: identities from certificates, the table of methods, owners of sessions.
+"""Who calls, and what may be called by whom: identities from certificates, and the table of methods.
 
 A certificate names its holder by the URI spiffe://specsplit/ROLE or spiffe://specsplit/ROLE/NAME.
 Without certificates a caller is known by its host alone, and may call everything. Knows no files and no engines.
@@ -7,15 +7,14 @@ Without certificates a caller is known by its host alone, and may call everythin
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from urllib.parse import unquote
 
 from specsplit.core.errors import AccessDenied
+from specsplit.rpc.transport import is_loopback
 
 LinkRole = Literal["draft", "target", "stage", "orchestrator", "gateway"]
 ROLES: tuple[LinkRole, ...] = ("draft", "target", "stage", "orchestrator", "gateway")
@@ -62,6 +61,11 @@ class PeerIdentity:
         # gRPC writes ipv4:10.0.0.1 and ipv6:%5B::1%5D, and callers over IPv4 at a server on [::] as mapped addresses.
         kind, _, host = ("", "", "") if self.is_authenticated else unquote(self.name).partition(":")
         return host.strip("[]").removeprefix("::ffff:") if kind in ("ipv4", "ipv6") else ""
+
+    @property
+    def may_name_callers(self) -> bool:
+        """Whether to believe it whose a session is: it is on this machine, or a gateway or an orchestrator."""
+        return self.role in _CLIENTS if self.is_authenticated else not self.host or is_loopback(self.host)
 
 
 NOBODY = PeerIdentity("")
@@ -119,62 +123,3 @@ class Guard:
         # Each call is served by a task of its own, so that nothing has to be reset.
         _current.set(peer)
         return peer
-
-
-class SessionOwners:
-    """Which identity opened each session of a worker; another one can neither use nor end it.
-
-    A session is forgotten once nobody used it for `keep_s`, which is longer than an engine keeps it.
-    """
-
-    def __init__(self, keep_s: float = 120.0) -> None:
-        self._keep_s = keep_s
-        self._owners: dict[str, tuple[str, float]] = {}
-        """Owner of each session, and when it was used last; the least recently used first."""
-        self._num_calls: dict[str, int] = {}
-        """Calls under way on a session; such a session is kept."""
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    @contextmanager
-    def using(self, session: str, *, is_last: bool = False) -> Generator[None]:
-        """Use a session as the current peer for the length of the block; it opens one that nobody has.
-
-        Raises:
-            AccessDenied: the session is another identity's.
-        """
-        peer = current_peer()
-        if not peer.is_authenticated:
-            yield
-            return
-        self._forget_old()
-        owner, _ = self._owners.get(session, (peer.name, 0.0))
-        if owner != peer.name:
-            raise AccessDenied("The session belongs to another identity.")
-        self._use(session, owner)
-        self._num_calls[session] = self._num_calls.get(session, 0) + 1
-        try:
-            yield
-        finally:
-            self._num_calls[session] -= 1
-            self._use(session, owner)
-            if not self._num_calls[session]:
-                del self._num_calls[session]
-                if is_last:
-                    del self._owners[session]
-
-    def _use(self, session: str, owner: str) -> None:
-        self._owners.pop(session, None)
-        self._owners[session] = owner, time.monotonic()
-
-    def _forget_old(self) -> None:
-        """Forget sessions that nobody used for long, from the least recently used on."""
-        old_s = time.monotonic() - self._keep_s
-        while self._owners:
-            session, (owner, used_s) = next(iter(self._owners.items()))
-            if used_s > old_s:
-                return
-            del self._owners[session]
-            if session in self._num_calls:
-                self._use(session, owner)

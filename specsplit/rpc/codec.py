@@ -143,15 +143,14 @@ def encode_turn(turn: Turn) -> common_pb2.Turn:
         tail=turn.tail,
         opening=None if turn.opening is None else _encode_opening(turn.opening),
         verified=turn.verified,
-        max_wait_ms=_max_wait_ms(turn),
+        max_wait_ms=_milliseconds(turn.max_wait_s) if turn.may_open else None,  # nothing else can wait for a slot
+        time_left_ms=_milliseconds(turn.time_left_s) if turn.opening is not None else None,
     )
 
 
-def _max_wait_ms(turn: Turn) -> int | None:
-    # Only an opening can wait for a slot. A short wait must not become none at all.
-    if turn.max_wait_s is None or not turn.may_open:
-        return None
-    return min(math.ceil(turn.max_wait_s * 1e3), _MAX_WAIT_MS)
+def _milliseconds(seconds: float | None) -> int | None:
+    # A short time must not become none at all.
+    return None if seconds is None else min(math.ceil(seconds * 1e3), _MAX_WAIT_MS)
 
 
 def decode_turn(message: common_pb2.Turn) -> Turn:
@@ -172,6 +171,7 @@ def decode_turn(message: common_pb2.Turn) -> Turn:
         opening=_decode_opening(message.opening) if message.HasField("opening") else None,
         verified=tuple(message.verified),
         max_wait_s=message.max_wait_ms / 1e3 if message.HasField("max_wait_ms") else None,
+        time_left_s=message.time_left_ms / 1e3 if message.HasField("time_left_ms") else None,
     )
 
 

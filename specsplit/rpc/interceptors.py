@@ -18,6 +18,7 @@ from google.rpc.status_pb2 import Status
 from specsplit.core.errors import AccessDenied, DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
 from specsplit.rpc.auth import Guard
 from specsplit.rpc.budget import ByteBudget
+from specsplit.rpc.client_sessions import serving_connection
 from specsplit.rpc.rounds import ServedRounds
 from specsplit.rpc.status import of_call, status_of
 from specsplit.telemetry import spans
@@ -184,7 +185,8 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         await self._admit(context, method)
         try:
-            await ServedRounds(read, context.write, serve).run(self._ending_rounds)
+            with serving_connection() as connection:
+                await ServedRounds(read, context.write, serve, connection.end).run(self._ending_rounds)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)

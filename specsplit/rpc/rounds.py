@@ -188,15 +188,19 @@ class _Waiter:
 
 
 class ServedRounds:
-    """One stream at the server; each round is answered as soon as it is ready. `read` returns None at the end."""
+    """One stream at the server; each round is answered as soon as it is ready. `read` returns None at the end.
+
+    `on_end` is called when there is no client any more, before the rounds under way have ended.
+    """
 
     def __init__(
         self,
         read: Callable[[], Awaitable[bytes | None]],
         write: Callable[[bytes], Awaitable[None]],
         serve: Serve,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._read, self._write, self._serve = read, write, serve
+        self._read, self._write, self._serve, self._on_end = read, write, serve, on_end
         self._under_way: dict[int, asyncio.Task[None]] = {}
         """Unanswered rounds, which may still be withdrawn."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,6 +225,7 @@ class ServedRounds:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
+            self._on_end()
             await to_its_end(self._end({reading, stopping}))
 
     async def _end(self, own: set[asyncio.Task[Any]]) -> None:

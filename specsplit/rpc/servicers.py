@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,7 +19,8 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity, Turn
 from specsplit.rpc import calls, codec
-from specsplit.rpc.auth import SessionOwners, current_peer
+from specsplit.rpc.auth import current_peer
+from specsplit.rpc.client_sessions import ClientSessions, with_opener
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -47,6 +48,8 @@ class WorkerFront(Protocol):
 
     def worker_statistics(self) -> WorkerStatistics: ...
 
+    def abandon(self, sessions: Sequence[str]) -> None: ...
+
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None: ...
 
 
@@ -68,7 +71,7 @@ class WorkerService(ABC):
         A ping says what `front` says, and a drain sends away whoever waits there.
         """
         self._worker, self._num_sessions, self._front = worker, num_sessions, front
-        self._owners = SessionOwners()
+        self._clients = ClientSessions(self._lose)
         self._is_draining, self._began_s = False, time.monotonic()
 
     @property
@@ -90,7 +93,7 @@ class WorkerService(ABC):
 
     def keep_owners(self, ttl_s: float) -> None:
         """Remember whose a session is for longer than the engine keeps it after its last use, which is `ttl_s`."""
-        self._owners = SessionOwners(2.0 * ttl_s)
+        self._clients.keep_s = 2.0 * ttl_s
 
     def refuse(self) -> None:
         """Open no new session; open ones go on."""
@@ -105,21 +108,28 @@ class WorkerService(ABC):
     @abstractmethod
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]: ...
 
-    def _using(self, turn: Turn) -> AbstractContextManager[None]:
-        """Use the turn's session for the length of the block.
+    @contextmanager
+    def _using(self, turn: Turn) -> Generator[Turn]:
+        """Use the turn's session for the length of the block; give the turn with what is known about its opener.
 
         Raises:
             WorkerUnreachable: it is a new one, and the worker drains.
-            AccessDenied: on entry, if it is another identity's.
+            AccessDenied: it is another identity's.
         """
         # A session that goes on in a new epoch has a base, so only a new session is refused.
         if self._is_draining and turn.opening is not None and turn.base_length == 0:
             raise draining()
-        return self._owners.using(turn.session)
+        with self._clients.using(turn.session):
+            yield with_opener(turn, current_peer())
+
+    def _lose(self, sessions: Sequence[str]) -> None:
+        """Let sessions whose client has vanished give their slots to others soon."""
+        if self._front is not None:
+            self._front.abandon(sessions)
 
     async def _end_session(self, request: common_pb2.EndSessionRequest) -> common_pb2.EndSessionResponse:
         session = codec.decode_session(request.session)
-        with self._owners.using(session, is_last=True):
+        with self._clients.using(session, is_last=True):
             await self._worker.close(session)
         return common_pb2.EndSessionResponse()
 
@@ -155,7 +165,7 @@ class DraftService(WorkerService):
 
     async def _generate_drafts(self, request: draft_pb2.GenerateDraftsRequest) -> draft_pb2.GenerateDraftsResponse:
         turn, known_nodes, budget = calls.decode_drafts_request(request)
-        with self._using(turn):
+        with self._using(turn) as turn:
             proposal = await self._drafter.propose(turn, known_nodes, budget)
         telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
         return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
@@ -187,7 +197,7 @@ class TargetService(WorkerService):
 
     async def _verify_drafts(self, request: target_pb2.VerifyDraftsRequest) -> target_pb2.VerifyDraftsResponse:
         turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
-        with self._using(turn):
+        with self._using(turn) as turn:
             verdict = await self._verifier.verify(turn, proposal)
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
@@ -205,8 +215,8 @@ class TargetService(WorkerService):
     async def _verify_stream(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
         with ExitStack() as scope:
 
-            def admit(turn: Turn) -> None:
-                scope.enter_context(self._using(turn))
+            def admit(turn: Turn) -> Turn:
+                return scope.enter_context(self._using(turn))
 
             async with aclosing(serve_stream(self._verifier, requests, admit)) as responses:
                 async for response in responses:

@@ -26,11 +26,11 @@ _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeT
 
 
 async def serve_stream(
-    verifier: Verifier, requests: AsyncIterator[bytes], admit: Callable[[Turn], None]
+    verifier: Verifier, requests: AsyncIterator[bytes], admit: Callable[[Turn], Turn]
 ) -> AsyncGenerator[bytes]:
     """Yield the commits of one stream; if it is broken off, free its session's slot.
 
-    `admit` raises for a session that may not be used.
+    `admit` returns the turn to begin with, and raises for a session that may not be used.
 
     Raises:
         InvalidRequest: a message is not valid.
@@ -38,7 +38,7 @@ async def serve_stream(
     """
     opening = await _first_message(requests)
     turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
-    admit(turn)
+    turn = admit(turn)
     reports = _Reports()
     with listening(reports.add):
         stream = verifier.open_stream(turn, limits)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged, WorkerClosed
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged, WorkerClosed
 from specsplit.core.ports import VerifyStream
 from specsplit.core.progress import Progress, current_listener
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
@@ -25,10 +26,13 @@ from specsplit.core.types import (
     Verdict,
 )
 from specsplit.engine.batch import Round, at_once
+from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
-from specsplit.engine.session import MAX_STEP_TOKENS, PrefillReport, WorkerSession, prefill
+from specsplit.engine.prefill import MAX_STEP_TOKENS, PrefillReport, prefill
+from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
@@ -44,14 +48,19 @@ class TargetEngine(Engine):
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
-        self._check(turn, proposal)
+        _check(self._model, turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
         report = _prefill_report() if turn.may_open and len(turn.tail) > MAX_STEP_TOKENS else None
+        deadline_s = math.inf if turn.time_left_s is None else self._now() + turn.time_left_s
 
         def run() -> Awaitable[tuple[Verdict, Timings]]:
-            return self._work.run(turn.session, self._verify(turn, proposal, report), this_round)
+            return self._work.run(turn.session, self._verify(turn, proposal, report), this_round, deadline_s)
 
-        verdict, timings = await (self._run_opening(turn, run) if turn.may_open else run())
+        try:
+            verdict, timings = await (self._run_opening(turn, run) if turn.may_open else run())
+        except DeadlineExceeded:
+            await to_its_end(self.close(turn.session))  # its request is over, and its slot is for others
+            raise
         return verdict.timed(timings)
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
@@ -70,16 +79,16 @@ class TargetEngine(Engine):
                 is_wanted=lambda: len(self._admission) > 0,
             ),
         )
-        self._sessions.pin(session, epoch)
+        self._sessions.pins.add(session, epoch)
         return stream
 
     async def _leave_stream(self, session: str, epoch: int, *, keeps_slot: bool) -> None:
-        if not self._sessions.is_pinned_by(session, epoch):
+        if not self._sessions.pins.is_held_by(session, epoch):
             return  # a later stream has taken the session over
-        self._sessions.unpin(session)
+        self._sessions.pins.remove(session)
         with suppress(WorkerClosed):
             await self._work.run(None, at_once(lambda: self._sessions.set_aside(session)))
-            if not keeps_slot and not self._sessions.is_pinned(session):
+            if not keeps_slot and session not in self._sessions.pins:
                 await self.close(session)
 
     async def score(
@@ -91,9 +100,7 @@ class TargetEngine(Engine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         params = check_score(self._model, prompt, scored, logit_bias, top_logprobs)
-        tokens, timings = await self._run_in_background(
-            lambda: self._work.run(None, self._score(prompt, scored, params))
-        )
+        tokens, timings = await self._background.run(lambda: self._work.run(None, self._score(prompt, scored, params)))
         return Scores(tokens, timings)
 
     def _score(
@@ -108,23 +115,6 @@ class TargetEngine(Engine):
         if tokenizer is None:
             raise ModelDamaged(f"{self._model.name} has no tokenizer files; add its tokenizer.json.")
         return replace(tokenizer, files={}) if tokenizer.hash == known_hash else tokenizer
-
-    def _check(self, turn: Turn, proposal: Proposal) -> None:
-        length = turn.base_length + len(turn.tail)
-        vocab_size = self._vocab_size
-        if proposal.token_ids or proposal.parents or proposal.log_probs:
-            max_depth = min(MAX_DEPTH, self._model.context - length)
-            check_proposal(proposal, vocab_size=vocab_size, max_nodes=self._model.node_limit, max_depth=max_depth)
-        if not turn.tail:
-            raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")
-        if length > self._model.context:
-            raise InvalidRequest(
-                f"The session is longer than the context of {self._model.context} tokens.", param="tail"
-            )
-        if not (min(turn.tail) >= 0 and max(turn.tail) < vocab_size):
-            raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
-        if proposal.token_ids and proposal.root_position != length - 1:
-            raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
     def _verify(
         self, turn: Turn, proposal: Proposal, report: PrefillReport | None = None
@@ -210,7 +200,8 @@ class TargetEngine(Engine):
         parents = None if is_chain(tree) else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids, slot = [*tail, *proposal.token_ids], session.slot
         entry = SequenceInput(slot.index, slot.length, token_ids, parents, num_logits=len(tree) + 1)
-        if tree and len(self._sessions) > 1:  # others may have better use for some of its rows
+        # Others may have better use for some of its rows, or a step no room for them.
+        if tree and (len(self._sessions) > 1 or self._work.scheduler.budget.prompts.is_limited):
             return OfferedTree(entry, proposal, tree)
         return entry
 
@@ -237,6 +228,22 @@ class TargetEngine(Engine):
     ) -> tuple[TokenLogProb, ...]:
         """Return what the session asked for of the tokens that a verdict emits: `accepted` nodes, and the bonus."""
         return sampler.log_probs(logits, accepted, token_ids)
+
+
+def _check(model: LoadedModel, turn: Turn, proposal: Proposal) -> None:
+    length = turn.base_length + len(turn.tail)
+    vocab_size = model.vocab_size
+    if proposal.token_ids or proposal.parents or proposal.log_probs:
+        max_depth = min(MAX_DEPTH, model.context - length)
+        check_proposal(proposal, vocab_size=vocab_size, max_nodes=model.node_limit, max_depth=max_depth)
+    if not turn.tail:
+        raise InvalidRequest("A verify needs at least the last committed token in its tail.", param="tail")
+    if length > model.context:
+        raise InvalidRequest(f"The session is longer than the context of {model.context} tokens.", param="tail")
+    if not (min(turn.tail) >= 0 and max(turn.tail) < vocab_size):
+        raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
+    if proposal.token_ids and proposal.root_position != length - 1:
+        raise InvalidRequest("The proposal does not hang on the last committed token.", param="root_position")
 
 
 def _prefill_report() -> PrefillReport | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.engine.session import MAX_STEP_TOKENS, SessionTable
+from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.session import SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.log_probs import token_log_probs

@@ -19,6 +19,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import SamplingParams, SessionParams
+from specsplit.engine import prefill as engine_prefill
 from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.model.loader import LoadedModel, Role
@@ -162,7 +163,7 @@ class Schedule:
         """
         errors = _Errors()
         with errors, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_session, "MAX_STEP_TOKENS", self._rng.choice((5, 512)))
+            patch.setattr(engine_prefill, "MAX_STEP_TOKENS", self._rng.choice((5, 512)))
             for module in (engine_session, engine_slots):  # as short as the slots, so that sessions meet
                 patch.setattr(module, "HEADROOM_ROWS", 4)
             try:

@@ -27,7 +27,8 @@ from specsplit.core.types import (
     prefix_hash,
 )
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine.session import PrefillReport, SessionTable, WorkerSession
+from specsplit.engine.prefill import PrefillReport
+from specsplit.engine.session import SessionTable, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler

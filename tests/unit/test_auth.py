@@ -1,4 +1,4 @@
-"""Identities that certificates prove, the table of methods, and whose a session is."""
+"""Identities that certificates prove, and the table of methods."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from specsplit.core.errors import AccessDenied
-from specsplit.rpc.auth import ALLOWED, ROLES, Guard, SessionOwners, identity_of, peer_identity, server_name
+from specsplit.rpc.auth import ALLOWED, ROLES, Guard, identity_of, peer_identity, server_name
 from specsplit.rpc.pb import draft_pb2, stage_pb2, target_pb2
-
-ALICE, BOB = "spiffe://specsplit/gateway/alice", "spiffe://specsplit/gateway/bob"
 
 
 def _context(*uris: str, peer: str = "ipv4:10.0.0.7:4711") -> Any:
@@ -72,47 +70,3 @@ def test_only_the_roles_of_the_table_may_call_a_method(method: str):
     with pytest.raises(AccessDenied, match="without a role"):
         guard.admit(_context(), method)
     assert Guard(is_secure=False).admit(_context(), method).role is None
-
-
-def _as(uri: str) -> None:
-    Guard(is_secure=True).admit(_context(uri), "/specsplit.v1.TargetService/Ping")
-
-
-def test_a_session_is_its_openers_until_it_ends():
-    owners = SessionOwners()
-    _as(ALICE)
-    with owners.using("s"):
-        _as(BOB)
-        for is_last in (False, True):
-            with pytest.raises(AccessDenied, match="another identity"), owners.using("s", is_last=is_last):
-                pass
-    with pytest.raises(AccessDenied), owners.using("s"):
-        pass
-    _as(ALICE)
-    with owners.using("s", is_last=True):
-        pass
-    assert len(owners) == 0
-    _as(BOB)
-    with owners.using("s"):
-        pass
-
-
-def test_sessions_that_nobody_uses_are_forgotten_and_those_in_use_are_not():
-    owners = SessionOwners(keep_s=0.0)
-    _as(ALICE)
-    with owners.using("long"):
-        for number in range(100):
-            with owners.using(f"short-{number}"):
-                pass
-        assert len(owners) <= 2
-        _as(BOB)
-        with pytest.raises(AccessDenied), owners.using("long"):
-            pass
-
-
-def test_without_certificates_sessions_belong_to_nobody():
-    owners = SessionOwners()
-    for host in ("ipv4:10.0.0.7:1", "ipv4:10.0.0.8:1"):
-        Guard(is_secure=False).admit(_context(peer=host), "/specsplit.v1.TargetService/Ping")
-        with owners.using("s"):
-            assert len(owners) == 0

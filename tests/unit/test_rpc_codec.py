@@ -176,7 +176,7 @@ def test_what_is_to_be_scored_arrives_whole(prompt: tuple[int, ...], scored: tup
 
 def test_the_wire_carries_every_field_of_every_type():
     """A new field of a type must be said in its message too, or this list says why not."""
-    said_otherwise = {"sampling", "logit_bias", "opening", "role", "max_wait_s", "timings"} | {
+    said_otherwise = {"sampling", "logit_bias", "opening", "opener", "role", "max_wait_s", "time_left_s", "timings"} | {
         "sent_bytes",
         "received_bytes",
     }

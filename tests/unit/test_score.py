@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged, NoFreeSlot
 from specsplit.core.types import Proposal
-from specsplit.engine.session import MAX_STEP_TOKENS
+from specsplit.engine.prefill import MAX_STEP_TOKENS
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script

@@ -155,6 +155,7 @@ class Turn(_message.Message):
     OPENING_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     epoch: _builtins.int
     round: _builtins.int
@@ -162,6 +163,8 @@ class Turn(_message.Message):
     base_hash: _builtins.int
     max_wait_ms: _builtins.int
     """How long an opening may wait for a slot: 0 to be refused at once, absent if that is up to the worker."""
+    time_left_ms: _builtins.int
+    """Beside an opening: how long the request may still take, its prefill included; absent without a deadline."""
     @_builtins.property
     def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -180,14 +183,20 @@ class Turn(_message.Message):
         opening: Global___SessionParams | None = ...,
         verified: _abc.Iterable[_builtins.int] | None = ...,
         max_wait_ms: _builtins.int | None = ...,
+        time_left_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "max_wait_ms", b"max_wait_ms", "opening", b"opening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "_time_left_ms", b"_time_left_ms", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "_time_left_ms", b"_time_left_ms", "base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "time_left_ms", b"time_left_ms", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_wait_ms: _TypeAlias = _typing.Literal["max_wait_ms"]  # noqa: Y015
     _WhichOneofArgType__max_wait_ms: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms"]  # noqa: Y015
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_wait_ms) -> _WhichOneofReturnType__max_wait_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
 

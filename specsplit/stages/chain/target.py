@@ -16,7 +16,8 @@ from torch import Tensor
 from specsplit.core.errors import InvalidPacket, ModelDamaged
 from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
-from specsplit.engine.session import MAX_STEP_TOKENS, TTL_S, WorkerSession
+from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.session import TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.runner import Runner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import SpecSplitError
@@ -51,6 +51,9 @@ class ChainFront:
             link_bytes["stages", "sent" if link.startswith("coordinator->") else "received"] += num_bytes
         resyncs = {str(reason): count for reason, count in self._sent.num_resends.items()}
         return replace(self._engine.worker_statistics(), num_resyncs=resyncs, link_bytes=link_bytes)
+
+    def abandon(self, sessions: Sequence[str]) -> None:
+        self._engine.abandon(sessions)
 
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:
         self._engine.refuse_waiting(error)

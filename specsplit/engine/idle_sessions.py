@@ -1,0 +1,73 @@
+"""Sessions without work, in the order in which they may lose their slots, and those that may not.
+
+Knows of a session only when it was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+ABANDONED_S = 0.5
+"""A session whose client has vanished is not evicted within this time: the client may come on another connection."""
+
+
+class Idle(Protocol):
+    """A session that waits for its client."""
+
+    last_used_s: float
+
+
+S = TypeVar("S", bound=Idle)
+
+
+class IdleSessions(dict[str, S]):
+    """Sessions by key, the least recently used first. Those that lost their client may be in here, or at work still."""
+
+    def __init__(self, grace_s: float, now: Callable[[], float]) -> None:
+        super().__init__()
+        self.abandoned_s: dict[str, float] = {}
+        """When each session lost its client, the longest ago first; one that is used again leaves."""
+        self._grace_s, self._now = grace_s, now
+
+    def first_evictable(self) -> S | None:
+        """Return the session that may give its slot to a new one, None if each may still be needed."""
+        now_s = self._now()
+        for key, since_s in self.abandoned_s.items():
+            if since_s > now_s - min(ABANDONED_S, self._grace_s):
+                break
+            if key in self:
+                return self[key]
+        # A client that paused within the grace time comes back to its session.
+        oldest = next(iter(self.values()), None)
+        return oldest if oldest is not None and oldest.last_used_s <= now_s - self._grace_s else None
+
+    @property
+    def may_have_evictable(self) -> bool:
+        """Whether there is such a session, for a thread that is not the executor: in doubt there is."""
+        try:
+            return self.first_evictable() is not None
+        except (RuntimeError, KeyError):  # the executor changed what was being looked through
+            return True
+
+
+class Pins:
+    """Sessions with an open stream, which neither expire nor are evicted; only the event loop changes them."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._epochs
+
+    def add(self, key: str, epoch: int) -> None:
+        """Keep a session's slot, if it has or gets one, until `remove`."""
+        self._epochs[key] = max(epoch, self._epochs.get(key, epoch))
+
+    def is_held_by(self, key: str, epoch: int) -> bool:
+        """Whether no stream of a later epoch has taken the session over."""
+        return self._epochs.get(key) == epoch
+
+    def remove(self, key: str) -> None:
+        """Release a pin; `SessionTable.set_aside` on the executor follows."""
+        del self._epochs[key]
