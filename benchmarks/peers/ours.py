@@ -22,7 +22,7 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.engine import event_loop
-from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.request import Request, Result
 from specsplit.sampling.sampler import Sampler
@@ -76,7 +76,7 @@ class InProcess(OnLoop):
 
     def prefill_chunk_tokens(self) -> int:
         """Return how many tokens of a prompt go into one forward."""
-        return MAX_STEP_TOKENS
+        return MAX_STEP_ROWS
 
     def context(self) -> int:
         """Return how many tokens, prompt included, a task may have."""

@@ -43,6 +43,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
             service = TargetService(verifier, lambda: verifier.num_sessions, verifier)
         engine.open_queue(settings.queue)
         engine.reuse_prefixes(settings.prefix_reuse)
+        engine.limit_steps(settings.step_tokens, settings.prefill_chunk)
         stack.push_async_callback(engine.aclose)
         # Before the server listens, so that the first ping has the times of forwards in it.
         await engine.measure()

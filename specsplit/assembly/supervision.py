@@ -81,7 +81,8 @@ async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: s
 
 def _options(settings: WorkerSettings, model: str) -> list[str]:
     """Return the options of the command that serves a worker with these settings."""
-    names = ("dtype", "device", "threads", "context", "kv_memory", "sessions", "queue")
+    of_model = ("dtype", "device", "threads", "context", "kv_memory")
+    names = (*of_model, "sessions", "queue", "step_tokens", "prefill_chunk")
     given = {"model": model, **{name: getattr(settings, name) for name in names}}
     words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
     return [*(word for pair in words for word in pair), *WITHOUT_LINK_SETTINGS]

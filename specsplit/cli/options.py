@@ -160,6 +160,12 @@ Listen = Annotated[
 ]
 Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
 Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
+StepTokens = Annotated[
+    int | None, _option("--step-tokens", _SERVICES, "Tokens and nodes of a step at most.", "what times give", "N")
+]
+PrefillChunk = Annotated[
+    int | None, _option("--prefill-chunk", _SERVICES, "Tokens of one prompt in a step at most.", "what times give", "N")
+]
 ReusePrefixes = Annotated[
     PrefixReuse,
     _option(

@@ -156,6 +156,8 @@ class WorkerSettings(ServiceSettings):
     """Memory for the rows of all slots; by default every slot may be full."""
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
+    step_tokens: Positive | None = None  # tokens and nodes of a service's step; by default what its times give
+    prefill_chunk: Positive | None = None  # tokens of one prompt in such a step
     prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
     session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S

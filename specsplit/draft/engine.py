@@ -13,10 +13,10 @@ from torch import Tensor
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Timings, Turn, quantised_log_probs
 from specsplit.draft.tree import DraftTree
-from specsplit.engine.batch import Round
+from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
-from specsplit.engine.prefill import MAX_STEP_TOKENS, prefill
+from specsplit.engine.prefill import prefill
 from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -64,7 +64,7 @@ class DraftEngine(Engine):
                 return session.answer  # the same round again
             grower = session.kept  # the draft's state between rounds: the tree
             if not isinstance(grower, Grower):
-                grower = session.kept = Grower(self._model, session)
+                grower = session.kept = Grower(self._model, session, self._chunk_tokens)
             session.answer = proposal = yield from grower.propose(turn, known_nodes, budget)
             self.counts.num_nodes += len(proposal.token_ids)
             return proposal
@@ -75,8 +75,8 @@ class DraftEngine(Engine):
 class Grower:
     """The tree of one session in one epoch; the slot's rows are [committed tokens | forwarded nodes | free]."""
 
-    def __init__(self, model: LoadedModel, session: WorkerSession) -> None:
-        self._model, self._session = model, session
+    def __init__(self, model: LoadedModel, session: WorkerSession, chunk_tokens: int) -> None:
+        self._model, self._session, self._chunk_tokens = model, session, chunk_tokens
         self._tree = DraftTree()
         self._last_number = 0
 
@@ -92,8 +92,8 @@ class Grower:
         num_forwarded = 0
         try:
             pending = self._align(turn)
-            if len(pending) > MAX_STEP_TOKENS:
-                pending = yield from prefill(self._session, pending)
+            if len(pending) > MOST_ROUND_ROWS:
+                pending = yield from prefill(self._session, pending, self._chunk_tokens, self._chunk_tokens)
             # One forward per level: [pending tokens] for the root's children, then the frontier's nodes side by side.
             while max_depth > 0:
                 room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_forwarded)

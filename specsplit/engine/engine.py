@@ -75,6 +75,7 @@ class Engine:
         scheduler = self._work.scheduler
         scheduler.memory = Preemption(self._sessions, scheduler.finish)
         scheduler.now, scheduler.budget.prompts.params_of = self._now, self._sessions.params_of
+        self._chunk_tokens = scheduler.budget.prompts.chunk_tokens
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_queue(self, max_waiting: int | None = None) -> None:
@@ -102,9 +103,10 @@ class Engine:
         self._work.scheduler.budget.pace(times)
 
     def limit_steps(self, step_tokens: int | None, prefill_chunk: int | None) -> None:
-        """Let a step take at most so many rows, and so many of one prompt; None for what is measured."""
+        """Let a step take at most so many rows, and so many of one prompt; None is up to what is measured."""
         prompts = self._work.scheduler.budget.prompts
         prompts.max_rows, prompts.max_chunk = step_tokens, prefill_chunk
+        self._chunk_tokens = prompts.chunk_tokens
 
     @property
     def num_sessions(self) -> int:
@@ -190,7 +192,7 @@ class Engine:
                 except BaseException as error:
                     if not _frees_place(error):
                         if waited_s:
-                            await to_its_end(self._close_unused(turn.session))
+                            await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
                         raise
                     sentence = str(error)
             opening = _opening_of(turn, self._sessions.seniority.preempted_since(turn.session))
@@ -209,24 +211,22 @@ class Engine:
         try:
             is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, turn)))
         except BaseException:
-            await to_its_end(self._close_unused(turn.session))
+            await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
             raise
         return is_open
 
-    async def _close_unused(self, session: str) -> None:
-        with suppress(WorkerClosed):
-            await self._work.run(None, at_once(partial(self._sessions.close_unused, session)))
+    async def _do(self, action: Callable[[], object]) -> None:
+        """Do `action` on the executor, if the worker is still there."""
+        with suppress(WorkerClosed, WorkerFailed):
+            await self._work.run(None, at_once(action))
 
     def abandon(self, sessions: Sequence[str]) -> None:
         """Let sessions whose client has vanished lose their slots as soon as somebody wants them."""
         # On the executor, since its side owns the sessions; the server's event loop has nobody to tell.
-        task = asyncio.get_running_loop().create_task(self._abandon(sessions), name="specsplit-abandon")
+        abandoning = self._do(lambda: [self._sessions.abandon(key) for key in sessions])
+        task = asyncio.get_running_loop().create_task(abandoning, name="specsplit-abandon")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _abandon(self, sessions: Sequence[str]) -> None:
-        with suppress(WorkerClosed, WorkerFailed):
-            await self._work.run(None, at_once(lambda: [self._sessions.abandon(key) for key in sessions]))
 
     async def close(self, session: str) -> None:
         """Free the session's slot, even if the caller is cancelled; unknown sessions are ignored."""

@@ -12,22 +12,20 @@ from torch import Tensor
 from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 
-MAX_STEP_TOKENS = 512
-"""Tokens one session may bring to a step before its tree: the size of a prefill chunk."""
 PrefillReport = Callable[[int, int], None]
 """Takes how many tokens of a prefill have been forwarded, and of how many; called on the executor."""
 
 
 def prefill(
-    session: WorkerSession, tail: Sequence[int], report: PrefillReport | None = None
+    session: WorkerSession, tail: Sequence[int], chunk_tokens: int, most_left: int, report: PrefillReport | None = None
 ) -> Generator[SequenceInput, Tensor, Sequence[int]]:
-    """Forward and commit whole chunks of a long tail; return what is left for the step that needs logits."""
+    """Forward and commit chunks of a long tail; return its last tokens, `most_left` at most, which need logits."""
     total = len(tail)
-    while len(tail) > MAX_STEP_TOKENS:
-        chunk = tail[:MAX_STEP_TOKENS]
+    while len(tail) > most_left:
+        chunk = tail[: min(chunk_tokens, len(tail) - 1)]
         yield SequenceInput(session.slot.index, session.slot.length, chunk)
         session.extend(chunk)
-        tail = tail[MAX_STEP_TOKENS:]
+        tail = tail[len(chunk) :]
         if report is not None:
             report(total - len(tail), total)
     return tail

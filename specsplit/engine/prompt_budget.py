@@ -110,6 +110,11 @@ class PromptBudget:
         """Whether even a prompt that is alone may have to be cut."""
         return self.max_rows is not None or self.max_chunk is not None
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prompt that a session offers to a step at once."""
+        return self.max_chunk or max(MAX_STEP_ROWS, self.max_rows or 0)
+
     def observe(self, rows: int, num_sessions: int, num_pairs: float, elapsed_s: float) -> None:
         """Count a step: its rows, and the pairs of a row and a token that it attends to."""
         if self.times is not None:

@@ -137,7 +137,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
-        InvalidSettings: more stages than layers.
+        InvalidSettings: more stages than layers, or a setting that a chain lacks.
     """
     require_worker_extra()
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
@@ -146,6 +146,8 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     from specsplit.stages.shard.loader import ShardOptions, load_ends
 
     total_bytes(settings.kv_memory)  # refused before anything is loaded
+    if settings.step_tokens is not None:
+        raise InvalidSettings("--step-tokens is for a target in one piece; with stages --prefill-chunk sizes packets.")
     ranges: tuple[range, ...] = ()
     if settings.local_stages is not None:
         ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)
@@ -321,11 +323,11 @@ def _make_link(
 
 def _chain_options(model: ChainModel, link: RemoteChain, settings: TargetSettings) -> ChainOptions:
     from specsplit.model.attention.paths import slot_rows
-    from specsplit.stages.chain.runner import ChainOptions
+    from specsplit.stages.chain.runner import CHUNK_TOKENS, ChainOptions
 
     rows = slot_rows(model.context + model.node_limit)
     memory = chain_memory(link.identities, model.max_sessions, rows, total_bytes(settings.kv_memory))
-    return ChainOptions(memory=memory)
+    return ChainOptions(chunk_tokens=settings.prefill_chunk or CHUNK_TOKENS, memory=memory)
 
 
 def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_stages: int) -> Executor:

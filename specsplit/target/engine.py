@@ -25,11 +25,11 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
-from specsplit.engine.batch import Round, at_once
+from specsplit.engine.batch import MOST_ROUND_ROWS, Round, at_once
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
-from specsplit.engine.prefill import MAX_STEP_TOKENS, PrefillReport, prefill
+from specsplit.engine.prefill import PrefillReport, prefill
 from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -50,7 +50,7 @@ class TargetEngine(Engine):
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
         _check(self._model, turn, proposal)
         this_round = Round(turn.epoch, turn.round, (turn, proposal))
-        report = _prefill_report() if turn.may_open and len(turn.tail) > MAX_STEP_TOKENS else None
+        report = _prefill_report() if turn.may_open and len(turn.tail) > self._chunk_tokens else None
         deadline_s = math.inf if turn.time_left_s is None else self._now() + turn.time_left_s
 
         def run() -> Awaitable[tuple[Verdict, Timings]]:
@@ -134,8 +134,11 @@ class TargetEngine(Engine):
                 keep = min(session.common_length(turn), length - 1)
                 session.truncate(keep)
             tail = turn.tail[keep - turn.base_length :]
-            if len(tail) > MAX_STEP_TOKENS:
-                tail = yield from prefill(session, tail, report)
+            if len(tail) > MOST_ROUND_ROWS:
+                # A step cannot take a part of what ends with a tree: in company only the last token goes with it.
+                is_in_company = len(self._sessions) > 1 and self._model.runner.max_pending == 1
+                most_left = 1 if proposal.token_ids and is_in_company else self._chunk_tokens
+                tail = yield from prefill(session, tail, self._chunk_tokens, most_left, report)
             tree = parent_indices(proposal) if proposal.token_ids else []
             sequence = self._sequence_input(session, tail, proposal, tree)
             logits = yield sequence

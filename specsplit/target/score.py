@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import SessionTable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -63,8 +63,8 @@ def score(
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
     with sessions.slots.borrowed(len(token_ids)) as slot:
-        for start in range(0, len(token_ids), MAX_STEP_TOKENS):
-            chunk = token_ids[start : start + MAX_STEP_TOKENS]
+        for start in range(0, len(token_ids), MAX_STEP_ROWS):
+            chunk = token_ids[start : start + MAX_STEP_ROWS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))

@@ -17,19 +17,21 @@ import pytest
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.ports import ChatMessage
 from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.engine import prefill as engine_prefill
+from specsplit.draft import engine as draft_engine
+from specsplit.engine import batch as engine_batch
 from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.model.loader import LoadedModel, Role
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
+from specsplit.target import engine as target_engine
 from tests.support.fault_net import UNIT_S, FaultyDrafter, FaultyVerifier, Host, Net, TimedDevice
 from tests.support.hash_model import (
     VOCAB_SIZE,
     HashRunner,
+    LetterTokenizer,
     Violation,
     hash_model,
     picks_along,
@@ -76,25 +78,9 @@ def _row_limits(seed: int, sizes: Sequence[float | None]) -> dict[Role, float | 
     return {"draft": rng.choice(sizes), "target": rng.choice(sizes)}
 
 
-class LetterTokenizer:
-    """A letter a token."""
-
-    eos_ids: tuple[int, ...] = ()
-    vocab_hash = f"no-tokenizer-{VOCAB_SIZE}"
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) - ord("A") for character in text]
-
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
-
-    def token_text(self, token_id: int) -> str:
-        return self.decode([token_id])
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(ord("A") + token_id) for token_id in token_ids)
-
-    token_bytes = None
+def _step_limits(seed: int) -> tuple[int | None, int | None]:
+    """Draw, apart from all else, how many rows a step has at most, and how many of one prompt."""
+    return random.Random(f"steps {seed}").choice(((None, None), (6, None), (None, 2), (9, 4)))
 
 
 class _Errors(logging.Handler):
@@ -163,7 +149,9 @@ class Schedule:
         """
         errors = _Errors()
         with errors, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_prefill, "MAX_STEP_TOKENS", self._rng.choice((5, 512)))
+            most_rows = self._rng.choice((3, 64))
+            for module in (engine_batch, draft_engine, target_engine):  # with 3, prompts are cut
+                patch.setattr(module, "MOST_ROUND_ROWS", most_rows)
             for module in (engine_session, engine_slots):  # as short as the slots, so that sessions meet
                 patch.setattr(module, "HEADROOM_ROWS", 4)
             try:
@@ -202,11 +190,15 @@ class Schedule:
 
         def draft() -> WatchedDraft:
             model = self._model("draft", self._draft_slots)
-            return WatchedDraft(ledger, model, device, ttl_s=ttl_s, grace_s=grace_s, clock=LoopClock())
+            engine = WatchedDraft(ledger, model, device, ttl_s=ttl_s, grace_s=grace_s, clock=LoopClock())
+            engine.limit_steps(*_step_limits(self._seed))
+            return engine
 
         def target() -> WatchedTarget:
             model = self._model("target", self._target_slots)
-            return WatchedTarget(ledger, model, device, ttl_s=ttl_s, grace_s=grace_s, clock=LoopClock())
+            engine = WatchedTarget(ledger, model, device, ttl_s=ttl_s, grace_s=grace_s, clock=LoopClock())
+            engine.limit_steps(*_step_limits(self._seed))
+            return engine
 
         self._draft, self._target = Host(net, "draft", draft), Host(net, "target", target)
         self._drafter = FaultyDrafter(net, self._draft, ledger, mute=self._mute)

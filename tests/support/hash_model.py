@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
+from specsplit.core.ports import ChatMessage
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 from specsplit.model.attention.metadata import SequenceInput
@@ -250,6 +251,27 @@ def plain_tokens(params: SessionParams, prompt_ids: Sequence[int], count: int) -
     while len(token_ids) < count and not (token_ids and token_ids[-1] in params.eos_ids):
         token_ids.append(picks_along(params, prompt_ids, token_ids, target_logits)[-1])
     return token_ids
+
+
+class LetterTokenizer:
+    """A letter a token."""
+
+    eos_ids: tuple[int, ...] = ()
+    vocab_hash = f"no-tokenizer-{VOCAB_SIZE}"
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - ord("A") for character in text]
+
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token_id) for token_id in token_ids)
+
+    token_bytes = None
 
 
 def hash_model(

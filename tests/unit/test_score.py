@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged, NoFreeSlot
 from specsplit.core.types import Proposal
-from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
@@ -87,8 +87,8 @@ async def test_a_long_text_is_scored_in_chunks_with_the_needed_logits_only(num_p
         values = (await engine.score(prompt, scored)).log_probs
     entries = [entry for step in runner.steps for entry in step]
     assert sum(len(entry.token_ids) for entry in entries) == num_prompt + 599
-    assert max(len(entry.token_ids) for entry in entries) == MAX_STEP_TOKENS
-    wanted = max(0, num_prompt - 1) // MAX_STEP_TOKENS
+    assert max(len(entry.token_ids) for entry in entries) == MAX_STEP_ROWS
+    wanted = max(0, num_prompt - 1) // MAX_STEP_ROWS
     assert [logits[0].shape[0] for logits in runner.logits[:wanted]] == [1] * wanted
     assert sum(logits[0].shape[0] for logits in runner.logits[wanted:]) == 600
     assert list(values) == pytest.approx(eager("llama", prompt, scored, {}), abs=4e-5)  # fp32 over 1,600 positions

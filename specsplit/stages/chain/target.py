@@ -16,7 +16,7 @@ from torch import Tensor
 from specsplit.core.errors import InvalidPacket, ModelDamaged
 from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
-from specsplit.engine.prefill import MAX_STEP_TOKENS
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import TTL_S, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
@@ -43,8 +43,8 @@ class ChainTarget(TargetEngine):
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
         with self._sessions.slots.borrowed(len(token_ids)) as slot:
-            for start in range(0, len(token_ids), MAX_STEP_TOKENS):
-                chunk = token_ids[start : start + MAX_STEP_TOKENS]
+            for start in range(0, len(token_ids), MAX_STEP_ROWS):
+                chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
                 request = HeadRequest(params, wanted) if wanted else None
