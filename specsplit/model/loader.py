@@ -20,12 +20,13 @@ from specsplit.model.files import lay_out, load_config, load_tokenizer, load_wei
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
+from specsplit.model.loading import loading
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import resolve
-from specsplit.model.threads import choose_threads, one_thread
+from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 
 Role = Literal["draft", "target"]
@@ -143,7 +144,7 @@ def load_model(
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
     # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
-    with one_thread():
+    with loading(device):
         report("config", 0.05)
         config = load_config(path, name)
         refuse_by_config(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +28,12 @@ def available_bytes(device: torch.device) -> int | None:
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit = _cgroup_limit()
     return min([*found, *limit]) if found else None
+
+
+def return_freed() -> None:
+    """Give the system what the C library keeps of freed memory, where it can: loading leaves a good deal of it."""
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _cgroup_limit() -> list[int]:

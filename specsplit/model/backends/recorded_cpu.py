@@ -7,9 +7,10 @@ lock. A model whose recording does not reproduce it (routing that depends on the
 from __future__ import annotations
 
 import math
+import threading
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,31 @@ _COMPARED = (
 )
 MakeStep = Callable[[StepShape, int], tuple[Tensor, ...]]
 """Makes the arguments of `forward` for a random step of a shape, by a seed; logits' memory, if any, is fresh."""
+
+
+_executor = threading.Lock()
+_num_inside = [0]
+_jit: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def optimised_once() -> Generator[None]:
+    """Let TorchScript that runs for the first time in here be optimised by its code alone.
+
+    Otherwise its first two runs are watched, and it is optimised for the shapes that they had: that takes a second for
+    a small model and some for a large one, and without a fuser no forward gains from it. The choice is the process's
+    own, so other threads' code that begins meanwhile has it, too.
+    """
+    with _executor:
+        _num_inside[0] += 1
+        _jit._jit_set_profiling_mode(False)
+    try:
+        yield
+    finally:
+        with _executor:
+            _num_inside[0] -= 1
+            if not _num_inside[0]:
+                _jit._jit_set_profiling_mode(True)
 
 
 class RecordedCpuBackend:

@@ -39,12 +39,12 @@ from specsplit.model.loader import (
     pack,
     plan_slots,
 )
+from specsplit.model.loading import loading
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import resolve
-from specsplit.model.threads import one_thread
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
 
@@ -304,7 +304,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
     if options.max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {options.max_sessions}.", param="max_sessions")
     path, name = resolve(source, "target")
-    with one_thread():
+    with loading(device):
         config = load_config(path, name)
         refuse_by_config(config)
         outline = find_outline(path, name, config)
