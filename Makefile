@@ -96,7 +96,7 @@ client-test: $(TOOLS)  ## Run lm-eval, LangChain, LlamaIndex, guidellm and AIPer
 	$(BIN)/python -m pytest -q tests/clients
 
 fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each time (not part of CI)
-	SPECSPLIT_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
+	SPECSPLIT_TEST_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -28,7 +28,7 @@ from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
 NUM_FUZZED = int(
-    os.environ.get("SPECSPLIT_NUM_FUZZED") or (5_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300)
+    os.environ.get("SPECSPLIT_TEST_NUM_FUZZED") or (5_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 300)
 )
 """`make fuzz` sends 50,000."""
 
