@@ -16,6 +16,7 @@ from benchmarks.load.clients import ClosedLoop, Outcome, of_sample
 from benchmarks.settings import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.loader import DTYPES
 
 NUM_CONSTANT_TOKENS = 4
@@ -35,6 +36,8 @@ def load_model(role: str, pair: Pair) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()  # assisted generation warns about its own inner call
     source = pair.target if role == "target" else pair.draft
     assert source is not None, "the registry asks for a draft if a system needs one"
+    if pair.dtype not in DTYPES:
+        raise InvalidRequest(f"transformers has no {pair.dtype} here; name systems of ours, or another --dtype.")
     path = str(files("specsplit.model") / "embedded" / role) if source == EMBEDDED else source
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[pair.dtype], use_safetensors=True)
     model.to(pair.device).eval().requires_grad_(False)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from benchmarks.research import ablation, bars, context_growth, figures, inflate, network_bars, tree_shapes
+from benchmarks.research import ablation, bars, context_growth, figures, inflate, network_bars, rounding, tree_shapes
 from benchmarks.research.app import app
 from benchmarks.research.calibration import study as calibration
 from benchmarks.research.checkouts import compare as checkouts
@@ -37,7 +37,7 @@ STUDIES = (
     profile,
 )
 STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, real_shapes, stage_cost, stage_sessions)
-STUDIES_LAST = (traced, tree_shapes)
+STUDIES_LAST = (rounding, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

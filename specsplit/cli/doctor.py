@@ -137,11 +137,21 @@ def _model(model: LoadedModel) -> Check:
     left = "" if free is None else f", {free / _GIB:.1f} GiB left"
     detail = (
         f"{identity.model}: {identity.dtype} on {identity.device}, vocabulary {identity.vocab_size}, "
-        f"context {_context(model)}, weights {model.weight_bytes / _GIB:.2f} GiB, "
+        f"context {_context(model)}, weights {_weights(model)}, "
         f"KV {cache_bytes / _GIB:.2f} GiB{limit}{left}, threads {model.threads}, "
         f"forward {'recorded' if model.runner.is_recorded else 'not recorded: it works, but slower'}"
     )
     return Check(identity.role, True, detail)
+
+
+def _weights(model: LoadedModel) -> str:
+    """Return the weights' bytes, and of a model whose weights are rounded how many are in which format."""
+    total, rounded = f"{model.weight_bytes / _GIB:.2f} GiB", model.runner.bytes_by_format
+    if not rounded:
+        return total
+    rest = shown_memory(model.weight_bytes - sum(rounded.values()))
+    parts = [f"{shown_memory(size)} in {form}" for form, size in rounded.items()]
+    return f"{total} ({', '.join(parts)}, {rest} in {str(model.runner.dtype).removeprefix('torch.')})"
 
 
 def _context(model: LoadedModel) -> str:

@@ -111,7 +111,12 @@ DraftVocab = Annotated[str | None, _option("--draft-vocab", _MODELS, _VOCAB, "al
 ServedVocab = Annotated[str | None, _option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
-    _option("--dtype", _MODELS, "Number format of the weights.", "the checkpoint's, or fp32 on a CPU without it"),
+    _option(
+        "--dtype",
+        _MODELS,
+        "Number format of the weights; to int8 and int4 they are rounded.",
+        "the checkpoint's, or fp32 on a CPU without it",
+    ),
 ]
 DeviceOption = Annotated[
     DeviceName, _option("--device", _MODELS, "Where both models run: cpu, cuda or cuda:N.", metavar="D")

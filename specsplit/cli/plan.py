@@ -31,6 +31,10 @@ specsplit plan --model config.json --memory 24GiB,24GiB,80GiB --ends coordinator
 app = typer.Typer()
 _CUT, _LOAD, _OUTPUT = "Cut, one of these", "What to serve", "Output"
 _FILE_WIDTH = 160
+_ROUNDED = {
+    "int8": "a byte for each weight, its inputs filled up to a multiple of 512, and 12 bytes for each output",
+    "int4": "half a byte for each weight and 4 bytes for 64 of them; the head and odd shapes are in int8",
+}
 
 
 def _option(names: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -38,6 +42,16 @@ def _option(names: str, panel: str, text: str, default: str | None = None, metav
     if default is not None:
         text = f"{text} [dim]\\[default: {default}][/dim]"
     return typer.Option(*names.split(), help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
+
+
+_Dtype = Annotated[
+    Literal["bf16", "fp16", "fp32", "int8", "int4"] | None,
+    _option("--dtype", _LOAD, "Number format of the weights.", "the checkpoint's, else bf16"),
+]
+_ComputeDtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None,
+    _option("--compute-dtype", _LOAD, "What int8 and int4 are computed in.", "the checkpoint's if bf16, else fp32"),
+]
 
 
 @app.command("plan", epilog=EXAMPLES)
@@ -61,10 +75,8 @@ def plan(
     sessions: Annotated[
         int, _option("--sessions", _LOAD, "Sessions held at a time, one KV slot each.", metavar="N")
     ] = defaults.SERVED_SESSIONS,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32", "int8"] | None,
-        _option("--dtype", _LOAD, "Number format of the weights.", "the checkpoint's, else bf16"),
-    ] = None,
+    dtype: _Dtype = None,
+    compute_dtype: _ComputeDtype = None,
     nodes: Annotated[
         int, _option("--nodes", _LOAD, "Tree nodes verified per round.", metavar="N")
     ] = defaults.DEFAULT_NODES,
@@ -87,6 +99,7 @@ def plan(
         sessions=sessions,
         nodes=nodes,
         dtype=dtype or shape.checkpoint_dtype or "bf16",
+        compute_dtype=compute_dtype or ("bf16" if shape.checkpoint_dtype in ("bf16", None) else "fp32"),
         ends=ends,
     )
     planned = _plan(shape, workload, num_stages, layers, memory)
@@ -196,10 +209,10 @@ def _notes(planned: ChainPlan) -> list[str]:
         "Not counted: activations and what the runtime takes for itself.",
         *shape.notes,
     ]
-    if workload.dtype == "int8":
+    if workload.dtype in _ROUNDED:
         notes.append(
-            "int8: one byte per weight of every matrix, embedding and head included, and a 2-byte scale per output "
-            "row; vectors, KV and hidden states stay in bf16."
+            f"{workload.dtype}: {_ROUNDED[workload.dtype]}; embedding, vectors, routers and experts, KV and hidden "
+            f"states are in {workload.computed} (--compute-dtype fp32 for processors without bf16)."
         )
     if shape.max_context is not None and workload.context > shape.max_context:
         notes.append(f"The model was made for at most {shape.max_context} tokens: a target refuses a longer --context.")
@@ -214,7 +227,7 @@ def _record(planned: ChainPlan, source: str, notes: list[str]) -> dict[str, Any]
         "num_layers": shape.num_layers,
         "num_parameters": shape.num_params,
         "hidden_size": shape.hidden_size,
-        "kv_bytes_per_token_and_layer": shape.kv_bytes(workload.dtype),
+        "kv_bytes_per_token_and_layer": shape.kv_bytes(workload.computed),
         "dtype": workload.dtype,
         "context": workload.context,
         "sessions": workload.sessions,

@@ -7,7 +7,7 @@ from typing import Literal
 Mode = Literal["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
 DRAFTLESS: tuple[Mode, ...] = ("plain", "lookup")
 """Modes that ask no draft."""
-Dtype = Literal["fp32", "bf16", "fp16"]
+Dtype = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 DeviceName = str
 Role = Literal["draft", "target"]
 PrefixReuse = Literal["off", "caller", "all"]

@@ -22,8 +22,8 @@ from torch import Tensor
 from specsplit.core.exactness import Exactness
 from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.half_weights import Product
 from specsplit.model.backends.packed_linear import ProductKind, pack, product_with
+from specsplit.model.backends.product import Product
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.user_cache import user_cache
 

@@ -103,8 +103,11 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.HfHubHTTPError, UNREACHABLE),
     (ConnectionError, UNREACHABLE),
 )
-_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
-"""The exceptions of transformers over a bad model; over a bad tokenizer.json, tokenizers raises bare Exceptions."""
+_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, ImportError)
+"""The exceptions of transformers over a bad model, or one that others quantised, whose packages are not here.
+
+Over a bad tokenizer.json, tokenizers raises bare Exceptions.
+"""
 
 
 @contextmanager

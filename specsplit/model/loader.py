@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -15,6 +15,7 @@ from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
+from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
@@ -28,6 +29,7 @@ from specsplit.model.runner import Runner
 from specsplit.model.source import resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
 
 Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
@@ -43,7 +45,11 @@ class LoadOptions(TypedDict, total=False):
     """Options of `load_model`."""
 
     dtype: str | None
-    """The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively."""
+    """The format of the weights: one that is computed in, or one that they are rounded to.
+
+    The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively. Rounded weights are
+    computed in the default.
+    """
     device: str
     threads: int | None
     """Threads for the engine's operators; by default as many as its forwards gain from, at most `max_threads`."""
@@ -76,6 +82,8 @@ class Loaded:
     """Tokens that one session may hold."""
     node_limit: int
     threads: int | None
+    weight_format: WeightFormat | None = None
+    """The format that weights were rounded to, if any."""
 
     @property
     def vocab_size(self) -> int:
@@ -83,11 +91,13 @@ class Loaded:
 
     @property
     def dtype(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.runner.dtype)
+        """Return the number format of the weights."""
+        return self.weight_format or dtype_name(self.runner.dtype)
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.runner.model.parameters())
+        parameters = sum(parameter.numel() * parameter.element_size() for parameter in self.runner.model.parameters())
+        return parameters - self.runner.saved_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -150,7 +160,9 @@ def load_model(
         refuse_by_config(config)
         tokenizer, eos_ids = load_tokenizer(path, name, config)
         report("weights", 0.15)
-        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device, config), device)
+        dtype = options.get("dtype")
+        model = load_weights(path, name, config, as_dtype(dtype, device, config), device)
+        form = weight_format(dtype)
         kept = _trimmed(model, options.get("vocab"), tokenizer, name)
         report("probing", 0.7)
         probed = probe(model)
@@ -160,12 +172,7 @@ def load_model(
         fix_longrope(model, context)
         cache = allocate(model, probed, plan)
         runner = Runner(EagerBackend(model, probed, kept), cache, context)
-        # Distinct ids, so that a wrong position or mask cannot cancel out.
-        token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, context))]
-        truth = eager_logits(model, token_ids)
-        pack(runner)
-        ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
-        check_against_eager(ours if kept is None else ours[:, kept], truth, name)
+        _check_and_pack(runner, kept, form, name)
         report("recording", 0.85)
         if options.get("record", True):
             runner.record()
@@ -182,10 +189,24 @@ def load_model(
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
+        weight_format=form,
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
-        weights_hash=_weights_hash(path, name),
+        weights_hash=rounded_hash(_weights_hash(path, name), form),
         is_context_shortened=plan.context < wanted.context,
     )
+
+
+def _check_and_pack(runner: Runner, kept: Sequence[int] | None, form: WeightFormat | None, name: str) -> None:
+    """Pack the weights of a model, and check its logits, those of the tokens kept, against transformers' own."""
+    # Distinct ids, so that a wrong position or mask cannot cancel out.
+    token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, runner.context))]
+    truth = eager_logits(runner.model, token_ids)
+
+    def check() -> None:
+        ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
+        check_against_eager(ours if kept is None else ours[:, kept], truth, name)
+
+    pack(runner, form, check)
 
 
 def _trimmed(
@@ -242,15 +263,28 @@ def as_device(device: str) -> torch.device:
 
 
 def as_dtype(dtype: str | None, device: torch.device, config: Any) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of a setting; by default the checkpoint's own, or fp32 on a CPU that has no products of it."""
+    """Return the dtype to compute in; by default the checkpoint's own, or fp32 on a CPU that has no products of it.
+
+    Raises:
+        InvalidRequest, DeviceUnavailable: the setting names none, or one that this device does not have.
+    """
+    form = weight_format(dtype)
+    if form is not None:
+        require_rounded_products(form, device)
     if dtype is None and device.type != "cpu":
         return "auto"
-    if dtype is None:
+    if dtype is None or form is not None:
         stored = config.get_text_config().dtype
         return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
     if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}.", param="dtype")
+        known = ", ".join((*DTYPES, *WEIGHT_FORMATS))
+        raise InvalidRequest(f"dtype must be one of {known}, not {dtype}.", param="dtype")
     return DTYPES[dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype that is computed in."""
+    return next(name for name, of in DTYPES.items() if of == dtype)
 
 
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
@@ -315,11 +349,20 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, plan: KVPlan) -> KVCac
         raise memory.out_of_memory(per_token, plan.context, plan.node_limit, plan.num_slots, model.device) from error
 
 
-def pack(runner: Runner) -> None:
-    """Pack the weights where this machine can; else lay them out as its own products read them best."""
-    if runner.device.type != "cpu":
-        return
-    try:
-        runner.pack(exactness.product_width(runner.dtype))
-    except RuntimeError:
-        lay_out(runner.model)
+def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -> None:
+    """Pack the weights where this machine can; else lay them out as its own products read them best.
+
+    `check` compares the runner's rows with the truth of the checkpoint's weights. If those are rounded to a format, it
+    is called before.
+    """
+    if form is not None:
+        check()
+    if runner.device.type == "cpu":
+        try:
+            runner.pack(exactness.product_width(runner.dtype), form)
+        except RuntimeError as error:
+            if form is not None:
+                raise DeviceUnavailable(f"This processor packs no weights, which {form} needs.") from error
+            lay_out(runner.model)
+    if form is None:
+        check()

@@ -15,10 +15,11 @@ from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilde
 from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
 from specsplit.model.backends.eager import EagerBackend
-from specsplit.model.backends.half_weights import Product
 from specsplit.model.backends.packed_linear import ProductKind
+from specsplit.model.backends.product import Product
 from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
 from specsplit.model.kv_cache import KVCache
+from specsplit.model.weight_format import WeightFormat
 from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
@@ -132,19 +133,29 @@ class Runner:
         return self._eager.linears.by_kind if self._eager.linears is not None else {}
 
     @property
+    def saved_bytes(self) -> int:
+        """Bytes that the weights take less than the model's own parameters, since they are rounded."""
+        return self._eager.linears.saved_bytes if self._eager.linears is not None else 0
+
+    @property
+    def bytes_by_format(self) -> Mapping[WeightFormat, int]:
+        """Bytes of the weights that were rounded; empty if none were."""
+        return self._eager.linears.bytes_by_format if self._eager.linears is not None else {}
+
+    @property
     def outline(self) -> str:
         """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
         return repr((sorted(config.items(), key=str), sorted(map(tuple, self.products)), layers, self.is_recorded))
 
-    def pack(self, width: int) -> None:
-        """Pack the weights, in products of at most `width` inputs.
+    def pack(self, width: int, form: WeightFormat | None = None) -> None:
+        """Pack the weights, rounded to the format if there is one, in products of at most `width` inputs.
 
         Raises:
             RuntimeError: this machine or torch has no packed products for the dtype; nothing changed.
         """
-        self._eager.pack(self._example(FIRST, 0), width)
+        self._eager.pack(self._example(FIRST, 0), width, form)
 
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits [R, V] of all sequences, in order."""

@@ -180,7 +180,7 @@ class _Boundary:
         if self._stage.has_head:
             answer = await self._answer(chain, HeadRequest(SessionParams(), tuple(self._truth.picks)))
         deviation = self._deviation(answer)
-        is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.expected.dtype]
+        is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.expected.hidden_dtype]
         return StageCheck(index, self._address, self._stage.layers, deviation, num_other, time_ms, is_equal)
 
     async def _answer(self, chain: Connection, head_request: HeadRequest | None) -> Packet:

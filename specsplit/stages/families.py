@@ -13,33 +13,45 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from specsplit.core.errors import ModelDamaged
+from specsplit.model.weight_format import FEWEST_OUTPUTS, WEIGHT_FORMATS, WeightFormat, rounded_bytes
 
-PlanDtype = Literal["bf16", "fp16", "fp32", "int8"]
-"""Number format of the weights; with int8 all but the matrices stays in bf16: vectors, KV, hidden states."""
-BYTES: Mapping[PlanDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2}
-"""Bytes of one number that is not a weight matrix's."""
-_SCALE_BYTES = 2
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+PlanDtype = ComputeDtype | WeightFormat
+"""Number format of the weights."""
+BYTES: Mapping[ComputeDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one number that a model computes with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of one part of a model: of matrices, of which there are so many output rows, and of vectors."""
+    """Parameters of one part of a model, of matrices and of vectors, and what rounding would make of them."""
 
     matrix: int = 0
-    rows: int = 0
     vector: int = 0
+    kept: int = 0
+    """Those of matrices that are never rounded: embeddings, experts, routers."""
+    int8: int = 0
+    """Bytes of the other matrices in that format."""
+    int4: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.matrix + other.matrix, self.rows + other.rows, self.vector + other.vector)
+        return Weights(
+            self.matrix + other.matrix,
+            self.vector + other.vector,
+            self.kept + other.kept,
+            self.int8 + other.int8,
+            self.int4 + other.int4,
+        )
 
     @property
     def num_params(self) -> int:
         return self.matrix + self.vector
 
-    def num_bytes(self, dtype: PlanDtype) -> int:
-        """Return the bytes in `dtype`; int8 takes one byte per matrix weight and a 2-byte scale per output row."""
-        if dtype == "int8":
-            return self.matrix + self.rows * _SCALE_BYTES + self.vector * BYTES[dtype]
+    def num_bytes(self, dtype: PlanDtype, computed: ComputeDtype = "bf16") -> int:
+        """Return the bytes in `dtype`; what is not rounded stays in the format that is computed in."""
+        if dtype == "int8" or dtype == "int4":
+            rounded = self.int8 if dtype == "int8" else self.int4
+            return rounded + (self.kept + self.vector) * BYTES[computed]
         return self.num_params * BYTES[dtype]
 
 
@@ -106,8 +118,23 @@ class ConfigValues:
         return self.optional_size("head_dim") or self.hidden // self.heads
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool = False, copies: int = 1) -> Weights:
-    return Weights(inputs * outputs * copies, outputs * copies, outputs * copies if bias else 0)
+def _linear(inputs: int, outputs: int, *, bias: bool = False) -> Weights:
+    if outputs < FEWEST_OUTPUTS:
+        return _kept(inputs, outputs, bias=bias)
+    int8, int4 = (rounded_bytes(form, outputs, inputs) for form in WEIGHT_FORMATS)
+    return Weights(inputs * outputs, outputs if bias else 0, int8=int8, int4=int4)
+
+
+def _head(inputs: int, outputs: int) -> Weights:
+    """Return the matrix of a head, which is rounded to int8 in every format."""
+    head = _linear(inputs, outputs)
+    return replace(head, int4=head.int8)
+
+
+def _kept(inputs: int, outputs: int, *, bias: bool = False, copies: int = 1) -> Weights:
+    """Return matrices that are never rounded."""
+    size = inputs * outputs * copies
+    return Weights(size, outputs * copies if bias else 0, kept=size)
 
 
 def _sum(*parts: Weights) -> Weights:
@@ -118,9 +145,9 @@ LayerWeights = Callable[[ConfigValues, int], Weights]
 """Counts a layer, or the feed-forward part of one, by its index."""
 
 
-def _gated(hidden: int, inner: int, *, bias: bool = False, copies: int = 1) -> Weights:
+def _gated(hidden: int, inner: int, *, bias: bool = False) -> Weights:
     """Return gate, up and down projection; fused or apart, they weigh the same."""
-    return _linear(hidden, 2 * inner, bias=bias, copies=copies) + _linear(inner, hidden, bias=bias, copies=copies)
+    return _linear(hidden, 2 * inner, bias=bias) + _linear(inner, hidden, bias=bias)
 
 
 def _dense(values: ConfigValues, index: int, *, bias: str = "") -> Weights:
@@ -129,7 +156,11 @@ def _dense(values: ConfigValues, index: int, *, bias: str = "") -> Weights:
 
 def _experts(values: ConfigValues, inner: int, *, bias: bool = False) -> Weights:
     count = values.size("num_local_experts")
-    return _gated(values.hidden, inner, bias=bias, copies=count) + _linear(values.hidden, count, bias=bias)
+    return _sum(
+        _kept(values.hidden, 2 * inner, bias=bias, copies=count),
+        _kept(inner, values.hidden, bias=bias, copies=count),
+        _kept(values.hidden, count, bias=bias),
+    )
 
 
 def _all_experts(values: ConfigValues, index: int, *, bias: bool = False) -> Weights:
@@ -226,19 +257,19 @@ EndWeights = tuple[Weights, Weights, Weights]
 
 
 def _ends(values: ConfigValues, *, norm_vectors: int = 1, positions: bool = False) -> EndWeights:
-    table = _linear(values.hidden, values.size("vocab_size"))
-    learned = _linear(values.hidden, values.size("max_position_embeddings")) if positions else Weights()
-    return table + learned, Weights(vector=norm_vectors * values.hidden), table
+    hidden, vocab = values.hidden, values.size("vocab_size")
+    learned = _kept(hidden, values.size("max_position_embeddings")) if positions else Weights()
+    return _kept(hidden, vocab) + learned, Weights(vector=norm_vectors * hidden), _head(hidden, vocab)
 
 
 def _opt_ends(values: ConfigValues) -> EndWeights:
     hidden, width = values.hidden, values.optional_size("word_embed_proj_dim") or values.hidden
-    table = _linear(width, values.size("vocab_size"))
-    positions = _linear(hidden, values.size("max_position_embeddings") + 2)
+    table, head = (make(width, values.size("vocab_size")) for make in (_kept, _head))
+    positions = _kept(hidden, values.size("max_position_embeddings") + 2)
     into, out = (_linear(width, hidden), _linear(hidden, width)) if width != hidden else (Weights(), Weights())
     has_norm = values.flag("do_layer_norm_before") and not values.flag("_remove_final_layer_norm")
     norm = Weights(vector=2 * hidden if has_norm and values.flag("layer_norm_elementwise_affine") else 0)
-    return _sum(table, positions, into), norm + out, table
+    return _sum(table, positions, into), norm + out, head
 
 
 # Numbers that one token leaves in the KV cache of one layer, keys and values together.

@@ -49,6 +49,8 @@ class StageIdentity:
     """Bytes of KV cache that one token takes here; 0 if unknown."""
     kv_rows: int = 0
     """Rows of all slots together that may hold memory; 0 if unknown."""
+    hidden_dtype: str = ""
+    """Number format of its hidden states; empty if it is that of the weights."""
 
     @property
     def layers(self) -> str:
@@ -73,6 +75,8 @@ class ExpectedChain:
     tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
     """Hashes the same tensors in the coordinator's own files; None if it has no weights, and stages are believed."""
+    hidden_dtype: str = ""
+    """Number format of hidden states; empty if it is that of the weights."""
 
     def check_chain(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
         """Check that stages, each with its address, make up the model in this order.
@@ -109,6 +113,12 @@ class ExpectedChain:
             )
         if identity.dtype != self.dtype:
             raise PeerMismatch(f"{peer} computes in {identity.dtype}, not in {self.dtype}; give both the same --dtype.")
+        hidden, wanted = identity.hidden_dtype or identity.dtype, self.hidden_dtype or self.dtype
+        if hidden != wanted:
+            raise PeerMismatch(
+                f"{peer} computes with {identity.dtype} weights in {hidden}, not in {wanted} as the coordinator does: "
+                "their processors differ; give all of them a --dtype that each computes in."
+            )
         # A stage may hold more room than is needed, but never another number format: hidden states travel as they are.
         self._check_room(peer, identity)
         self._check_ends(peer, identity)

@@ -14,7 +14,7 @@ from math import ceil
 
 from specsplit.core.defaults import DEFAULT_NODES, EndsAt
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
-from specsplit.stages.families import BYTES, PlanDtype, Weights
+from specsplit.stages.families import BYTES, ComputeDtype, PlanDtype
 from specsplit.stages.shape import ModelShape
 
 DEFAULT_CONTEXT = 4096
@@ -40,6 +40,8 @@ class Workload:
     nodes: int = DEFAULT_NODES
     """Tree nodes verified in a round; the root is one token more."""
     dtype: PlanDtype = "bf16"
+    compute_dtype: ComputeDtype = "bf16"
+    """The format that rounded weights are computed in."""
     ends: EndsAt = "stages"
     """Whether the first and last stage hold embedding, final norm and head, or the coordinator (docs/stages.md)."""
     node_limit: int = NODE_LIMIT
@@ -48,6 +50,11 @@ class Workload:
         for name, least in (("context", 2), ("sessions", 1), ("nodes", 0), ("node_limit", 0)):
             if getattr(self, name) < least:
                 raise InvalidRequest(f"{name} must be at least {least}, not {getattr(self, name)}.", param=name)
+
+    @property
+    def computed(self) -> ComputeDtype:
+        """The number format of KV, hidden states and all weights that are not rounded."""
+        return self.compute_dtype if self.dtype == "int8" or self.dtype == "int4" else self.dtype
 
     @property
     def slot_rows(self) -> int:
@@ -233,10 +240,10 @@ class _Costs:
 
     def __init__(self, shape: ModelShape, workload: Workload) -> None:
         self._shape, self._workload = shape, workload
-        sizes = (layer.num_bytes(workload.dtype) for layer in shape.layers)
+        sizes = (layer.num_bytes(workload.dtype, workload.computed) for layer in shape.layers)
         self._layers_before = [0, *itertools.accumulate(sizes)]
-        self._kv_per_layer = shape.kv_bytes(workload.dtype) * workload.slot_rows * workload.sessions
-        self._hidden = shape.hidden_size * BYTES[workload.dtype] * (workload.nodes + 1)
+        self._kv_per_layer = shape.kv_bytes(workload.computed) * workload.slot_rows * workload.sessions
+        self._hidden = shape.hidden_size * BYTES[workload.computed] * (workload.nodes + 1)
         self._ends_on_stages = workload.ends == "stages"
 
     @property
@@ -271,15 +278,8 @@ class _Costs:
         return self._layers_before[end] - self._layers_before[start] + ends
 
     def _ends(self, has_embedding: bool, has_head: bool) -> int:
-        shape, weights = self._shape, Weights()
-        if has_embedding:
-            weights += shape.embedding
-        if has_head:
-            weights += shape.final_norm
-            # A tied head costs nothing beside its embedding, and a copy of it on another stage.
-            if not (has_embedding and shape.is_tied):
-                weights += shape.head
-        return weights.num_bytes(self._workload.dtype)
+        dtype, computed = self._workload.dtype, self._workload.computed
+        return self._shape.ends(dtype, has_embedding=has_embedding, has_head=has_head).num_bytes(dtype, computed)
 
     def plan(self, ranges: Sequence[range]) -> ChainPlan:
         stages = tuple(self._stage(layers.start, layers.stop) for layers in ranges)

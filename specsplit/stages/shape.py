@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
-from specsplit.stages.families import BYTES, FAMILIES, ConfigValues, Family, PlanDtype, Weights
+from specsplit.model.weight_format import WEIGHT_FORMATS
+from specsplit.stages.families import BYTES, FAMILIES, ComputeDtype, ConfigValues, Family, PlanDtype, Weights
 
-_CHECKPOINT_DTYPES: Mapping[str, PlanDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_CHECKPOINT_DTYPES: Mapping[str, ComputeDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _MAX_LAYERS = 10_000
 
 
@@ -34,7 +35,7 @@ class ModelShape:
     is_tied: bool
     """Whether the head is the token embedding; apart from it, the head is a copy and counts."""
     max_context: int | None
-    checkpoint_dtype: PlanDtype | None
+    checkpoint_dtype: ComputeDtype | None
     notes: tuple[str, ...] = ()
     """Sentences that a reader of the figures should know about this model."""
 
@@ -45,10 +46,21 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Parameters of the whole model in one place."""
-        ends = self.embedding + self.final_norm + (Weights() if self.is_tied else self.head)
+        ends = self.ends(None, has_embedding=True, has_head=True)
         return sum(layer.num_params for layer in self.layers) + ends.num_params
 
-    def kv_bytes(self, dtype: PlanDtype) -> int:
+    def ends(self, dtype: PlanDtype | None, *, has_embedding: bool, has_head: bool) -> Weights:
+        """Return the weights of the ends that lie in one place.
+
+        A tied head costs nothing beside its embedding, but a copy apart from it or in another format.
+        """
+        embedding = self.embedding if has_embedding else Weights()
+        if not has_head:
+            return embedding
+        is_shared = has_embedding and self.is_tied and dtype not in WEIGHT_FORMATS
+        return embedding + self.final_norm + (Weights() if is_shared else self.head)
+
+    def kv_bytes(self, dtype: ComputeDtype) -> int:
         """Return the bytes of one token in one layer."""
         return self.kv_width * BYTES[dtype]
 

@@ -24,7 +24,7 @@ from specsplit.stages.packet import Packet
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot, Shards, opened
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
-from tests.support.packs import DTYPES, can_pack, require_packs
+from tests.support.packs import FORMATS, can_pack, require_packs
 from tests.support.processes import LIMIT_S
 from tests.support.rounds import params_of, random_prompt, script, text_after, together
 from tests.support.stage_models import Whole, largest_difference
@@ -87,9 +87,9 @@ def pairwise() -> list[Case]:
 
 
 CASES: list[Case] = (
-    list(product(FAMILIES, DTYPES, range(len(CUTS)), ("stages", "coordinator"), ("tree", "chain"), SAMPLING))
+    list(product(FAMILIES, FORMATS, range(len(CUTS)), ("stages", "coordinator"), ("tree", "chain"), SAMPLING))
     if FULL
-    else pairwise()
+    else [*pairwise(), ("llama", "int8", 1, "stages", "tree", "hot")]
 )
 
 

@@ -139,6 +139,7 @@ def test_stages_that_do_not_fit_are_refused_with_the_reason(near: Near, tmp_path
         (("--stages", last), f"The first stage, at {last}, has layers 4:10 and does not begin with layer 0"),
         (("--stages", f"{first},{last}", "--model", other), f"The stage at {first} has other weights for layers 0:4"),
         (("--stages", f"{first},{last}", "--dtype", "fp16"), f"computes in {DTYPE}, not in fp16"),
+        (("--stages", f"{first},{last}", "--dtype", "int8"), f"computes in {DTYPE}, not in int8; give both the same"),
         (("--stages", f"{first},{last}", "--ends", "coordinator"), f"The stage at {first} holds the embedding"),
         (("--stages", f"{first},{last}", "--sessions", "9"), f"The stage at {first} has 4 slots, but the coordinator"),
         (("--stages", f"{first},{last}"), f"The stage at {first} refuses: The stage serves another coordinator"),

@@ -8,19 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from specsplit.core.errors import DeviceUnavailable
 from specsplit.model import exactness
 from specsplit.model.backends.packed_linear import pack
+from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.runner import Runner
+from specsplit.model.weight_format import WEIGHT_FORMATS, weight_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FORMATS = (*DTYPES, *WEIGHT_FORMATS)
+"""All that `--dtype` takes and a CPU has products of."""
 
 
 @cache
 def can_pack(dtype: str) -> bool:
     """Return whether this machine has packed products of the dtype."""
+    form = weight_format(dtype)
     try:
-        pack(torch.zeros(16, 16, dtype=DTYPES[dtype]))
-    except RuntimeError:
+        if form is not None:
+            require_rounded_products(form, torch.device("cpu"))
+        else:
+            pack(torch.zeros(16, 16, dtype=DTYPES[dtype]))
+    except (RuntimeError, DeviceUnavailable):
         return False
     return True
 

@@ -145,8 +145,14 @@ def test_a_context_beyond_the_models_is_planned_and_told(config: str, capsys: Ca
 
 def test_int8_says_what_it_assumes(config: str, capsys: Capture):
     record = _json(["--model", config, "--dtype", "int8"], capsys)
-    assert [note for note in record["notes"] if "2-byte scale per output row" in note]
+    assert [note for note in record["notes"] if "int8: a byte for each weight" in note and "are in bf16" in note]
     assert record["kv_bytes_per_token_and_layer"] == 4096
+    half = _json(["--model", config, "--dtype", "int4"], capsys)
+    assert [note for note in half["notes"] if "int4: half a byte for each weight" in note]
+    assert half["stages"][0]["weight_bytes"] < record["stages"][0]["weight_bytes"]
+    wide = _json(["--model", config, "--dtype", "int4", "--compute-dtype", "fp32"], capsys)
+    assert wide["kv_bytes_per_token_and_layer"] == 2 * 4096
+    assert [note for note in wide["notes"] if "KV and hidden states are in fp32" in note]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_help_shows_every_default_and_three_examples(capsys: Capture, monkeypatc
     assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
     options = [line for line in out.splitlines() if line.startswith("│ --") and "--help" not in line]
-    assert len(options) == 10
+    assert len(options) == 11
     assert all("[default: " in line for line in options)
     assert out.count("specsplit plan --model") == 3
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.half_weights import Product, half_product
+from specsplit.model.backends.half_weights import half_product
+from specsplit.model.backends.product import Product
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.packs import require_bits

@@ -295,7 +295,7 @@ def test_a_device_that_is_not_here_is_named(sound: Path) -> None:
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones(sound: Path) -> None:
-    refusal(sound, InvalidRequest, "dtype must be one of fp32, bf16, fp16, not int8", dtype="int8")
+    refusal(sound, InvalidRequest, "dtype must be one of fp32, bf16, fp16, int8, int4, not fp8", dtype="fp8")
 
 
 @pytest.mark.parametrize("context", [0, 1, -5])

@@ -125,14 +125,34 @@ def test_kv_grows_with_sessions_and_rows_and_not_with_a_window():
     assert [stage.kv_bytes for stage in plan.stages] == [16 * 3 * (1000 + NODE_LIMIT) * 2 * 8 * 128 * 2] * 2
 
 
-def test_int8_takes_a_byte_a_weight_and_a_scale_a_row_and_leaves_kv_alone():
-    layer = read_shape(LLAMA_3_8B).layers[0]
+def test_rounded_weights_take_their_scales_too_and_leave_kv_alone():
+    shape = read_shape(LLAMA_3_8B)
+    layer, table = shape.layers[0], 128256 * 4096
     rows = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
-    assert layer.rows == rows
-    assert layer.num_bytes("int8") == layer.matrix + 2 * rows + 2 * 2 * 4096
-    halves = [plan_even(read_shape(LLAMA_3_8B), 1, Workload(dtype=dtype)).stages[0] for dtype in ("int8", "bf16")]
-    assert halves[0].kv_bytes == halves[1].kv_bytes
-    assert 0.5 < halves[0].weight_bytes / halves[1].weight_bytes < 0.501
+    assert layer.num_bytes("int8") == layer.matrix + 12 * rows + 2 * 2 * 4096
+    assert layer.num_bytes("int4") == layer.matrix // 2 + layer.matrix // 64 * 4 + 2 * 2 * 4096
+    assert layer.num_bytes("int4", "fp32") == layer.matrix // 2 + layer.matrix // 64 * 4 + 2 * 4 * 4096
+    plans = {dtype: plan_even(shape, 1, Workload(dtype=dtype)).stages[0] for dtype in ("int8", "int4", "bf16")}
+    assert plans["int8"].kv_bytes == plans["int4"].kv_bytes == plans["bf16"].kv_bytes
+    # The embedding stays, and the head has 8 bits in either format.
+    rounded = {"int8": layer.num_bytes("int8"), "int4": layer.num_bytes("int4")}
+    for dtype, size in rounded.items():
+        assert plans[dtype].weight_bytes == 32 * size + 2 * (table + 4096) + table + 12 * 128256
+    # In fp32 KV and hidden states take twice the bytes, and a tied head is one more matrix.
+    wide = plan_even(shape, 1, Workload(dtype="int8", compute_dtype="fp32")).stages[0]
+    assert wide.kv_bytes == 2 * plans["bf16"].kv_bytes
+    assert plan_even(tied_llama(), 1, Workload(dtype="int8")).stages[0].weight_bytes == plans["int8"].weight_bytes
+
+
+def test_what_is_not_rounded_keeps_its_size():
+    """Experts and routers of a mixture, gates of a single output, and inputs that 512 does not divide."""
+    mixture = read_shape(QWEN3_30B_A3B).layers[0]
+    attention = mixture.matrix - mixture.kept
+    assert mixture.kept == 128 * 3 * 2048 * 768 + 2048 * 128
+    assert mixture.num_bytes("int8") == pytest.approx(attention + 2 * mixture.kept, rel=0.01)
+    odd = read_shape({**LLAMA_3_8B, "hidden_size": 896, "num_attention_heads": 14, "head_dim": 64}).layers[0]
+    assert odd.num_bytes("int8") > 1.1 * odd.matrix
+    assert odd.num_bytes("int4") == pytest.approx(0.5625 * odd.matrix, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ _folders = TemporaryDirectory()
 Case = tuple[str, str, bool]
 """Model, format, and whether the forward is recorded."""
 HALVES = "fp32, 16-bit weights"
-FORMATS = {"fp32": "fp32", HALVES: "fp32", "bf16": "bf16"}  # and the dtype that each computes in
+FORMATS = {"fp32": "fp32", HALVES: "fp32", "bf16": "bf16", "int8": "int8", "int4": "int4"}  # and each one's --dtype
 WIDE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -54,12 +54,13 @@ WIDE: dict[str, Any] = {
 """Products that are cut in three, eight query heads to a key head, and heads of a large model's size."""
 MODELS = {**FAMILIES, "wide": lambda: tf.LlamaConfig(**WIDE)}
 _LEAN: list[Case] = [(model, list(FORMATS)[index % 3], True) for index, model in enumerate(MODELS)]
+_ROUNDED: list[Case] = [("wide", "int8", True), ("gpt2", "int8", True), ("llama", "int4", True)]
 CASES: list[Case] = (
     sorted(product(MODELS, FORMATS, (True, False)))
     if FULL
-    else [*_LEAN, ("gemma2", "bf16", False), ("wide", "bf16", True), ("wide", HALVES, True)]
+    else [*_LEAN, ("gemma2", "bf16", False), ("wide", "bf16", True), ("wide", HALVES, True), *_ROUNDED]
 )
-FEW = CASES if FULL else [("wide", HALVES, True), ("gpt2", "bf16", True), ("gemma2", "fp32", True)]
+FEW = CASES if FULL else [("wide", HALVES, True), ("gpt2", "bf16", True), ("gemma2", "fp32", True), *_ROUNDED[1:]]
 """Cases of what hardly depends on the family."""
 # By this scope the tests of a case run one after the other, and few models are held at a time.
 of_cases = pytest.mark.parametrize("case", CASES, ids=str, scope="module")
@@ -338,18 +339,15 @@ def test_a_recording_has_the_bits_of_the_model(case: Case) -> None:
 
 
 CUTS: list[tuple[str, str, tuple[int, ...], str]] = (
-    [
-        (f, d, b, e)
-        for f, d in product(FAMILIES, FORMATS)
-        for b in ((1,), (2,), (1, 2))
-        for e in ("stages", "coordinator")
-    ]
+    list(product(FAMILIES, FORMATS, ((1,), (2,), (1, 2)), ("stages", "coordinator")))
     if FULL
     else [
         ("qwen2", "bf16", (1,), "stages"),
         ("gemma2", HALVES, (1, 2), "coordinator"),
         ("gpt2", "bf16", (1, 2), "stages"),
         ("qwen3-moe", "fp32", (2,), "stages"),
+        ("qwen2", "int8", (1,), "stages"),
+        ("llama", "int4", (2,), "stages"),
     ]
 )
 

@@ -148,7 +148,7 @@ def test_a_missing_file_is_refused(tmp_path: Path):
     ("given", "message"),
     [
         ({"nodes": 0}, r"^--nodes must be at least 1, not 0\.$"),
-        ({"dtype": "int8"}, r"^--dtype must be fp32, bf16 or fp16, not 'int8'\.$"),
+        ({"dtype": "fp8"}, r"^--dtype must be fp32, bf16, fp16, int8 or int4, not 'fp8'\.$"),
         ({"seed": -1}, r"^--seed must be at least 0, not -1\.$"),
         ({"logit_bias": ["5"]}, r"^--logit-bias must look like ID=X"),
         ({"logit_bias": ["x=5"]}, r"^--logit-bias must be a whole number, not 'x'\.$"),

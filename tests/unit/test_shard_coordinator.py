@@ -29,7 +29,7 @@ async def test_the_identity_is_that_of_the_whole_model(folder: Path) -> None:
 
 
 def test_what_cannot_be_loaded_is_refused(folder: Path) -> None:
-    for changes in ({"dtype": "int4"}, {"max_sessions": 0}, {"context": 1 << 20}):
+    for changes in ({"dtype": "fp8"}, {"max_sessions": 0}, {"context": 1 << 20}):
         with pytest.raises(InvalidRequest):
             load_chain_model(str(folder), **changes)  # type: ignore[arg-type]
     with pytest.raises(ModelNotFound):

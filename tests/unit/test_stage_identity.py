@@ -63,6 +63,8 @@ def test_wrong_order_gaps_and_overlaps_are_refused(ranges: tuple[str, ...], reas
         ({"hidden_size": 64}, "another model"),
         ({"num_layers": 8}, "another model"),
         ({"dtype": "bf16"}, "computes in bf16, not in fp32"),
+        ({"dtype": "int8", "hidden_dtype": "fp32"}, "computes in int8, not in fp32; give both the same --dtype"),
+        ({"hidden_dtype": "bf16"}, "computes with fp32 weights in bf16, not in fp32 as the coordinator does"),
         ({"context": 100}, "a context of 100 tokens, but the coordinator needs 160"),
         ({"node_limit": 2}, "room for trees of 2 nodes, but the coordinator needs 128"),
         ({"num_slots": 1}, "1 slots, but the coordinator needs 4"),
@@ -88,7 +90,7 @@ def test_a_coordinator_without_weights_believes_its_stages() -> None:
 
 
 def test_an_identity_travels_whole_and_a_lying_one_is_refused() -> None:
-    for stage in (STAGE, replace(STAGE, exactness="bits", numerics="0123456789abcdef")):
+    for stage in (STAGE, replace(STAGE, exactness="bits", numerics="0123456789abcdef", hidden_dtype="bf16")):
         assert decode_identity(encode_identity(stage)) == stage
     for lie in ({"start": 2}, {"end": 7}, {"model": "x" * 300}, {"numerics": "x" * 17}):
         with pytest.raises(InvalidRequest):

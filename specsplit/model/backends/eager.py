@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from specsplit.model.activations import WholeVectors
 from specsplit.model.attention.function import LayerAttention, SlotAttention
 from specsplit.model.backends.packed_linear import PackedLinears
+from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.probe import ProbeResult
+from specsplit.model.weight_format import WeightFormat
 
 
 class EagerBackend:
@@ -31,9 +33,13 @@ class EagerBackend:
     def packs(self) -> Sequence[Tensor]:
         return self.linears.packs if self.linears is not None else ()
 
-    def pack(self, example: Sequence[Tensor], width: int) -> None:
-        """Pack the linear layers that this step calls, in products of at most `width` inputs; their own copies go."""
-        self.linears = PackedLinears(lambda: self.forward(*example), self.model, width)
+    def pack(self, example: Sequence[Tensor], width: int, form: WeightFormat | None = None) -> None:
+        """Pack the linear layers that this step calls, in products of at most `width` inputs; their own copies go.
+
+        Their weights are rounded to the format, if there is one.
+        """
+        rounding = Rounding(form, self.model) if form is not None else None
+        self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
 
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, tables: Tensor, *memory: Tensor

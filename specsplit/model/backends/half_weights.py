@@ -12,16 +12,15 @@ Legend: N outputs, K inputs, R rows.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
-"""Returns fp32 [..., N] for an input [..., K]."""
+from specsplit.model.backends.product import Product, bound, scripted
+
 _PERIOD = 120
 """Rows after which FBGEMM begins anew; how what is left is cut into blocks follows from its number alone."""
 _SAMPLE = 6
@@ -30,7 +29,6 @@ _LARGEST_EXPONENT = 14
 """Binary exponent of the largest weight after scaling; fp16 ends at 2^16, and has 8 bits of a weight from 2^-17 on."""
 _PIECE = 1 << 18
 """Elements that are looked at in one go, which the caches hold."""
-_jit: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _ops: Any = torch.ops.quantized
 
 
@@ -56,9 +54,7 @@ def _half_product(
     return result.reshape(sizes)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, not gone: docs/adr/0002
-    _script: Any = torch.jit.script(_half_product)
+_script = scripted(_half_product)
 
 
 def half_product(weight: Tensor, bias: Tensor | None = None) -> Product | None:
@@ -72,22 +68,11 @@ def half_product(weight: Tensor, bias: Tensor | None = None) -> Product | None:
         return None
     if scale != 1:
         weight, bias = weight * scale, bias * scale if bias is not None else None
-    return _bound(list(fills), 1 / scale, _packed(weight, bias))
+    return bound(_script, list(fills), 1 / scale, _packed(weight, bias))
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Any:
     return _ops.linear_prepack_fp16(weight.contiguous(), bias)
-
-
-def _bound(*values: object) -> Product:
-    """Return the product with all arguments but the input set: constants of its graph, as a recording needs them."""
-    graph = _script.graph.copy()
-    graph.setInsertPoint(next(graph.nodes()))
-    inputs = list(graph.inputs())
-    for place in range(len(values), 0, -1):
-        inputs[place].replaceAllUsesWith(graph.insertConstant(values[place - 1]))
-        graph.eraseInput(place)
-    return _jit._create_function_from_graph("half_product", graph)
 
 
 def _scale(weight: Tensor) -> float | None:

@@ -2,7 +2,8 @@
 
 The layout is oneDNN's, or FBGEMM's for weights that fp16 holds exactly (half_weights.py). Products have at most `width`
 inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
-the number of rows (docs/adr/0015). The model's own copy of a weight goes as soon as its pack is there.
+the number of rows (docs/adr/0015). Weights that are rounded have layouts and orders of their own (rounded_weights.py).
+The model's own copy of a weight goes as soon as its pack is there.
 
 Legend: N outputs, K inputs, R rows, X experts.
 """
@@ -10,8 +11,10 @@ Legend: N outputs, K inputs, R rows, X experts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specsplit.model.backends.half_weights import Product, half_product
+from specsplit.model.backends.half_weights import half_product
+from specsplit.model.backends.product import Product
+from specsplit.model.backends.rounded_weights import Rounding, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
+from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
 
 _HINT = 8
 """Rows for which a layout is chosen; with a hint of one row its bits differ from those of more."""
@@ -70,7 +76,7 @@ def _product(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) ->
     return total.to(x.dtype)
 
 
-def _half_sum(x: Tensor, products: Sequence[Product], width: int) -> Tensor:
+def _own_sum(x: Tensor, products: Sequence[Product], width: int) -> Tensor:
     """Return the sum of the products with the parts of the inputs, in order."""
     if len(products) == 1:
         return products[0](x)
@@ -125,40 +131,48 @@ class _Packed:
     width: int
     packs: slice
     """Its packs among all; none if it has products of its own."""
-    halves: Sequence[Product] = ()
-    """The products with each part of the inputs if the weights are held in 16 bits; the first one adds the bias."""
+    own: Sequence[Product] = ()
+    """The products with each part of the inputs if the weights are held in fewer bits; the first one adds the bias."""
 
 
 class PackedLinears:
     """The packed weights of one model.
 
     Its products are found by running `forward` once; those parameters of `model` that it multiplies with are packed,
-    and the model's own copies go. A weight that is looked up in as well (a tied embedding) stays.
+    and the model's own copies go. A weight that is looked up in as well (a tied embedding) stays. `rounding` says which
+    weights are rounded first, and to what.
 
     Raises:
         RuntimeError: this machine or torch cannot pack weights of the dtype.
     """
 
-    def __init__(self, forward: Callable[[], object], model: nn.Module, width: int) -> None:
+    def __init__(
+        self, forward: Callable[[], object], model: nn.Module, width: int, rounding: Rounding | None = None
+    ) -> None:
         owners = {parameter.data_ptr(): parameter for parameter in model.parameters() if parameter.numel() > 0}
         looked_up = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
         self.packs: list[Tensor] = []
         """A recording takes them as arguments: it can hold no tensor of this layout."""
         self.by_kind: dict[ProductKind, Product] = {}
         """One product of each kind, cut as it is."""
+        self.bytes_by_format: Counter[WeightFormat] = Counter()
+        """Bytes of the weights that were rounded."""
+        self.saved_bytes = 0
+        """Bytes that rounded weights take less than the model's own; a copy that stays beside one counts against it."""
         self._width = width
         self._products: dict[int, _Packed] = {}
         # A part of a weight is left alone: other parts may be used elsewhere.
         calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
-        for group in in_groups(calls):
+        for form, group in _of_one_format(in_groups(calls), rounding):
             members = [owners[call.key] for call in group]
             places = [addresses(member) for member in members]
-            packed = self._packed(group)
+            packed = self._packed(group) if form is None else self._rounded(group, form)
             let_pages_go(places)
             for member in members:
                 if member.data_ptr() not in looked_up:
+                    self.saved_bytes += 0 if form is None else member.numel() * member.element_size()
                     _let_go(member)
             # Where a weight lies names it in the forwards to come; its new place is its own, too.
             keys = [member.data_ptr() for member in members]
@@ -168,8 +182,8 @@ class PackedLinears:
         """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""
 
         def compute(packed: _Packed, call: LinearCall) -> Tensor:
-            if packed.halves:
-                return _half_sum(call.input, packed.halves, packed.width)
+            if packed.own:
+                return _own_sum(call.input, packed.own, packed.width)
             own = list(packs[packed.packs])
             if call.offsets is not None:
                 return grouped_product(call.input, own, packed.width, call.offsets)
@@ -181,8 +195,7 @@ class PackedLinears:
         first, first_pack = group[0], len(self.packs)
         width = part_width(first.weight.shape[-1], self._width)
         weights = first.weight.unbind() if first.offsets is not None else [_joined([call.weight for call in group])]
-        biases = [call.bias for call in group if call.bias is not None]
-        bias = _joined(biases) if biases else None
+        bias = _joined_bias(group)
         parts = [part for weight in weights for part in weight.split(width, dim=1)]
         halves = _halves(parts, bias) if first.offsets is None else ()
         if not halves:
@@ -190,14 +203,15 @@ class PackedLinears:
         weight_bits = 16 if halves else first.weight.dtype.itemsize * 8
         for part, of_part in zip(parts, halves or map(product_with, self.packs[first_pack:]), strict=True):
             self.by_kind.setdefault(ProductKind(part.shape[0], part.shape[1], weight_bits), of_part)
-        return _Packed(
-            members=(),
-            sizes=[call.weight.shape[-2] for call in group],
-            bias=bias,
-            width=width,
-            packs=slice(first_pack, len(self.packs)),
-            halves=halves,
-        )
+        return _Packed((), _sizes(group), bias, width, slice(first_pack, len(self.packs)), halves)
+
+    def _rounded(self, group: Sequence[LinearCall], form: WeightFormat) -> _Packed:
+        weight = _joined([call.weight for call in group])
+        of_all, num_bytes = rounded_product(form, weight, _joined_bias(group)), rounded_bytes(form, *weight.shape)
+        self.by_kind.setdefault(ProductKind(weight.shape[0], weight.shape[1], BITS[form]), of_all)
+        self.bytes_by_format[form] += num_bytes
+        self.saved_bytes -= num_bytes
+        return _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
 
 
 def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:
@@ -214,6 +228,28 @@ def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:
 def product_with(weight: Tensor) -> Product:
     """Return the product with a pack."""
     return lambda x: packed_product(x, weight, None)
+
+
+def _of_one_format(
+    groups: Sequence[Sequence[LinearCall]], rounding: Rounding | None
+) -> Iterator[tuple[WeightFormat | None, Sequence[LinearCall]]]:
+    """Yield the groups, and the format that their weights are rounded to; one whose formats differ comes in parts."""
+    for group in groups:
+        if rounding is None:
+            yield None, group
+            continue
+        parts: Iterator[tuple[WeightFormat | None, Iterator[LinearCall]]] = groupby(group, rounding.format_of)
+        for form, part in parts:
+            yield form, list(part)
+
+
+def _sizes(group: Sequence[LinearCall]) -> Sequence[int]:
+    return [call.weight.shape[-2] for call in group]
+
+
+def _joined_bias(group: Sequence[LinearCall]) -> Tensor | None:
+    biases = [call.bias for call in group if call.bias is not None]
+    return _joined(biases) if biases else None
 
 
 def _size(parameter: Tensor | None) -> int:

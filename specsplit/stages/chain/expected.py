@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from specsplit.core.defaults import EndsAt
-from specsplit.model.loader import DTYPES
+from specsplit.model.loader import dtype_name
+from specsplit.model.weight_format import rounded_hash
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.stages.shard.loader import ShardSpec, shard_hash
@@ -22,14 +23,15 @@ def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -
     def weights_hash(identity: StageIdentity) -> str:
         assert source is not None
         spec = ShardSpec(identity.start, identity.end, identity.has_embedding, identity.has_head)
-        return shard_hash(source, spec)
+        return rounded_hash(shard_hash(source, spec), model.weight_format)
 
     return ExpectedChain(
         model=model.name,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        dtype=next(name for name, dtype in DTYPES.items() if dtype == model.dtype),
+        dtype=model.weight_format or dtype_name(model.dtype),
+        hidden_dtype=dtype_name(model.dtype),
         context=model.context,
         node_limit=model.node_limit,
         num_slots=model.max_sessions,

@@ -12,11 +12,12 @@ from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.files import load_config, load_tokenizer
 from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
-from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DTYPES, LoadedModel, as_context
+from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
 from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import find_outline
 
 
@@ -29,7 +30,9 @@ class ChainModel:
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
-    """Number format of the hidden states on every link, and so of every stage."""
+    """Number format of the hidden states on every link, in which every stage computes."""
+    weight_format: WeightFormat | None
+    """The format that stages round their weights to, if any."""
     context: int
     max_sessions: int
     node_limit: int
@@ -52,6 +55,7 @@ class ChainModel:
             node_limit=self.node_limit,
             eos_ids=self.eos_ids,
             threads=None,
+            weight_format=self.weight_format,
             tokenizer_files=self.tokenizer_files,
             weights_hash=self.weights_hash,
         )
@@ -70,8 +74,6 @@ def load_chain_model(
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, InvalidRequest.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}.", param="dtype")
     if max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     # The same checks as a worker makes at load, so that a model that cannot be cut is refused before any stage starts.
@@ -79,6 +81,8 @@ def load_chain_model(
     config = load_config(path, name)
     refuse_by_config(config)
     outline = find_outline(path, name, config)
+    computed, form = as_dtype(dtype, torch.device("cpu"), config), weight_format(dtype)
+    assert isinstance(computed, torch.dtype), "a CPU computes in a dtype that is known"
     tokenizer, eos_ids = load_tokenizer(path, name, config)
     folder = model_folder(path)
     return ChainModel(
@@ -86,14 +90,15 @@ def load_chain_model(
         num_layers=outline.num_layers,
         hidden_size=outline.hidden_size,
         vocab_size=config.get_text_config().vocab_size,
-        dtype=DTYPES[dtype],
+        dtype=computed,
+        weight_format=form,
         context=as_context(config, context, DEFAULT_CONTEXT, name),
         max_sessions=max_sessions,
         node_limit=node_limit,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         tokenizer_files=_tokenizer_files(folder, name, tokenizer),
-        weights_hash=_hash(folder, name),
+        weights_hash=rounded_hash(_hash(folder, name), form),
         config_hash=_config_hash(folder, name),
     )
 

@@ -45,6 +45,7 @@ from specsplit.model.probe import ProbeResult, check_against_eager, probe, refus
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import resolve
+from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
 
@@ -192,10 +193,10 @@ class ShardRunner(Runner):
             raise InvalidRequest("The hidden states are not finite.", param="hidden")
         return hidden[None]
 
-    def pack(self, width: int) -> None:
+    def pack(self, width: int, form: WeightFormat | None = None) -> None:
         """Pack the weights that the stage multiplies with; an embedding alone has none, though its model has a head."""
         if not self.spec.is_empty or self.spec.has_head:
-            super().pack(width)
+            super().pack(width, form)
 
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits wanted [R, V], or the hidden states [R, H] of the same rows; ids choose what enters."""
@@ -243,7 +244,7 @@ class LoadedShard(Loaded):
     num_layers: int
     """Layers of the whole model."""
     weights_hash: str
-    """Hash of the tensors that were read: `shard_hash` of the same files."""
+    """Hash of the tensors that were read, `shard_hash` of the same files, and of the format they were rounded to."""
     config_hash: str
     """Hash of the model's config.json."""
     read_bytes: int
@@ -310,7 +311,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         outline = find_outline(path, name, config)
         held.check(outline.num_layers, name)
         context = as_context(config, options.context, DEFAULT_CONTEXT, name)
-        checkpoint = Checkpoint(path, name)
+        checkpoint, form = Checkpoint(path, name), weight_format(options.dtype)
         model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device, config), device)
         fix_longrope(model, context)
         with translated(path, name):
@@ -325,7 +326,8 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             context=context,
             node_limit=options.node_limit,
             threads=options.threads,
-            weights_hash=tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)),
+            weight_format=form,
+            weights_hash=rounded_hash(tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)), form),
             config_hash=hashlib.sha256(checkpoint.config_file().read_bytes()).hexdigest()[:16],
             read_bytes=sum(read.values()),
         )
@@ -346,8 +348,7 @@ def _runner(
     cache = allocate(model, probed, plan_slots(model, probed, wanted))
     runner = ShardRunner(part, probed, cache, context)
     check = _RowsCheck(runner, part)
-    pack(runner)
-    check.require(name)
+    pack(runner, weight_format(options.dtype), lambda: check.require(name))
     if options.record:
         runner.record()
     exactness.settle(runner)

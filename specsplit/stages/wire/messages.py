@@ -17,7 +17,7 @@ T = TypeVar("T")
 _PIECE_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 20
 """A larger slot is hashed in a thread, since that takes about a millisecond per MiB."""
-_WORDS = ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash")
+_WORDS = ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash", "hidden_dtype")
 _FIELDS = (
     "model",
     "num_layers",
@@ -38,6 +38,7 @@ _FIELDS = (
     "protocol_version",
     "kv_bytes_per_token",
     "kv_rows",
+    "hidden_dtype",
 )
 
 
