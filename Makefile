@@ -16,11 +16,12 @@ RUNS   := $(VENV)/.runs
 BENCH  := $(VENV)/.bench
 TOOLS  := $(VENV)/.tools
 JOBS   ?= 2
+MINUTES ?= 60
 # A file's tests stay in one process, where they share what they set up; the long files of tests/service come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom fuzz client-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom chaos fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -97,6 +98,9 @@ client-test: $(TOOLS)  ## Run lm-eval, LangChain, LlamaIndex, guidellm and AIPer
 
 fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each time (not part of CI)
 	SPECSPLIT_TEST_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
+
+chaos: $(TOOLS)  ## Let faults happen to every part of a service under load (make chaos MINUTES=5; 60 by default; not part of CI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,106 @@
+"""`make chaos`: faults at random moments on every part of a service under load, and what its readers noticed of each.
+
+It fails if a text was wrong, if a reader was left without a word for SILENT_S, or if a failure had no type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.farm import Farm, Fault
+from tests.chaos.readers import Notes, expected_texts, read_on
+
+SILENT_S = 5.0
+_MOST_AT_ONCE = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run, print a summary, write the report; return the exit code."""
+    parser = ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="mean seconds from one fault to the next")
+    parser.add_argument("--readers", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, default=Path("chaos.json"))
+    chosen = parser.parse_args(arguments)
+    found = asyncio.run(run(chosen.minutes * 60, chosen.every, chosen.readers, chosen.seed))
+    chosen.report.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    shown = {name: value for name, value in found.items() if name != "faults"}
+    sys.stdout.write(json.dumps(shown, indent=1) + f"\nEvery fault stands in {chosen.report}.\n")
+    return 0 if found["is_well"] else 1
+
+
+async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> dict[str, Any]:
+    """Return the report of so many seconds of faults and readers."""
+    expected, notes, happened = await asyncio.to_thread(expected_texts), Notes(), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="specsplit-chaos-") as folder:
+        async with Farm(Path(folder)) as farm:
+            has_ended, began_s = asyncio.Event(), time.monotonic()
+            readers = [
+                asyncio.create_task(read_on(farm.gateway.url, expected, notes, has_ended, seed * 1000 + number))
+                for number in range(num_readers)
+            ]
+            await _disturb(farm, random.Random(seed), began_s + length_s, every_s, notes, happened)
+            has_ended.set()
+            await asyncio.gather(*readers)
+    longest_s = max((length for _, length in notes.silences), default=0.0)
+    return {
+        "seconds": round(time.monotonic() - began_s, 1),
+        "num_faults": len(happened),
+        "faults_by_kind": dict(Counter(each["kind"] for each in happened)),
+        "faults_by_part": dict(Counter(each["part"] for each in happened)),
+        "num_right": notes.num_right,
+        "num_wrong": len(notes.wrong),
+        "wrong": notes.wrong[:5],
+        "failures_by_code": dict(notes.failures),
+        "untyped": notes.untyped[:5],
+        "longest_silence_s": round(longest_s, 2),
+        "num_silences": sum(length > SILENT_S for _, length in notes.silences),
+        "is_well": not notes.wrong and not notes.untyped and longest_s <= SILENT_S and notes.num_right > 0,
+        "faults": happened,
+    }
+
+
+async def _disturb(
+    farm: Farm, rng: random.Random, end_s: float, every_s: float, notes: Notes, happened: list[dict[str, Any]]
+) -> None:
+    """Let faults happen until the end, at most two at once and never two to one part."""
+    running: dict[asyncio.Task[None], Fault] = {}
+    while time.monotonic() < end_s:
+        await asyncio.sleep(min(rng.expovariate(1 / every_s), max(0.0, end_s - time.monotonic())))
+        running = {task: fault for task, fault in running.items() if not task.done()}
+        fault = farm.draw(rng)
+        if len(running) < _MOST_AT_ONCE and fault.part not in {each.part for each in running.values()}:
+            running[asyncio.create_task(_happen(farm, fault, notes, happened))] = fault
+    await asyncio.gather(*running)
+
+
+async def _happen(farm: Farm, fault: Fault, notes: Notes, happened: list[dict[str, Any]]) -> None:
+    began_s, num_failures, num_right = time.monotonic(), notes.failures.total(), notes.num_right
+    await farm.happen(fault)
+    lengths = [length for at_s, length in notes.silences if at_s >= began_s]
+    happened.append(
+        {
+            "kind": fault.kind,
+            "part": fault.part,
+            "lasted_s": round(time.monotonic() - began_s, 2),
+            "texts_meanwhile": notes.num_right - num_right,
+            "failures_meanwhile": notes.failures.total() - num_failures,
+            "longest_silence_s": round(max(lengths, default=0.0), 2),
+        }
+    )
+    sys.stderr.write(f"{len(happened)} faults, {notes.num_right} texts: {fault}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
