@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -103,6 +102,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     check_models(settings)
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
+    from specsplit.model.threads import num_cores
 
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
@@ -116,7 +116,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         device=settings.target.device,
         threads=settings.target.threads,
         # The draft's thread takes one core where both work at once.
-        max_threads=max(1, _available_cores() - 1) if settings.runs_side_by_side else None,
+        max_threads=max(1, num_cores() - 1) if settings.runs_side_by_side else None,
         context=settings.target.context,
         max_sessions=settings.target.sessions or max_sessions,
         min_sessions=settings.target.sessions or 1,
@@ -232,11 +232,6 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
     # From here on clients see the name, and where the files are is no business of theirs.
     return replace(model, name=settings.served_name or public_name(source))
-
-
-def _available_cores() -> int:
-    # A container or `taskset` may give this process fewer cores than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ignore(phase: str, fraction: float) -> None:

@@ -21,9 +21,7 @@ _NO_RESERVE = 0x4000
 class AddressSpace:
     """The tensor, and the way back of its rows; without such memory it is a plain allocation, which gives none back."""
 
-    def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device, *, has_huge_pages: bool
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._item_bytes = shape, dtype.itemsize
         self._memory: mmap.mmap | None = None
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -33,8 +31,9 @@ class AddressSpace:
         # Without MAP_NORESERVE Linux refuses a mapping that is larger than the machine's memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = memory = mmap.mmap(-1, num_bytes, flags=flags)
+        # A huge page would span the rows of several heads, and all of them take memory once one is written to.
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE if has_huge_pages else mmap.MADV_NOHUGEPAGE)
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
 
     @property

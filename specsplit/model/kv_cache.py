@@ -44,11 +44,7 @@ class KVCache:
         flat = [shape for pair in shapes for shape in pair]
         spaces = {
             shape: AddressSpace(
-                (flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim),
-                dtype,
-                device,
-                # A huge page would span the rows of several heads, and all of them take memory once one is written to.
-                has_huge_pages=row_limit is None,
+                (flat.count(shape), num_slots, shape.num_heads, capacity, shape.head_dim), dtype, device
             )
             for shape in dict.fromkeys(flat)
         }

@@ -7,12 +7,18 @@ forwards take twice as long for the life of the process. So only an engine's own
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _WORTH = 0.87
 """Largest time of a forward with twice the threads, as a share, for which they are worth it: busy threads wait for each
@@ -27,6 +33,10 @@ _LONG_S = 0.06
 _HOPELESS, _TEAM_S = 3, 0.005
 """A number with which a forward takes so many times as long, beside starting its threads, is not measured, nor is any
 above: with other programs on the cores a forward of 100 operators may take a second."""
+
+
+_MOST_SIDE_BY_SIDE = 8
+"""Threads that pack weights: more of them wait for the memory."""
 
 
 def compute_with(num_threads: int) -> None:
@@ -49,6 +59,24 @@ def one_thread() -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def side_by_side(function: Callable[[T], R], items: Iterable[T]) -> Generator[R]:
+    """Yield `function(item)` in order; several are computed at once, each on one thread, and few are ahead."""
+    num_threads = min(num_cores(), _MOST_SIDE_BY_SIDE)
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(num_threads, "specsplit-load", lambda: compute_with(1)) as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > num_threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use: a container or `taskset` may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_threads(

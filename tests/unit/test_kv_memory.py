@@ -121,10 +121,10 @@ def test_a_chain_has_the_rows_of_its_smallest_stage():
         chain_memory([stage(), *stages], 4, 4608, 2_000_000)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300)), max_size=6), st.booleans())
-def test_rows_that_are_given_back_are_zeros_and_the_others_stay(moves: list[tuple[int, int]], has_huge_pages: bool):
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300)), max_size=6))
+def test_rows_that_are_given_back_are_zeros_and_the_others_stay(moves: list[tuple[int, int]]):
     shape = (2, 3, 2, 300, 24)  # 96 bytes a row: no row begins with a page but by chance
-    space = AddressSpace(shape, torch.float32, CPU, has_huge_pages=has_huge_pages)
+    space = AddressSpace(shape, torch.float32, CPU)
     space.tensor.fill_(1.0)
     for slot, start in moves:
         space.give_back(slot, start)
@@ -135,7 +135,7 @@ def test_rows_that_are_given_back_are_zeros_and_the_others_stay(moves: list[tupl
 
 
 def test_pages_hold_memory_while_their_rows_do():
-    space = AddressSpace((2, 4, 2, 4096, 32), torch.float32, CPU, has_huge_pages=False)
+    space = AddressSpace((2, 4, 2, 4096, 32), torch.float32, CPU)
     assert pages_held(space.tensor) == 0
     space.tensor[:, 1, :, :64] = 1
     assert pages_held(space.tensor) == 2 * 2 * 64 * 128 // PAGE
@@ -146,7 +146,7 @@ def test_pages_hold_memory_while_their_rows_do():
 
 
 def test_more_may_be_reserved_than_the_machine_has():
-    space = AddressSpace((2, 64, 8, (400 << 30) // (2 * 64 * 8 * 256), 128), torch.bfloat16, CPU, has_huge_pages=False)
+    space = AddressSpace((2, 64, 8, (400 << 30) // (2 * 64 * 8 * 256), 128), torch.bfloat16, CPU)
     space.tensor[1, 63, 7, -1] = 1
     assert float(space.tensor[1, 63, 7, -1].sum()) == 128
 

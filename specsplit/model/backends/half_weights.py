@@ -12,6 +12,7 @@ Legend: N outputs, K inputs, R rows.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,7 @@ _LARGEST_EXPONENT = 14
 _PIECE = 1 << 18
 """Elements that are looked at in one go, which the caches hold."""
 _ops: Any = torch.ops.quantized
+_scratch = threading.local()
 
 
 def _half_product(
@@ -63,37 +65,48 @@ def half_product(weight: Tensor, bias: Tensor | None = None) -> Product | None:
     A recording holds it as a whole, the packed weight included.
     """
     fills = _fills() if weight.dtype == torch.float32 else None
-    scale = _scale(weight) if fills is not None else None
-    if fills is None or scale is None:
+    found = _in_16_bits(weight) if fills is not None else None
+    if fills is None or found is None:
         return None
-    if scale != 1:
-        weight, bias = weight * scale, bias * scale if bias is not None else None
-    return bound(_script, list(fills), 1 / scale, _packed(weight, bias))
+    scaled, scale = found
+    return bound(_script, list(fills), 1 / scale, _packed(scaled, bias * scale if bias is not None else None))
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Any:
     return _ops.linear_prepack_fp16(weight.contiguous(), bias)
 
 
-def _scale(weight: Tensor) -> float | None:
-    """Return a power of two, times which every weight is exactly one of fp16; None if there is none."""
+def _in_16_bits(weight: Tensor) -> tuple[Tensor, float] | None:
+    """Return a weight times a power of two, for which fp16 holds every element exactly, and that power; else None.
+
+    What is returned may lie in memory that the thread's next call takes.
+    """
     least, most = (value.item() for value in weight.aminmax())
     largest = max(-least, most)
     if not largest < torch.inf:  # or not a number
         return None
-    if _is_exact(weight, 1.0):
-        return 1.0
+    flat = weight.reshape(-1)
+    if all(map(_is_exact, flat.split(_PIECE))):
+        return weight, 1.0
     scale = 2.0 ** (_LARGEST_EXPONENT + 1 - math.frexp(largest)[1])
-    return scale if _is_exact(weight, scale) else None
+    scaled = _scratch_of(len(flat))
+    for piece, place in zip(flat.split(_PIECE), scaled.split(_PIECE), strict=True):
+        torch.mul(piece, scale, out=place)
+        if not _is_exact(place):
+            return None
+    return scaled.view(weight.shape), scale
 
 
-def _is_exact(weight: Tensor, scale: float) -> bool:
-    """Return whether fp16 holds every weight times `scale`."""
-    for piece in weight.reshape(-1).split(_PIECE):
-        scaled = piece * scale if scale != 1 else piece
-        if not torch.equal(scaled.half().float(), scaled):
-            return False
-    return True
+def _scratch_of(size: int) -> Tensor:
+    """Return memory of this thread: new memory for each weight costs more than to fill it."""
+    held: Tensor | None = getattr(_scratch, "memory", None)
+    if held is None or len(held) < size:
+        held = _scratch.memory = torch.empty(size)
+    return held[:size]
+
+
+def _is_exact(piece: Tensor) -> bool:
+    return torch.equal(piece.half().float(), piece)
 
 
 @lru_cache(maxsize=1)

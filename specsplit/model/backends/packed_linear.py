@@ -27,6 +27,7 @@ from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
+from specsplit.model.threads import side_by_side
 from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
 
 _HINT = 8
@@ -135,6 +136,17 @@ class _Packed:
     """The products with each part of the inputs if the weights are held in fewer bits; the first one adds the bias."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The result of packing one group of weights, before it has its place among all."""
+
+    packed: _Packed
+    packs: Sequence[Tensor]
+    products: Sequence[tuple[ProductKind, Product]]
+    num_bytes: int = 0
+    """Bytes of the weights if they were rounded."""
+
+
 class PackedLinears:
     """The packed weights of one model.
 
@@ -165,15 +177,29 @@ class PackedLinears:
         calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
-        for form, group in _of_one_format(in_groups(calls), rounding):
+        work = list(_of_one_format(in_groups(calls), rounding))
+        mode = torch.is_inference_mode_enabled()
+
+        def make(one: tuple[WeightFormat | None, Sequence[LinearCall]]) -> _Made:
+            form, group = one
+            with torch.inference_mode(mode):
+                return self._packed(group) if form is None else _rounded(group, form)
+
+        for (form, group), made in zip(work, side_by_side(make, work), strict=True):
             members = [owners[call.key] for call in group]
             places = [addresses(member) for member in members]
-            packed = self._packed(group) if form is None else self._rounded(group, form)
+            packed = replace(made.packed, packs=slice(len(self.packs), len(self.packs) + len(made.packs)))
+            self.packs += made.packs
+            for kind, of_kind in made.products:
+                self.by_kind.setdefault(kind, of_kind)
             let_pages_go(places)
             for member in members:
                 if member.data_ptr() not in looked_up:
                     self.saved_bytes += 0 if form is None else member.numel() * member.element_size()
                     _let_go(member)
+            if form is not None:
+                self.bytes_by_format[form] += made.num_bytes
+                self.saved_bytes -= made.num_bytes
             # Where a weight lies names it in the forwards to come; its new place is its own, too.
             keys = [member.data_ptr() for member in members]
             self._products.update(dict.fromkeys(keys, replace(packed, members=keys)))
@@ -191,27 +217,26 @@ class PackedLinears:
 
         return JoinedCalls(self._products, compute)
 
-    def _packed(self, group: Sequence[LinearCall]) -> _Packed:
-        first, first_pack = group[0], len(self.packs)
+    def _packed(self, group: Sequence[LinearCall]) -> _Made:
+        first = group[0]
         width = part_width(first.weight.shape[-1], self._width)
         weights = first.weight.unbind() if first.offsets is not None else [_joined([call.weight for call in group])]
         bias = _joined_bias(group)
         parts = [part for weight in weights for part in weight.split(width, dim=1)]
         halves = _halves(parts, bias) if first.offsets is None else ()
-        if not halves:
-            self.packs += map(pack, parts)
+        packs = [] if halves else list(map(pack, parts))
         weight_bits = 16 if halves else first.weight.dtype.itemsize * 8
-        for part, of_part in zip(parts, halves or map(product_with, self.packs[first_pack:]), strict=True):
-            self.by_kind.setdefault(ProductKind(part.shape[0], part.shape[1], weight_bits), of_part)
-        return _Packed((), _sizes(group), bias, width, slice(first_pack, len(self.packs)), halves)
+        kinds = [ProductKind(part.shape[0], part.shape[1], weight_bits) for part in parts]
+        products = list(zip(kinds, halves or map(product_with, packs), strict=True))
+        return _Made(_Packed((), _sizes(group), bias, width, slice(0), halves), packs, products)
 
-    def _rounded(self, group: Sequence[LinearCall], form: WeightFormat) -> _Packed:
-        weight = _joined([call.weight for call in group])
-        of_all, num_bytes = rounded_product(form, weight, _joined_bias(group)), rounded_bytes(form, *weight.shape)
-        self.by_kind.setdefault(ProductKind(weight.shape[0], weight.shape[1], BITS[form]), of_all)
-        self.bytes_by_format[form] += num_bytes
-        self.saved_bytes -= num_bytes
-        return _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
+
+def _rounded(group: Sequence[LinearCall], form: WeightFormat) -> _Made:
+    weight = _joined([call.weight for call in group])
+    of_all = rounded_product(form, weight, _joined_bias(group))
+    kind = ProductKind(weight.shape[0], weight.shape[1], BITS[form])
+    packed = _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
+    return _Made(packed, (), [(kind, of_all)], rounded_bytes(form, *weight.shape))
 
 
 def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:
