@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from opentelemetry.context import Context
 from torch import Tensor
 
@@ -111,6 +112,8 @@ class Task:
     """Its next forward."""
     num_forwarded: int = 0
     """The first rows of that forward which went with earlier steps."""
+    parts: list[Tensor] = field(default_factory=list[Tensor])
+    """The logits of those rows, as far as they were asked for."""
     is_pending: bool = False
     """Its next forward is in a batch that has not come back."""
     lacks_rows: bool = False
@@ -155,13 +158,13 @@ class Task:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether its next forward is a long piece of a prompt, of which a step may take a part."""
+        """Whether its next forward is a long piece of a prompt, or of a text to be scored: a step may take a part."""
         sequence = self.sequence
         return (
             type(sequence) is SequenceInput
             and len(sequence.token_ids) > MOST_ROUND_ROWS
             and sequence.parents is None
-            and sequence.num_logits == 1
+            and (sequence.num_logits == 1 or self.session is None)
         )
 
     def next_rows(self, count: int) -> SequenceInput:
@@ -169,16 +172,27 @@ class Task:
         assert self.sequence is not None, "a task that is ready has one"
         first, base_length = self.num_forwarded, self.sequence.base_length
         tokens = self.sequence.token_ids[first : first + count]
-        return SequenceInput(self.sequence.slot, base_length + first, tokens)
+        num_logits = max(1, self._num_logits_of(count))
+        return SequenceInput(self.sequence.slot, base_length + first, tokens, num_logits=num_logits)
 
-    def forwarded(self, count: int) -> bool:
-        """Count the first rows of its forward as done; return whether there are more."""
+    def _num_logits_of(self, count: int) -> int:
+        # Rows of the forward: [no logits | num_logits of them), of which the part is [first, first + count).
+        assert self.sequence is not None, "a task that is ready has one"
+        first, start = self.num_forwarded, len(self.sequence.token_ids) - self.sequence.num_logits
+        return first + count - max(first, start)
+
+    def take_part(self, count: int, logits: Tensor) -> Tensor | None:
+        """Count the next rows of its forward as done; return the logits of the forward with its last part."""
+        has_logits = self._num_logits_of(count) > 0
         self.num_forwarded += count
         self.times.ready_s = time.perf_counter()
-        has_more = self.num_rows > 0
-        if not has_more:
-            self.num_forwarded = 0
-        return has_more
+        if self.num_rows > 0:
+            if has_logits:
+                self.parts.append(logits.clone())  # the runner may write the next ones into the same memory
+            return None
+        self.num_forwarded, parts = 0, [*self.parts, logits]
+        self.parts.clear()
+        return torch.cat(parts) if len(parts) > 1 else logits
 
     def join(self) -> asyncio.Future[TaskOutcome]:
         """Return a future of the outcome; if too many wait for a round, the oldest is sent away."""

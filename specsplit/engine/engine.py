@@ -70,17 +70,19 @@ class Engine:
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
-        self._background = BackgroundWork(self._admission, self._sessions.num_slots)
+        self._background = BackgroundWork(
+            self._admission, self._sessions.slots, leaves_one=model.runner.max_pending > 1
+        )
         self._now = clock.now if clock is not None else time.monotonic
         scheduler = self._work.scheduler
-        scheduler.memory = Preemption(self._sessions, scheduler.finish)
+        scheduler.memory = Preemption(self._sessions, scheduler.running, scheduler.finish)
         scheduler.now, scheduler.budget.prompts.params_of = self._now, self._sessions.params_of
         self._chunk_tokens = scheduler.budget.prompts.chunk_tokens
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
-        default = QUEUE_PER_SESSION * self._sessions.num_slots
+        default = QUEUE_PER_SESSION * self._model.max_sessions
         self._admission.max_waiting = default if max_waiting is None else max_waiting
 
     def reuse_prefixes(self, among: PrefixReuse) -> None:
@@ -222,7 +224,6 @@ class Engine:
 
     def abandon(self, sessions: Sequence[str]) -> None:
         """Let sessions whose client has vanished lose their slots as soon as somebody wants them."""
-        # On the executor, since its side owns the sessions; the server's event loop has nobody to tell.
         abandoning = self._do(lambda: [self._sessions.abandon(key) for key in sessions])
         task = asyncio.get_running_loop().create_task(abandoning, name="specsplit-abandon")
         self._tasks.add(task)

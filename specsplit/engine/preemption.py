@@ -1,6 +1,6 @@
 """Memory for the rows of a step: slots grow by blocks, and when the budget is spent the youngest session makes room.
 
-    sessions   [ oldest | ... | one whose next rows do not fit | ... | youngest: its slot is dropped first ]
+    sessions   [ oldest | ... | one whose next rows do not fit | ... | youngest ] scores: their slots are dropped first
 
 A preempted session hears SlotBehind and is sent again what it had, so that its text is the same. The oldest one with
 work always goes on. Knows tasks and the session table; the scheduler asks before each step.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from specsplit.core.errors import SlotBehind
+from specsplit.engine.background import GaveWay
 from specsplit.engine.batch import Task
 from specsplit.engine.seniority import Rank
 from specsplit.engine.session import SessionTable, WorkerSession
@@ -22,10 +23,14 @@ class Preemption:
     Only the executor calls it.
     """
 
-    def __init__(self, sessions: SessionTable, finish: Callable[[Task, None, Exception], None]) -> None:
+    def __init__(
+        self, sessions: SessionTable, running: Mapping[Task, None], finish: Callable[[Task, None, Exception], None]
+    ) -> None:
+        """Take rows of `running` tasks, those of no session first."""
         self.reserved: Sequence[int] = sessions.slots.rows.reserved
         """The rows that each slot may write to."""
-        self._sessions, self._slots, self._finish = sessions, sessions.slots, finish
+        self._sessions, self._slots, self._running, self._finish = sessions, sessions.slots, running, finish
+        sessions.slots.give_way = self.give_way
 
     def make_room(self, ready: list[Task]) -> list[Task]:
         """Return the tasks whose rows fit; the others have ended, or wait for rows that somebody is about to free."""
@@ -36,6 +41,16 @@ class Preemption:
         for task in sorted(lacking, key=self._rank):  # the oldest first, since it may need what a later one has
             task.lacks_rows = task.error is None and not self._try_grow(task, tasks)
         return [task for task in ready if task.error is None and not (task.lacks_rows and task in lacking)]
+
+    def give_way(self) -> bool:
+        """End the work of no session that began last, for a session that needs its slot; return False for none."""
+        # What is pending elsewhere writes to its slot still, so it keeps it.
+        for task in reversed(list(self._running)):
+            if task.session is None and task.sequence is not None and not task.is_pending:
+                task.work.close()
+                self._finish(task, None, GaveWay("Sessions need the slot of this work; try again in a moment."))
+                return True
+        return False
 
     def _rank(self, task: Task) -> Rank:
         assert task.session is not None, "work of no session reserves all its rows when it begins"
@@ -48,6 +63,8 @@ class Preemption:
         """
         # Each turn frees a session's rows or ends the loop; the oldest session alone always fits the memory.
         while not self._slots.grow(task.slot, task.end_row):
+            if self.give_way():
+                continue
             victim = self._youngest(tasks)
             if victim.key == task.session and self._is_room_coming(victim, tasks):
                 return False

@@ -154,7 +154,7 @@ class PromptBudget:
     def share_out(self, tasks: Sequence[P]) -> dict[P, int]:
         """Return how many of their next rows the prompts among the tasks take; 0 for one that waits.
 
-        Tasks that cannot be cut go whole.
+        Tasks that cannot be cut go whole. Those of no session take what the others leave.
         """
         prompts = [task for task in tasks if task.can_be_cut]
         if not prompts:
@@ -163,7 +163,7 @@ class PromptBudget:
         room = self.prompt_rows(rounds, max(task.context for task in prompts))
         # [ rounds, whole | room: caller a's prompts by rank | caller b's | ... ]; a turn may go on in the next step.
         by_caller: dict[str, list[P]] = {}
-        for task in sorted(prompts, key=self._rank):
+        for task in sorted((task for task in prompts if task.session is not None), key=self._rank):
             by_caller.setdefault(self.caller_of(task), []).append(task)
         wanted = {caller: sum(map(self._chunk, own)) for caller, own in by_caller.items()}
         granted = self._turns.share(wanted, room)
@@ -172,6 +172,11 @@ class PromptBudget:
             for task in own:
                 shares[task] = min(self._chunk(task), granted[caller])
                 granted[caller] -= shares[task]
+        left = room - sum(shares.values())
+        for task in prompts:
+            if task.session is None:
+                shares[task] = min(self._chunk(task), left)
+                left -= shares[task]
         return {task: shares[task] for task in prompts}
 
     def caller_of(self, task: Cuttable) -> str:

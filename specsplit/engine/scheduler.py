@@ -49,24 +49,24 @@ class Scheduler:
         self.now: Callable[[], float] = time.monotonic  # the clock of the tasks' deadlines
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
-        self._running: dict[Task, None] = {}
+        self.running: dict[Task, None] = {}
         self._pending: dict[Batch, PendingForward] = {}
 
     @property
     def num_running(self) -> int:
         """Tasks that have begun and not ended."""
-        return len(self._running)
+        return len(self.running)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._arrived)
+        return bool(self.running or self._arrived)
 
     @property
     def can_step(self) -> bool:
         """Whether a step would do something now; all work may be pending elsewhere."""
         if not self._pending or self._arrived or any(forward.is_done for forward in self._pending.values()):
             return self.has_work
-        idle = [task for task in self._running if not (task.is_pending or task.lacks_rows)]
+        idle = [task for task in self.running if not (task.is_pending or task.lacks_rows)]
         has_room = len(self._pending) < self._runner.max_pending
         return bool(idle) and (has_room or any(task.is_cancelled for task in idle))
 
@@ -126,11 +126,11 @@ class Scheduler:
     def _schedule(self) -> Batch | None:
         """Return the batch that runs now: what the budget takes of the ready tasks; None if nothing can run."""
         now_s = self.now()
-        for task in list(self._running):
+        for task in list(self.running):
             if not task.is_pending and (task.is_cancelled or task.deadline_s < now_s):
                 task.work.close()
                 self.finish(task, None, None if task.is_cancelled else too_late())
-        ready = [task for task in self._running if not task.is_pending]
+        ready = [task for task in self.running if not task.is_pending]
         # Rows are found before anything is cut: a task that has to go leaves its part of the step to others.
         if self.memory is not None:
             ready = self.memory.make_room(ready)
@@ -161,8 +161,9 @@ class Scheduler:
         end_s = batch.end(self._name, self.counts)
         self.budget.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
-            if task not in batch.parts or not task.forwarded(batch.parts[task]):
-                self._advance(task, rows)
+            whole = task.take_part(batch.parts[task], rows) if task in batch.parts else rows
+            if whole is not None:
+                self._advance(task, whole)
 
     def _await(self, batch: Batch, forward: PendingForward) -> None:
         self._pending[batch] = forward
@@ -183,7 +184,7 @@ class Scheduler:
         times, start_s = task.times, time.perf_counter()
         try:
             if logits is None:
-                self._running[task] = None
+                self.running[task] = None
                 times.begun_s = start_s
                 task.sequence = next(task.work)
             else:
@@ -198,7 +199,7 @@ class Scheduler:
 
     def finish(self, task: Task, result: Any, error: Exception | None) -> None:
         """Let go of a task. Its timings end here, on the executor; its callers are answered on the event loop."""
-        self._running.pop(task, None)
+        self.running.pop(task, None)
         # A success counts only if the device computed something, and a cancelled task's result is worth nothing.
         if error is not None:
             self.health.fail(error)
@@ -222,9 +223,9 @@ class Scheduler:
         self._end_all(error)
 
     def _end_all(self, error: Exception) -> None:
-        tasks = [*self._running, *self._arrived]
+        tasks = [*self.running, *self._arrived]
         # Cleared first: a task that is closed below must not be found again by a step that was interrupted here.
-        self._running.clear()
+        self.running.clear()
         self._arrived.clear()
         self._pending.clear()
         for task in tasks:

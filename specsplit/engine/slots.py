@@ -50,8 +50,11 @@ class Slots:
         self.prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
         self.num_reused = 0
         """Tokens so far whose rows a session found when it began."""
-        self._cache, self._max_slots = model.runner.cache, model.max_sessions
+        self._cache, self.num_slots = model.runner.cache, model.max_sessions
         self._evict, self._on_release, self._on_free = evict, on_release, on_free
+        self.give_way: Callable[[], bool] = lambda: False
+        """Takes back a borrowed slot, or returns False."""
+        self.num_borrowed = 0
         self._pool, self.rows = SlotPool(model.max_sessions), RowBudget(model.runner.cache)
         self._warm: dict[int, WarmSlot] = {}
 
@@ -94,14 +97,14 @@ class Slots:
         """Copy rows of a session over `tail` into its slot, which has none; return which, None without any."""
         return self._copied(self._match(tail, salt, sessions), slot)
 
-    def take(self, num_rows: int, but: WarmSlot | None = None) -> Slot:
+    def take(self, num_rows: int, but: WarmSlot | None = None, *, is_borrowed: bool = False) -> Slot:
         """Return an empty slot of `num_rows`, of which warm ones are given up for it, the longest first, `but` last.
 
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
         # [ reserved by others | their headroom | the rows of this session | free )
-        self._make_room(self.rows.rows_for(num_rows), but=but)
+        self._make_room(self.rows.rows_for(num_rows), but=but, is_borrowed=is_borrowed)
         slot = self._pool.acquire()
         is_reserved = self.rows.try_reserve(slot.index, num_rows)
         assert is_reserved, "there is room"
@@ -122,10 +125,12 @@ class Slots:
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
-        slot = self.take(num_rows)
+        slot = self.take(num_rows, is_borrowed=True)
+        self.num_borrowed += 1
         try:
             yield slot
         finally:
+            self.num_borrowed -= 1
             self.release(slot)
 
     def keep(self, session: Holder) -> None:
@@ -165,7 +170,7 @@ class Slots:
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
-        has_slot = self._pool.num_used < self._max_slots or len(self._warm) > 1
+        has_slot = self._pool.num_used < self.num_slots or len(self._warm) > 1
         others = self.rows.num_free + self.num_warm_rows - self.rows.reserved[match.holder.slot.index]
         has_room = has_slot and self.rows.rows_for(num_rows) + self._headroom() <= others
         return match.is_whole or not has_room or not self._cache.can_copy
@@ -187,20 +192,22 @@ class Slots:
         others = [index for index in self._pool.used_indices if index not in self._warm and index != own]
         return sum(min(HEADROOM_ROWS, capacity - reserved[index]) for index in others)
 
-    def _make_room(self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None) -> None:
-        """Give up warm slots, `but` last, and then sessions, until so many rows are free, and a slot if none is `own`.
+    def _make_room(
+        self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None, is_borrowed: bool = False
+    ) -> None:
+        """Give up warm slots, `but` last, borrowed ones and sessions, until rows are free, and a slot if none is `own`.
 
         Raises:
             NoFreeSlot: nothing is left to give up.
         """
         while True:
-            is_full = own is None and self._pool.num_used == self._max_slots
+            is_full = own is None and self._pool.num_used == self.num_slots
             if not is_full and num_rows + self._headroom(own) <= self.rows.num_free:
                 return
             if self._warm:
                 self._drop_warm(but)
-            elif not self._evict():
-                raise NoFreeSlot(self.all_in_use if is_full else self._too_few_rows(num_rows))
+            elif (is_borrowed or not self.give_way()) and not self._evict():
+                raise NoFreeSlot(self.all_in_use if is_full else _too_few(self.rows, num_rows))
 
     def _drop_warm(self, but: WarmSlot | None) -> None:
         warm = next((warm for warm in self._warm.values() if warm is not but), but)
@@ -210,16 +217,9 @@ class Slots:
     @property
     def all_in_use(self) -> str:
         """Return the sentence for whoever finds every slot in use."""
-        count = self._max_slots
+        count = self.num_slots
         which = f"All {count} sessions" if count > 1 else "The one session"
         return f"{which} of this worker {'are' if count > 1 else 'is'} in use; try again when one has ended."
-
-    def _too_few_rows(self, num_rows: int) -> str:
-        rows = self.rows
-        return (
-            f"This session needs {num_rows} KV rows more, and {rows.num_reserved} of this worker's {rows.limit} are in "
-            "use; try again when another one has ended."
-        )
 
     def _copied(self, match: Match | None, slot: Slot) -> Match | None:
         """Copy the rows of a match into a slot, if they can be copied."""
@@ -228,3 +228,10 @@ class Slots:
         self._cache.copy_rows(match.holder.slot.index, slot.index, match.length)
         self.num_reused += match.length
         return match
+
+
+def _too_few(rows: RowBudget, num_rows: int) -> str:
+    return (
+        f"This session needs {num_rows} KV rows more, and {rows.num_reserved} of this worker's {rows.limit} are in "
+        "use; try again when another one has ended."
+    )

@@ -34,8 +34,6 @@ from specsplit.telemetry.statistics import StatisticsRole, WorkerLoad, WorkerSta
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 VERSION = version("specsplit")
-SCORE_SLOTS = 2
-"""One of so many slots may be taken by scores."""
 
 M = TypeVar("M", bound=Message)
 
@@ -182,9 +180,8 @@ class TargetService(WorkerService):
     ) -> None:
         super().__init__(verifier, num_sessions, front)
         self._verifier = verifier
-        # A score takes a slot for its time, and generation shall find one.
-        num_slots = front.load.num_slots if front is not None else 0
-        self._scores = CallShare(max(1, num_slots // SCORE_SLOTS))
+        # Scores use idle slots, and give them back to generation; more at once would only wait in the engine.
+        self._scores = CallShare(max(1, front.load.num_slots if front is not None else 0))
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         return {

@@ -170,7 +170,7 @@ async def test_a_long_prompt_tells_how_far_its_prefill_is() -> None:
         assert heard == [Progress(done=512, total=600)]
 
 
-async def test_a_score_waits_behind_sessions_and_never_takes_the_last_slot() -> None:
+async def test_a_score_that_finds_no_slot_waits_behind_sessions() -> None:
     async with target_of(4) as (engine, verifier):
         await verify(verifier, HELD[0])
         await verifier.score(random_prompt(5), random_prompt(3))

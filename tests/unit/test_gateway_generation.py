@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.errors import InvalidRequest, Overloaded
-from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
+from specsplit.core.types import Proposal, SamplingParams, SessionParams, Turn, Verdict
 from specsplit.gateway import generation
 from specsplit.gateway.generation import chunks_of
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.request import Request, RetryPolicy
+from specsplit.orchestrator.request import Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
+from specsplit.target.engine import TargetEngine
 from tests.support.fakes import FakeTarget
+from tests.support.hash_model import LetterTokenizer, hash_model
 from tests.support.language import FakeTokenizer
 
 REQUEST = Request(prompt_ids=tuple(b"ab"), max_new_tokens=12, seed=5, ignore_eos=True)
@@ -130,3 +132,21 @@ async def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
     await texts(orchestrator(target), [*CHOICES[:3], other])
     assert opened[0] == opened[1] == 2, "one of each prompt"
     assert len(target.openings) == 4
+
+
+async def test_the_choices_of_a_prompt_share_its_prefill() -> None:
+    model, runner = hash_model("target", max_sessions=4, context=96)
+    target = TargetEngine(model)
+    owner = Orchestrator(target, None, LetterTokenizer(), Speculation(mode="plain"))
+    prompt = tuple(number % 40 for number in range(50))
+    asked = replace(REQUEST, prompt_ids=prompt, max_new_tokens=6, sampling=SamplingParams(temperature=1.0))
+    ends: list[Result] = []
+    async with aclosing(chunks_of(owner, [replace(asked, choice=choice) for choice in range(4)])) as chunks:
+        async for _, chunk in chunks:
+            ends += [chunk.result] if chunk.result is not None else []
+    # One forwards the prompt, each of the others its last token only; every further token is one row.
+    assert runner.num_tokens == 50 + 3 * 1 + 4 * 5
+    assert sorted(result.num_reused_tokens for result in ends) == [0, 49, 49, 49]
+    assert len({result.token_ids for result in ends}) > 1
+    await owner.aclose()
+    await target.aclose()
