@@ -95,7 +95,6 @@ CHOSEN = [
     ("default", "T 0.6", "bf16"),
     ("tree", "T 1", "fp32"),
     ("default", "T 1, top-p 0.9", "bf16"),
-    ("tree", "T 0.6", "int8"),
 ]
 OTHERS = [case for case in product(("default", "tree"), SAMPLINGS, FORMATS) if case not in CHOSEN]
 
