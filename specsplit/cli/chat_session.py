@@ -38,7 +38,7 @@ def run(given: Mapping[str, Any]) -> int:
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True)
     effective.settings.orchestrator.sampling()
-    set_up_logging(is_service=False)
+    set_up_logging()
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
     return event_loop.run(_chat(effective, conversation, endpoint))
 

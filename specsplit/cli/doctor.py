@@ -25,7 +25,7 @@ from specsplit.model.memory_size import shown_memory
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel
 
-_PACKAGES = ("specsplit", "transformers", "tokenizers", "pydantic", "grpcio", "protobuf", "opentelemetry-sdk")
+_PACKAGES = ("specsplit", "transformers", "tokenizers", "pydantic", "grpcio", "protobuf")
 _WORKER_PACKAGES = ("torch", "safetensors")
 _OLDEST_PYTHON = (3, 11)
 _GIB = 2**30

@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specsplit.assembly.models import check_models
-from specsplit.cli import render
-from specsplit.cli.logs import set_up_logging
+from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal, tracing
+from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal
+from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -29,18 +29,21 @@ def run(given: Mapping[str, Any]) -> int:
         return 0
     with gateway_extra("serve"):
         from specsplit.assembly.gateway import serving_gateway
-    set_up_logging(is_service=True)
     settings = effective.settings
+    set_up_logging(settings.gateway, "gateway")
     for listen in filter(None, (settings.gateway.http, settings.gateway.lmtp)):
         check_listen(listen)
     # Before workers are started: theirs would be the same complaint, seconds later and twice.
     check_models(settings)
-    arguments = ("--config", given["config"]) if given.get("config") else ()
+    chosen = settings.gateway
+    arguments = ["--log-format", chosen.log_format, "--log-level", chosen.log_level]
+    if given.get("config"):
+        arguments += ["--config", given["config"]]
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:
-        return serving_gateway(settings, arguments, render.note)
+        return serving_gateway(settings, arguments, note)
 
-    with tracing(given):
+    with tracing(given, "gateway"):
         return event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
 
 

@@ -9,7 +9,8 @@ from specsplit.assembly.models import check_models
 from specsplit.cli import render
 from specsplit.cli.gateway import gateway_extra
 from specsplit.cli.logs import set_up_logging
-from specsplit.cli.serve import NOT_SETTINGS, tracing
+from specsplit.cli.serve import NOT_SETTINGS
+from specsplit.cli.tracing import tracing
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
@@ -23,7 +24,7 @@ def run(given: Mapping[str, Any]) -> int:
         from specsplit.gateway.lmtp.message_log import message_log
         from specsplit.gateway.lmtp.session import LmtpServer
         from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
-    set_up_logging(is_service=True)
+    set_up_logging(settings.gateway, "gateway")
     check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
@@ -34,7 +35,7 @@ def run(given: Mapping[str, Any]) -> int:
             await serve_stdio(LmtpServer(models, log=log))
 
     chosen_log = settings.gateway.log_messages, settings.gateway.log_prompts
-    with tracing(given), message_log(chosen_log[0], shows_prompts=chosen_log[1]) as log:
+    with tracing(given, "gateway"), message_log(chosen_log[0], shows_prompts=chosen_log[1]) as log:
         write_status("loading")
         event_loop.run(serve())
     return 0

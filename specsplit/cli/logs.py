@@ -1,25 +1,81 @@
-"""Sends the package's log to stderr: warnings and failures of a service, and everything if SPECSPLIT_DEBUG is set."""
+"""Sends the package's log to stderr: as lines for people or as JSON, from the level that the user chose.
+
+Without a choice a service logs what happens to sessions (INFO) and a command nothing, since it answers in words of its
+own; SPECSPLIT_DEBUG=1 logs everything.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from datetime import UTC, datetime
 
 from specsplit.core.defaults import ENV_DEBUG
+from specsplit.core.sections import LoggedSettings
+from specsplit.telemetry import spans
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_IDS = ("event", "session", "request")
+"""Fields that a record may have beside its message."""
+_notes = logging.getLogger("specsplit.notes")
 
 
 def is_debugging() -> bool:
     return os.environ.get(ENV_DEBUG, "0") not in ("", "0")
 
 
-def set_up_logging(*, is_service: bool) -> None:
-    """Send the log to stderr, or nowhere; a root logger that has a handler already keeps it."""
-    # A command that answers its user says in its own words what a service would log.
-    if is_service or is_debugging():
-        logging.basicConfig(level=logging.INFO if is_debugging() else logging.WARNING, format=_FORMAT)
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; `role` is that of the process."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "role": self._role,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in _IDS if (value := getattr(record, name, ""))}
+        if trace_id := spans.current_trace_id():
+            line["trace_id"] = trace_id
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(settings: LoggedSettings | None = None, role: str = "") -> None:
+    """Send the log of a service with these settings to stderr, and of a command, which has none, nowhere.
+
+    A root logger that has a handler already keeps it.
+    """
+    package = logging.getLogger("specsplit")
+    if settings is None and not is_debugging():
+        if not package.handlers:
+            package.addHandler(logging.NullHandler())
         return
-    logger = logging.getLogger("specsplit")
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
+    logging.basicConfig(level=logging.INFO if is_debugging() else logging.WARNING, format=_FORMAT)
+    if settings is None:
+        return
+    package.setLevel(logging.DEBUG if is_debugging() else settings.log_level.upper())
+    if settings.log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter(role))
+
+
+def note(text: str) -> None:
+    """Show the operator of a service one sentence: as a line of the log in JSON, else as it is."""
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+        # Whatever the level, since these are the words that every service says.
+        _notes.setLevel(logging.INFO)
+        _notes.info("%s", text)
+        return
+    from specsplit.cli import render
+
+    render.note(text)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, top
+from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, top, trace
 from specsplit.cli.help import HELP_NAMES, Command, HelpAll
 from specsplit.cli.logs import is_debugging
 from specsplit.core import defaults
@@ -171,7 +171,7 @@ def target(
 
 
 @app.command(cls=Command, epilog=examples.GATEWAY)
-@options.linked
+@options.logged
 def serve(
     ctx: typer.Context,
     served_model: options.ServedModel = None,
@@ -214,7 +214,7 @@ def serve(
 
 
 @app.command()
-@options.linked
+@options.logged
 def lmtp(
     ctx: typer.Context,
     stdio: options.Stdio,
@@ -285,7 +285,7 @@ def stage_check(
     raise typer.Exit(_interruptible(run, ctx))
 
 
-for other in (chat, plan, top, draft_vocab):
+for other in (chat, plan, top, trace, draft_vocab):
     app.registered_commands += other.app.registered_commands
 app.add_typer(keys.app, name="keys")
 app.add_typer(certs.app, name="certs")

@@ -229,6 +229,11 @@ MetricsCompat = Annotated[
     Literal["vllm"] | None,
     _option("--metrics-compat", _LINKS, "Give metrics the names of vLLM, too.", "ours alone"),
 ]
+LogFormat = Annotated[Literal["text", "json"], _option("--log-format", _OUTPUT, "Lines of the log.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    _option("--log-level", _OUTPUT, "Log from this level on; info has a line for each session refused or lost."),
+]
 LINK_OPTIONS = {
     "tls_cert": (TlsCert, None),
     "tls_key": (TlsKey, None),
@@ -236,6 +241,7 @@ LINK_OPTIONS = {
     "insecure": (Insecure, False),
 }
 """Options of every command with links to other processes, with their defaults."""
+LOG_OPTIONS = {"log_format": (LogFormat, "text"), "log_level": (LogLevel, "info")}
 SERVICE_OPTIONS = {"health": (Health, None), "metrics": (Metrics, None), "metrics_compat": (MetricsCompat, None)}
 
 
@@ -260,8 +266,9 @@ def also(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return add
 
 
-linked, served = also(LINK_OPTIONS), also({**LINK_OPTIONS, **SERVICE_OPTIONS})
-"""Decorators of commands with links, and of those that serve calls."""
+linked, logged = also(LINK_OPTIONS), also({**LINK_OPTIONS, **LOG_OPTIONS})
+served = also({**LINK_OPTIONS, **SERVICE_OPTIONS, **LOG_OPTIONS})
+"""Decorators of commands with links, of those that serve somebody, and of those that serve calls."""
 
 Stdio = Annotated[bool, typer.Option("--stdio", help="Frames come on stdin and go to stdout.")]
 Lmtp = Annotated[
@@ -312,7 +319,8 @@ Logprobs = Annotated[
 ]
 Json = Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[
-    str | None, _option("--trace-file", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "F")
+    str | None,
+    _option("--trace-file --trace", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "FILE"),
 ]
 PrintConfig = Annotated[
     bool, _option("--print-config", _OUTPUT, "Print the settings in effect, and where each comes from.", "off")

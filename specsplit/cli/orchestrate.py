@@ -10,9 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -25,13 +24,13 @@ from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.prompt import read_prompt, with_prompt
+from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
 from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
-from specsplit.telemetry.setup import trace_to_file
 
 _NOT_SETTINGS = (
     *("prompt", "prompt_file", "compare", "config", "json", "trace_file", "print_config", "explain"),
@@ -75,7 +74,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=bool(given.get("json")))
         return 0
-    set_up_logging(is_service=False)
+    set_up_logging()
     settings = effective.settings
     # Everything that can be refused is refused before a model is loaded, which may take minutes.
     settings.orchestrator.sampling()
@@ -94,8 +93,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         render.note(f"No draft for this target: {how}; name one with {option}.")
     if not settings.has_local_model and owns_process:
         _spare_torch()
-    trace_file = given.get("trace_file")
-    with trace_to_file(Path(trace_file)) if trace_file else nullcontext():
+    with tracing(given, "orchestrator"):
         job = _Job(
             prompt,
             settings,

@@ -15,28 +15,25 @@ import sys
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
-    AbstractContextManager,
     AsyncExitStack,
     contextmanager,
-    nullcontext,
 )
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specsplit.assembly.models import load_worker, not_recorded
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
-from specsplit.cli.logs import set_up_logging
+from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
+from specsplit.cli.tracing import tracing
 from specsplit.core.defaults import Role
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from specsplit.model.extra import require_metrics
 from specsplit.model.source import check_source
-from specsplit.telemetry.setup import trace_to_file
 
 if TYPE_CHECKING:
     from specsplit.rpc.auth import LinkRole
@@ -71,10 +68,10 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=False, role=role)
         return 0
-    set_up_logging(is_service=True)
     settings: WorkerSettings = getattr(effective.settings, role)
+    set_up_logging(settings, role)
     check_service(settings, role)
-    with tracing(given):
+    with tracing(given, role):
         if isinstance(settings, TargetSettings) and settings.is_cut:
             return _serve_chain(settings)
         return _serve_model(role, settings)
@@ -98,7 +95,7 @@ def _serve_model(role: Role, settings: WorkerSettings) -> int:
     # The model lives as long as the process, so the garbage collector need not look at its objects again.
     gc.freeze()
     if not model.runner.is_recorded:
-        render.note(not_recorded(model))
+        note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}
     ready_line = partial(described, ready)
     return event_loop.run(serve_until_signal(lambda: serving(model, settings), ready_line, settings.drain))
@@ -112,7 +109,7 @@ def _serve_chain(settings: TargetSettings) -> int:
         coordinator = load_coordinator(settings)
     gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
-    opening = partial(serving_chain, coordinator, settings, render.note)
+    opening = partial(serving_chain, coordinator, settings, note)
     return event_loop.run(serve_until_signal(opening, partial(described, ready), settings.drain))
 
 
@@ -120,12 +117,6 @@ def described(ready: Mapping[str, Any], server: Server) -> Mapping[str, Any]:
     """Return the description of a worker with the ports that it has beside that of its calls."""
     beside = {"health": server.health_address, "metrics": server.metrics_address}
     return {**ready, **{name: address for name, address in beside.items() if address}}
-
-
-def tracing(given: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Write spans for the length of the block if `given` names a file for them."""
-    trace_file = given.get("trace_file")
-    return trace_to_file(Path(trace_file)) if trace_file else nullcontext()
 
 
 def check_service(settings: WorkerSettings | StageSettings, role: LinkRole) -> None:
@@ -185,10 +176,10 @@ async def serve_until_signal(
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
         await stop.wait()
-        render.note(f"Draining for up to {drain_s:g} s; a second signal ends at once.")
+        note(f"Draining for up to {drain_s:g} s; a second signal ends at once.")
         num_cut = await server.drain(drain_s)
         if num_cut:
-            render.note(f"{num_cut} answers were cut, which were not done after {drain_s:g} s; a longer --drain helps.")
+            note(f"{num_cut} answers were cut, which were not done after {drain_s:g} s; a longer --drain helps.")
         return ANSWERS_CUT if num_cut else 0
 
 

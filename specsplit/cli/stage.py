@@ -16,8 +16,8 @@ from specsplit.cli.serve import (
     end_with_parent,
     serve_until_signal,
     terminable,
-    tracing,
 )
+from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -33,13 +33,13 @@ def run(given: Mapping[str, Any]) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=False, role="stage")
         return 0
-    set_up_logging(is_service=True)
     settings = effective.settings.stage
+    set_up_logging(settings, "stage")
     if settings.layers is None:
         raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
     check_source(settings.model, "target")
     check_service(settings, "stage")
-    with tracing(given):
+    with tracing(given, "stage"):
         # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.
         with terminable():
             shard = load_stage(settings)

@@ -22,7 +22,7 @@ def run(given: Mapping[str, Any]) -> int:
     """Check the chain and print what was found; return 0 if all stages are equal to the model, else 1."""
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="target")
-    set_up_logging(is_service=False)
+    set_up_logging()
     check_source(effective.settings.target.model, "target")
     checks = check_stages(effective.settings.target)
     first = next((check for check in checks if not check.is_equal), None)

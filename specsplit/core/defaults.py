@@ -31,8 +31,6 @@ DEFAULT_NODES = 4
 """Tree nodes verified in a fixed mode, and in `auto` at first; these three were measured on the embedded pair."""
 DEFAULT_DEPTH = 3
 DEFAULT_BRANCHING = 2
-DEFAULT_MAX_NODES = 32
-"""Tree nodes that mode auto verifies per round at most, if the user sets no bound."""
 LOOKUP = True
 
 MAX_NEW_TOKENS = 128

@@ -7,7 +7,6 @@ from typing import Literal, Protocol
 
 Exactness = Literal["bits", "near ties"]
 """Whether a row has the same bits in any company, or only up to near ties of the logits."""
-MAX_NUMERICS = 16
 
 
 class Computing(Protocol):

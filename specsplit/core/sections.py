@@ -108,10 +108,6 @@ StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 """Stages are pinged once a second, so a shorter limit would notice nothing sooner."""
 
 
-MetricsCompat = Literal["vllm"]
-"""Whose names metrics have beside ours."""
-
-
 class _Frozen(BaseModel):
     # Unknown names are refused, so that a misspelt setting is never ignored.
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -127,14 +123,21 @@ class LinkSettings(_Frozen):
     """Whether links without certificates may leave this machine."""
 
 
-class ServiceSettings(LinkSettings):
+class LoggedSettings(LinkSettings):
+    """The settings of every role that serves somebody: its log, and whose names its metrics have beside ours."""
+
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    metrics_compat: Literal["vllm"] | None = None
+
+
+class ServiceSettings(LoggedSettings):
     """The settings of every role that serves calls."""
 
     health: GivenAddress = None
     """A port for health checks alone, in plaintext: the probes of Kubernetes show no certificate."""
     metrics: GivenAddress = None
     """A port for Prometheus alone, in plaintext: it has numbers and the model's name, and no secret."""
-    metrics_compat: MetricsCompat | None = None
 
 
 class WorkerSettings(ServiceSettings):
@@ -217,7 +220,7 @@ class StageSettings(ServiceSettings):
         return range(start, end)
 
 
-class GatewaySettings(LinkSettings):
+class GatewaySettings(LoggedSettings):
     """The HTTP server, and the workers elsewhere whose models it serves, each as [NAME=]HOST:PORT."""
 
     http: Annotated[str, AfterValidator(_address)] = defaults.HTTP
@@ -229,7 +232,6 @@ class GatewaySettings(LinkSettings):
     log_prompts: bool = False
     allow_anonymous: bool = False
     max_body_mib: Positive = 1
-    metrics_compat: MetricsCompat | None = None
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     retry: Seconds | None = None
     """Seconds for which a target that is lost is tried again; None waits longer if the gateway restarts it itself."""

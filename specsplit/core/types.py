@@ -105,10 +105,14 @@ class SessionParams:
     """Whose session it is, as its opener says; a named caller may have no more than its part of a worker's queue."""
     opener: str = field(default="", compare=False)
     """Identity or host of its opener, where that counts instead of `caller`; servers set it, and nobody sends it."""
+    request_id: str = ""
+    """The request that it is of, for logs."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, f"between 0 and {MAX_PRIORITY}")
         _require(len(self.caller) <= 64, "caller", len(self.caller), "of at most 64 characters")
+        is_name = len(self.request_id) <= 128 and self.request_id.isprintable()
+        _require(is_name, "request_id", len(self.request_id), "of at most 128 characters, all printable")
         if self.top_logprobs is not None:
             check_top_logprobs(self.top_logprobs)
 
@@ -191,8 +195,8 @@ class Proposal:
     """A token tree as parallel arrays; entry i is node number `first_node + i`.
 
     `parents[i]` is a node number lower than `first_node + i`, or ROOT, the token at `root_position`.
-    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is; it is a
-    `quantised_log_prob`.
+    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is; it is one
+    of `quantised_log_probs`.
     """
 
     # Numbers on one link, through an epoch: [1 ... first_node) sent before, [first_node ... first_node + n) these.
@@ -337,11 +341,6 @@ def quantised_log_probs(log_probs: Iterable[float]) -> tuple[float, ...]:
     Every drafter rounds so, in process too, so that a transport changes nothing.
     """
     return tuple([-min(round(min(-log_prob, 16.0) * 16), 255) / 16 for log_prob in log_probs])
-
-
-def quantised_log_prob(log_prob: float) -> float:
-    """Return the nearest log-probability that fits one byte, as `quantised_log_probs` does."""
-    return quantised_log_probs((log_prob,))[0]
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerClosed
 from specsplit.core.progress import Listener, Progress, current_listener
 from specsplit.core.record import record
+from specsplit.telemetry.session_log import log_session
 
 AGE_S = 10.0
 """Seconds of waiting that outweigh one level of priority, so that nobody starves."""
@@ -44,6 +45,7 @@ class Opening:
     priority: int | None = 0
     max_wait_s: float | None = None
     since_s: float | None = None
+    request_id: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +197,8 @@ class AdmissionQueue:
         number = self._num_arrived if earlier is None else earlier.number
         waiter = _Waiter(opening, arrived_s if earlier is None else earlier.arrived_s, number, current_listener())
         insort(self._waiters, waiter)
+        if earlier is None and opening.priority is not None:
+            log_session("queued", opening.session, opening.request_id, f"{len(self._waiters)} wait")
         self._tell_behind(waiter)
         return waiter
 

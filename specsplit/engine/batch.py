@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from opentelemetry.context import Context
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, StaleRound
@@ -101,7 +100,7 @@ class Task:
     """None for work that closes its session, or belongs to none."""
     work: Work
     loop: asyncio.AbstractEventLoop
-    trace: Context | None
+    trace: spans.SpanContext | None
     deadline_s: float = math.inf
     """When its request is given up, on the scheduler's clock: looked at before it begins, and before every step."""
     callers: list[asyncio.Future[TaskOutcome]] = field(default_factory=list)
@@ -273,6 +272,8 @@ class Batch:
             self.sequences.append(task.next_rows(parts[task]) if task in parts else task.sequence)
             task.is_pending, task.lacks_rows = True, False
             task.times.waited_s += self.start_s - task.times.ready_s
+        if spans.is_on:
+            spans.forward_for([task.trace for task in tasks])
 
     @property
     def num_rows(self) -> int:

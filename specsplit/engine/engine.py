@@ -246,7 +246,8 @@ class Engine:
 
 def _opening_of(turn: Turn, since_s: float | None) -> Opening:
     assert turn.opening is not None, "a turn that opens its session has its parameters"
-    return Opening(turn.session, caller_of(turn.opening), turn.opening.priority, turn.max_wait_s, since_s)
+    who, opening = caller_of(turn.opening), turn.opening
+    return Opening(turn.session, who, opening.priority, turn.max_wait_s, since_s, opening.request_id)
 
 
 def _frees_place(error: BaseException) -> bool:

@@ -72,6 +72,7 @@ class Preemption:
             if running is not None:
                 running.work.close()
                 self._finish(running, None, SlotBehind(0, is_preempted=True))
+            victim.log("preempted", "its rows go to older ones")
             self._sessions.preempt(victim)
             if victim.key == task.session:
                 return False

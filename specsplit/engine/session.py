@@ -24,6 +24,7 @@ from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
 from specsplit.sampling.sampler import Sampler
+from specsplit.telemetry.session_log import SessionEvent, log_session
 
 TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
@@ -62,6 +63,10 @@ class WorkerSession:
     def salt(self) -> str:
         """Whose rows these are."""
         return salt(self.sampler.params) if self.sampler is not None else ""
+
+    def log(self, event: SessionEvent, reason: str) -> None:
+        """Log what happens to the session."""
+        log_session(event, self.key, self.sampler.params.request_id if self.sampler is not None else "", reason)
 
     @property
     def is_sound(self) -> bool:
@@ -328,20 +333,20 @@ class SessionTable:
 
     def sweep(self) -> int:
         """Free the sessions that were not used for the time to live, and return how many they were."""
-        expired_s = self._now() - self._ttl_s
-        count = 0
+        expired_s, count = self._now() - self._ttl_s, 0
         # `_idle` is ordered by last use, so the first one that has not expired ends the search.
-        while self._idle and next(iter(self._idle.values())).last_used_s <= expired_s:
-            self._end(next(iter(self._idle.values())))
+        while (expired := next(iter(self._idle.values()), None)) is not None and expired.last_used_s <= expired_s:
+            expired.log("lost", f"its client was silent for {self._ttl_s:g} s")
+            self._end(expired)
             count += 1
         self.seniority.sweep(expired_s)
         return count
 
     def _evict(self) -> bool:
         """Free the slot of the session that has been idle, or without its client, for the longest; False for none."""
-        oldest = self._idle.first_evictable()
-        if oldest is None:
+        if (oldest := self._idle.first_evictable()) is None:
             return False
+        oldest.log("evicted", "it was idle, and its slot goes to a new one")
         self._free(oldest)
         return True
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,9 +29,10 @@ from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
-from specsplit.gateway.sse import EventStream, error_response, until_disconnect
+from specsplit.gateway.sse import EventStream, error_response, logged, until_disconnect
 from specsplit.gateway.statistics import Detail
 from specsplit.orchestrator.request import Request as GenerationRequest
+from specsplit.telemetry import spans
 
 MAX_BODY_BYTES = 1 << 20
 _OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
@@ -63,7 +66,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     app.router.routes += page_routes()
 
     async def answer_error(request: Request, error: Exception) -> Response:
-        return error_response(api_error(error))
+        return logged(api_error(error), request.scope)
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -75,7 +78,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         return error_response(refused)
 
     async def answer_defect(request: Request, error: Exception) -> Response:
-        return error_response(api_error(error))
+        return logged(api_error(error), request.scope)
 
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(SpecSplitError, answer_error)
@@ -98,7 +101,8 @@ class _Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await self._lmtp(scope, receive, send)
+            with spans.span("http", spans.extract(_headers(scope))):
+                await self._lmtp(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
 
@@ -107,6 +111,14 @@ class _Door:
         request_id = request.headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16)
+        scope["state"] = {"request_id": request_id}
+        # Probes and scrapes come every few seconds; whoever wants something posts it.
+        is_traced = scope["method"] == "POST"
+        with spans.span("http", spans.extract(_headers(scope)), request=request_id) if is_traced else nullcontext():
+            await self._let_in(request, receive, send)
+
+    async def _let_in(self, request: Request, receive: Receive, send: Send) -> None:
+        scope, request_id = request.scope, request.state.request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -118,11 +130,16 @@ class _Door:
             found = self._keys.caller(request.headers.get("authorization", ""))
             if found is None:
                 refused = ApiError(401, "The API key is missing or not known.", code="invalid_api_key")
-                await error_response(refused)(scope, receive, send_with_id)
+                await logged(refused, scope)(scope, receive, send_with_id)
                 return
             caller = found
-        scope["state"] = {"caller": caller, "request_id": request_id}
+        scope["state"]["caller"] = caller
         await self._app(scope, receive, send_with_id)
+
+
+def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
+    """Yield the headers of a request, in lower case."""
+    return ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
 def _add_operations(app: FastAPI, gateway: Gateway) -> None:
@@ -170,12 +187,12 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         request: Request, model: ServedModel, body: Generation, requests: list[GenerationRequest], form: Format
     ) -> Response:
         """Answer whole or as a stream; `requests` has `n` of each prompt in turn."""
-        prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        prefix, request_id = "chatcmpl" if isinstance(body, ChatBody) else "cmpl", request.state.request_id
         answers = Answers(
-            id=f"{prefix}-{request.state.request_id}",
+            id=f"{prefix}-{request_id}",
             model=model,
             body=body,
-            requests=requests,
+            requests=[replace(each, request_id=request_id) for each in requests],
             num_prompt_tokens=sum(len(each.prompt_ids) for each in requests[:: body.n or 1]),
             format=form,
             metrics=gateway.metrics,

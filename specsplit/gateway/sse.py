@@ -15,11 +15,14 @@ from starlette.types import Receive, Scope, Send
 from specsplit.core.progress import Progress, listening
 from specsplit.engine.cancellation import to_its_end
 from specsplit.gateway.errors import ApiError, api_error
+from specsplit.telemetry.session_log import log_request
 
 T = TypeVar("T")
 QUIET_S = 1.0
 """A stream that has nothing to send for so long sends a comment, so that nobody takes it for dead."""
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_REFUSED = frozenset({401, 403, 413, 429, 503})
+"""Statuses of requests that are sent away: for want of a key or of room, or since they are too large."""
 Event = dict[str, Any]
 _log = logging.getLogger(__name__)
 
@@ -73,8 +76,9 @@ class EventStream(Response):
                 _log.error("an answer failed", exc_info=caught)
             if not writer.has_begun:
                 commenting.cancel()
-                await error_response(error)(scope, receive, writer.send)
+                await logged(error, scope)(scope, receive, writer.send)
                 return
+            logged(error, scope)
             last = _json(error.body())
         finally:
             commenting.cancel()
@@ -108,6 +112,14 @@ class _Writer:
         if self.num_written == 1:
             await self.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self.send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+
+
+def logged(error: ApiError, scope: Scope) -> Response:
+    """Return an error as an answer; the log has a line if the request was refused or lost."""
+    if error.status in _REFUSED or error.status >= 500:
+        event = "refused" if error.status in _REFUSED else "lost"
+        log_request(event, scope["state"]["request_id"], error.status, error.code or error.type)
+    return error_response(error)
 
 
 def error_response(error: ApiError) -> Response:

@@ -17,6 +17,7 @@ from specsplit.core.errors import (
     WorkerFailed,
 )
 from specsplit.orchestrator.request import DegradedPhase, Reason, Replay, ReplayReason, WorkerRole
+from specsplit.telemetry.session_log import SessionEvent, log_session
 
 
 class RequestEvents:
@@ -24,6 +25,8 @@ class RequestEvents:
 
     def __init__(self) -> None:
         self.round = 0
+        self.key = self.request_id = ""
+        """The session, once there is one, and the request, as the log names them."""
         self.phases: list[DegradedPhase] = []
         """Phases without a worker, in the order they began."""
         self.replays: list[Replay] = []
@@ -45,10 +48,15 @@ class RequestEvents:
                 return
         self._latest[worker] = len(self.phases)
         self.phases.append(DegradedPhase(worker, reason, self.round, self.round))
+        if reason not in ("slow", "full"):  # such a worker is there
+            log_session("lost", self.key, self.request_id, f"the {worker} is {reason}")
 
     def replay(self, worker: WorkerRole, reason: ReplayReason, num_tokens: int) -> None:
         """Record that `worker` is sent `num_tokens` again that it was believed to hold."""
         self.replays.append(Replay(worker, self.round, reason, num_tokens))
+        if reason in ("slot_lost", "preempted"):
+            event: SessionEvent = "preempted" if reason == "preempted" else "lost"
+            log_session(event, self.key, self.request_id, f"the {worker} is sent {num_tokens} tokens again")
 
     @property
     def current(self) -> str | None:

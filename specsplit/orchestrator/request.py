@@ -71,6 +71,8 @@ class Request:
     """0 to 9; of two requests that wait for a slot, the one with the higher priority goes first."""
     caller: str = ""
     """Whose request it is; a named caller may have no more than its part of a worker's queue."""
+    request_id: str = ""
+    """Its name in the logs of all processes; empty for none."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None:

@@ -22,6 +22,7 @@ from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
+from specsplit.telemetry.session_log import session_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,20 @@ class Rounds:
         self.tally = tally
         self.logprobs: list[TokenLogProb] = []
         """One for each of the answer's tokens if the request asked for them."""
-        self.span = spans.OpenSpan("request", session=workers.target.contract.session)
+        self.span = spans.OpenSpan("request", session=session_id(workers.target.contract.session))
         self._workers, self._planner, self._sources = workers, planner, sources
         self._source: Source | None = None
+
+    def end_span(self, model: str, num_prompt_tokens: int) -> None:
+        """End the span of the request, in the words of OpenTelemetry's conventions for generative models."""
+        if spans.is_on:
+            self.span.end(
+                {
+                    "gen_ai.request.model": model,
+                    "gen_ai.usage.input_tokens": num_prompt_tokens,
+                    "gen_ai.usage.output_tokens": len(self.answer.token_ids),
+                }
+            )
 
     async def next_chunk(self) -> Chunk:
         """Run one round, the prompt's first, and return what it adds to the answer."""

@@ -81,6 +81,7 @@ class Session:
         self._context, self._request, self._retrier = context, request, retrier
         key, history = secrets.token_hex(16), TokenHistory(request.prompt_ids)
         params = _session_params(context, request)
+        events.key, events.request_id = key, request.request_id
         speculation, identity = context.speculation, context.identity
         mode = resolved_mode(speculation, context.modes)
         stats = context.target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
@@ -167,7 +168,7 @@ class Session:
             else:
                 await to_its_end(self._close(is_failing=error is not None))
         finally:
-            self.rounds.span.end()
+            self.rounds.end_span(self._context.identity.model, len(self._request.prompt_ids))
 
     def _close_later(self) -> None:
         """Close both sessions while nobody waits: whoever was refused is to hear of it at once."""
@@ -213,6 +214,7 @@ def _session_params(context: SessionContext, request: Request) -> SessionParams:
         top_logprobs=request.logprobs,
         priority=request.priority,
         caller=request.caller,
+        request_id=request.request_id,
     )
 
 

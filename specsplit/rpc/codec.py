@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.exactness import MAX_NUMERICS, Exactness
+from specsplit.core.exactness import Exactness
 from specsplit.core.types import (
     DEFAULT_PRIORITY,
     MAX_TOP_LOGPROBS,
@@ -28,15 +28,8 @@ from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
 
 MAX_NODES = 4096
-_NUMBERS = (
-    "vocab_size",
-    "context",
-    "max_nodes",
-    "protocol_version",
-    "revision",
-    "kv_bytes_per_token",
-    "kv_bytes",
-)
+_NUMBERS = ("vocab_size", "context", "max_nodes", "protocol_version", "revision", "kv_bytes_per_token", "kv_bytes")
+_MAX_NUMERICS = 16
 _MAX_STEP_TIMES = _MAX_HASH = 64
 MAX_TAIL = 1 << 20
 MAX_SESSION_KEY = 64
@@ -113,6 +106,7 @@ def _encode_opening(params: SessionParams) -> common_pb2.SessionParams:
         top_logprobs=params.top_logprobs,
         priority=params.priority if params.priority != DEFAULT_PRIORITY else None,
         caller=params.caller,
+        request_id=params.request_id,
     )
 
 
@@ -129,6 +123,7 @@ def _decode_opening(message: common_pb2.SessionParams) -> SessionParams:
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
         priority=message.priority if message.HasField("priority") else DEFAULT_PRIORITY,
         caller=message.caller,
+        request_id=message.request_id,
     )
 
 
@@ -380,7 +375,7 @@ def decode_numerics(text: str) -> str:
     Raises:
         InvalidRequest: it is none.
     """
-    is_sound = text == "" or (len(text) <= MAX_NUMERICS and text.isascii() and text.isalnum())
+    is_sound = text == "" or (len(text) <= _MAX_NUMERICS and text.isascii() and text.isalnum())
     require(is_sound, "numerics", "The numerics are no fingerprint.")
     return text
 

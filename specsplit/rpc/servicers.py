@@ -29,6 +29,7 @@ from specsplit.rpc.tokenizer_stream import encode_tokenizer
 from specsplit.rpc.verify_stream import serve_stream
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.telemetry import spans
+from specsplit.telemetry.session_log import following, log_session
 from specsplit.telemetry.statistics import StatisticsRole, WorkerLoad, WorkerStatistics
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
@@ -110,18 +111,24 @@ class WorkerService(ABC):
     def _using(self, turn: Turn) -> Generator[Turn]:
         """Use the turn's session for the length of the block; give the turn with what is known about its opener.
 
+        The log has a line if it is refused or lost.
+
         Raises:
             WorkerUnreachable: it is a new one, and the worker drains.
             AccessDenied: it is another identity's.
         """
+        request_id = turn.opening.request_id if turn.opening is not None else ""
         # A session that goes on in a new epoch has a base, so only a new session is refused.
         if self._is_draining and turn.opening is not None and turn.base_length == 0:
+            log_session("refused", turn.session, request_id, "the worker is shutting down")
             raise draining()
-        with self._clients.using(turn.session):
+        with following(turn.session, request_id), self._clients.using(turn.session):
             yield with_opener(turn, current_peer())
 
     def _lose(self, sessions: Sequence[str]) -> None:
         """Let sessions whose client has vanished give their slots to others soon."""
+        for session in sessions:
+            log_session("lost", session, reason="its client has vanished")
         if self._front is not None:
             self._front.abandon(sessions)
 

@@ -15,6 +15,8 @@ SWITCH_MARGIN = 0.05
 """Share by which another plan must be faster to replace the present one. Chosen: above the noise of the medians."""
 SWITCH_PATIENCE = 3
 """Decisions in a row that the margin must be exceeded. Chosen: one stretch of text does not flip the mode."""
+DEFAULT_MAX_NODES = 32
+"""Tree nodes that mode auto verifies per round at most, if the user sets no bound."""
 AUTO_DEPTH = 12
 """Levels of the deepest tree in `auto`. Chosen: perfect drafts and repetitive texts gain from it in virtual time."""
 LOOKUP_NODES = 16

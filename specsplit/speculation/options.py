@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_MAX_NODES, DEFAULT_NODES, Mode
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import Budget
-from specsplit.speculation.constants import AUTO_DEPTH
+from specsplit.speculation.constants import AUTO_DEPTH, DEFAULT_MAX_NODES
 from specsplit.speculation.cost_model import RoundMode
 
 

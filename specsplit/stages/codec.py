@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -68,8 +69,10 @@ def encode(packet: Packet) -> list[Buffer]:
     return [header + _CRC.pack(crc) + body, payload]
 
 
-def decode(data: Buffer, link: str = "a link") -> Packet:
+def decode(data: Buffer, link: str = "a link", traces: tuple[str, ...] = ()) -> Packet:
     """Return the packet in `data`, its payload a view of it; `link` names where the bytes came from.
+
+    `traces` came beside it.
 
     Raises:
         CorruptPacket: the bytes are not those that were sent.
@@ -84,11 +87,13 @@ def decode(data: Buffer, link: str = "a link") -> Packet:
     if crc != zlib.crc32(view[head:], zlib.crc32(view[: _HEADER.size])):
         raise CorruptPacket(link)
     try:
-        return _packet(view, head)
+        packet = _packet(view, head)
     except (struct.error, ValueError, OverflowError) as error:
         raise InvalidPacket(f"A stage packet cannot be read ({error}).") from error
     except InvalidRequest as error:
         raise InvalidPacket(f"A stage packet carries sampling parameters out of range: {error}") from error
+    # A peer that counts its sessions otherwise has no traces: they are never worth a packet.
+    return replace(packet, traces=traces) if len(traces) == packet.batch else packet
 
 
 def _packet(view: memoryview, head: int) -> Packet:

@@ -66,6 +66,8 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
         "sessions": expected.num_slots,
         "kv-memory": stage_share(settings.kv_memory, even_ranges(expected.num_layers, settings.local_stages or 1)),
         "drain": settings.drain,
+        "log-format": settings.log_format,
+        "log-level": settings.log_level,
     }
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return [*words, *WITHOUT_LINK_SETTINGS]

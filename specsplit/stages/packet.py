@@ -162,6 +162,8 @@ class Packet:
     sessions: tuple[PacketSession, ...]
     payload: Buffer = field(default=b"", repr=False)
     layout: Layout = Layout.CONTIGUOUS
+    traces: tuple[str, ...] = field(default=(), compare=False)
+    """W3C trace context of each session, or none at all; travels beside the packet, and nothing depends on it."""
 
     def __post_init__(self) -> None:
         # These checks run once where a packet is made or decoded; every reader behind them trusts the record.

@@ -1,40 +1,50 @@
-"""Writes spans to a file, one JSON object a line, in the order in which they end. Only the command line imports it."""
+"""Switches spans on: to a file, one JSON object a line, and to a collector over OTLP. Only the command line imports it.
+
+A collector is named by OpenTelemetry's own variables, OTEL_EXPORTER_OTLP_ENDPOINT and those beside it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-
-from specsplit.core.errors import InvalidSettings
+from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.core.paths import expanded
 from specsplit.telemetry import spans
+from specsplit.telemetry.spans import Span
+
+if TYPE_CHECKING:
+    from specsplit.telemetry.otlp import Collector
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_MOST = 1 << 64
 
 
-class JsonLinesExporter(SpanExporter):
-    """Writes spans as lines of JSON; spans end in several threads, so one lock owns the file."""
+class SpanFile:
+    """Writes spans as lines of JSON, in the order in which they end; they end in several threads."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._lock = threading.Lock()
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write each span as one line."""
-        lines = [json.dumps(_record(span), separators=(",", ":")) + "\n" for span in spans]
+    def add(self, span: Span) -> None:
+        """Write a span as one line."""
+        # By hand but for the attributes, whose values may need quoting: a round has a dozen spans.
+        parent = f'"{span.parent_id:016x}"' if span.parent_id else "null"
+        line = (
+            f'{{"name":"{span.name}","trace_id":"{span.trace_id:032x}","span_id":"{span.span_id:016x}",'
+            f'"parent_id":{parent},"start_ns":{span.start_ns},"end_ns":{span.end_ns},'
+            f'"duration_ms":{(span.end_ns - span.start_ns) / 1e6},"attributes":{_encode(span.attributes)}}}\n'
+        )
         with self._lock:
             # A thread may outlive the block that traces; its spans come too late to be written.
-            if self._file.closed:
-                return SpanExportResult.FAILURE
-            self._file.writelines(lines)
-        return SpanExportResult.SUCCESS
+            if not self._file.closed:
+                self._file.write(line)
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -42,42 +52,92 @@ class JsonLinesExporter(SpanExporter):
             self._file.close()
 
 
-def _record(span: ReadableSpan) -> dict[str, object]:
-    context = span.get_span_context()
-    assert context is not None, "a recorded span has a context"
-    assert span.start_time is not None, "a recorded span has started"
-    assert span.end_time is not None, "only ended spans are exported"
-    return {
-        "name": span.name,
-        "trace_id": f"{context.trace_id:032x}",
-        "span_id": f"{context.span_id:016x}",
-        "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
-        "start_ns": span.start_time,
-        "end_ns": span.end_time,
-        "duration_ms": (span.end_time - span.start_time) / 1e6,
-        "attributes": dict(span.attributes or {}),
-    }
-
-
 @contextmanager
-def trace_to_file(path: Path) -> Generator[None]:
-    """Record every span of the block in `path`, which is overwritten; a process that is killed leaves whole lines.
+def tracing(role: str, path: Path | None = None) -> Generator[None]:
+    """Record the spans of the block, if a file is named or the environment names a collector.
+
+    `path` is overwritten; a process that is killed leaves whole lines. A request is not traced if its client says so.
 
     Raises:
-        InvalidSettings: the file cannot be written.
+        InvalidSettings: the file cannot be written, or a variable of the environment is wrong.
+        MissingExtra: there is a collector, and the package that sends to it is not installed.
     """
+    sends = sends_to_collector(os.environ)
+    if path is None and not sends:
+        yield
+        return
+    sinks: list[spans.Sink] = []
+    with ExitStack() as stack:
+        if path is not None:
+            file = SpanFile(_opened(path))
+            stack.callback(file.close)
+            sinks.append(file.add)
+        if sends:
+            collector = _collector(role)
+            stack.callback(collector.close)
+            sinks.append(collector.add)
+        stack.callback(spans.record_to, None)
+        spans.record_to(sinks[0] if len(sinks) == 1 else _to_all(sinks), sampler(os.environ))
+        yield
+
+
+def trace_to_file(path: Path) -> AbstractContextManager[None]:
+    """Record every span of the block in `path`; see `tracing`."""
+    return tracing("specsplit", path)
+
+
+def sends_to_collector(environment: Mapping[str, str]) -> bool:
+    """Return whether an environment names a collector, in OpenTelemetry's own variables."""
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    is_named = any(environment.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_"))
+    return is_named and exporter == "otlp" and not is_off
+
+
+def sampler(environment: Mapping[str, str]) -> Callable[[int], bool]:
+    """Return which of the traces that begin here are recorded: all, or the share of OTEL_TRACES_SAMPLER_ARG.
+
+    Raises:
+        InvalidSettings: that share is none.
+    """
+    kind = environment.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_")
+    if kind == "always_off":
+        return lambda trace_id: False
+    if kind != "traceidratio":
+        return lambda trace_id: True
+    written = environment.get("OTEL_TRACES_SAMPLER_ARG", "1")
     try:
-        file = expanded(path).open("w", encoding="utf-8", buffering=1)
+        share = float(written)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InvalidSettings(f"OTEL_TRACES_SAMPLER_ARG must be a share between 0 and 1, not {written}.")
+    # By the low half of the id, as OpenTelemetry does, so that all processes decide alike.
+    return lambda trace_id: trace_id % _MOST < share * _MOST
+
+
+def _to_all(sinks: list[spans.Sink]) -> spans.Sink:
+    def add(span: Span) -> None:
+        for sink in sinks:
+            sink(span)
+
+    return add
+
+
+def _collector(role: str) -> Collector:
+    try:
+        from specsplit.telemetry.otlp import Collector
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "The environment names a collector of traces (OTEL_EXPORTER_OTLP_ENDPOINT), and what sends to it is not "
+            "installed: pip install 'specsplit[otlp]', or set OTEL_TRACES_EXPORTER=none."
+        ) from error
+    return Collector(role)
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return expanded(path).open("w", encoding="utf-8", buffering=1)
     except OSError as error:
         message = f"The trace file {path} cannot be written ({error.strerror}); name another one."
         raise InvalidSettings(message) from error
-    exporter = JsonLinesExporter(file)
-    provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.get_empty(), shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    spans.use_tracer(provider.get_tracer("specsplit"))
-    try:
-        yield
-    finally:
-        spans.use_tracer(None)
-        provider.shutdown()
-        exporter.close()

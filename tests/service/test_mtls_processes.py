@@ -7,9 +7,8 @@ import json
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import CertificateFiles, read_certificate
 from tests.support.processes import LIMIT_S, WorkerProcess, run
-from tests.support.rpc_servers import CountingProxy
+from tests.support.recording_proxy import recorded
 
 PROMPT = "def marker_of_a_secret(a, b):"
 ASKED = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--temperature", "0.8", "--seed", "5")
@@ -47,30 +46,6 @@ def started(folder: Path, certs: Path, *roles: tuple[str, ...]) -> Iterator[list
             stack.callback(worker.close)
             workers.append(worker)
         yield workers
-
-
-class RecordingProxy(CountingProxy):
-    """Forwards TCP and keeps every byte."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self.seen = bytearray()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
-        inner = asyncio.StreamReader()
-        pump = asyncio.create_task(super()._pump(inner, writer, is_sent=is_sent))
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                self.seen += data
-                inner.feed_data(data)
-        inner.feed_eof()
-        await pump
-
-
-@asynccontextmanager
-async def recorded(worker: WorkerProcess) -> Any:
-    async with RecordingProxy(int(worker.address.rpartition(":")[2])).running() as proxy:
-        yield proxy
 
 
 async def test_draft_and_target_give_the_text_of_plain_decoding_over_mtls(certs: Path, tmp_path: Path):

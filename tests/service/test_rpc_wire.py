@@ -16,7 +16,7 @@ from specsplit.core.types import (
     TokenizerFiles,
     Turn,
     Verdict,
-    quantised_log_prob,
+    quantised_log_probs,
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -41,7 +41,7 @@ def proposal_of(number: int) -> Proposal:
         root_position=30_000 + 5 * number,
         token_ids=tuple(VOCAB_SIZE - 1 - node - number for node in range(NODES)),
         parents=tuple(0 if node < 4 else first_node + node - 4 for node in range(NODES)),
-        log_probs=tuple(quantised_log_prob(-0.3 * (node % 9)) for node in range(NODES)),
+        log_probs=tuple(quantised_log_probs([-0.3 * (node % 9)])[0] for node in range(NODES)),
         timings=TIMINGS,
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsplit.core.types import quantised_log_prob
+from specsplit.core.types import quantised_log_probs
 from specsplit.speculation.acceptance import (
     NUM_CELLS,
     Acceptance,
@@ -83,7 +83,7 @@ def test_estimates_are_proper_log_probabilities_whatever_was_observed():
 
 def test_before_any_verdict_estimates_follow_the_source():
     table = Acceptance()
-    by_own_word = [table.log_probs[draft_cell(quantised_log_prob(-step / 16), 0)] for step in range(256)]
+    by_own_word = [table.log_probs[draft_cell(quantised_log_probs([-step / 16])[0], 0)] for step in range(256)]
     assert by_own_word == sorted(by_own_word, reverse=True)
     assert len(set(by_own_word)) >= 10
     by_match = [table.log_probs[lookup_cell(length, 1, 0)] for length in range(1, 20)]

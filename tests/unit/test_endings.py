@@ -9,15 +9,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from specsplit.core.defaults import Mode
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result
 from specsplit.speculation.options import Speculation
 from specsplit.telemetry import spans
+from specsplit.telemetry.spans import Span
 from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, perfect_guess
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=20, seed=7, ignore_eos=True)
@@ -157,15 +155,14 @@ async def test_the_event_loop_turns_between_rounds() -> None:
     assert all(later > earlier for earlier, later in pairwise(seen))
 
 
-async def record_spans(run: Callable[[], Awaitable[object]]) -> InMemorySpanExporter:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    spans.use_tracer(provider.get_tracer("test"))
+async def record_spans(run: Callable[[], Awaitable[object]]) -> list[Span]:
+    finished: list[Span] = []
+    spans.record_to(finished.append)
     try:
         await run()
     finally:
-        spans.use_tracer(None)
-    return exporter
+        spans.record_to(None)
+    return finished
 
 
 async def test_a_request_is_one_trace_of_rounds_with_propose_and_verify() -> None:
@@ -174,15 +171,15 @@ async def test_a_request_is_one_trace_of_rounds_with_propose_and_verify() -> Non
     async def run() -> None:
         result.append(await orchestrator(FakeTarget(), FakeDraft(perfect_guess)).generate(REQUEST))
 
-    finished = (await record_spans(run)).get_finished_spans()
-    by_id = {span.context.span_id: span for span in finished if span.context is not None}
-    assert len({span.context.trace_id for span in finished if span.context is not None}) == 1
-    edges = [(by_id[span.parent.span_id].name, span.name) for span in finished if span.parent is not None]
+    finished = await record_spans(run)
+    by_id = {span.span_id: span for span in finished}
+    assert len({span.trace_id for span in finished}) == 1
+    edges = [(by_id[span.parent_id].name, span.name) for span in finished if span.parent_id]
     rounds = result[0].num_rounds + 1
     assert sorted(edges) == sorted(
         [("request", "round")] * rounds + [("round", "verify")] * rounds + [("round", "propose")] * (rounds - 1)
     )
-    accepted = [(span.attributes or {})["accepted"] for span in finished if span.name == "round"]
+    accepted = [span.attributes["accepted"] for span in finished if span.name == "round"]
     assert accepted == [0, 4, 4, 4, 3]
 
 
@@ -192,8 +189,6 @@ async def test_every_verify_and_every_commit_names_its_round(mode: Mode, name: s
         speculation = replace(CHAIN, mode=mode)
         await Orchestrator(FakeTarget(), FakeDraft(perfect_guess), FakeTokenizer(), speculation).generate(REQUEST)
 
-    finished = (await record_spans(run)).get_finished_spans()
-    numbers = {
-        kind: [(span.attributes or {})["round"] for span in finished if span.name == kind] for kind in ("round", name)
-    }
+    finished = await record_spans(run)
+    numbers = {kind: [span.attributes["round"] for span in finished if span.name == kind] for kind in ("round", name)}
     assert numbers[name] == numbers["round"] == list(range(len(numbers["round"])))

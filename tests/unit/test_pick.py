@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specsplit.core.types import quantised_log_prob
+from specsplit.core.types import quantised_log_probs
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import NOT_A_NUMBER, candidate_estimates, pick, picked_ids, scores
 from specsplit.sampling.rows import as_array, tensor_over
@@ -96,7 +96,7 @@ def test_cut_tokens_and_what_is_no_number_are_no_candidates() -> None:
 def test_hopeless_candidates_have_an_estimate_that_can_travel(temperature: float) -> None:
     processed = torch.tensor([[5.0, 0.0, -5.0]])
     _, log_probs = candidate_estimates(scores(processed, temperature, gumbel_rows(1, 0, 0, 1, 3)), 2)
-    assert [quantised_log_prob(log_prob) for log_prob in log_probs[0]] in ([0.0], [0.0, -255 / 16])
+    assert [quantised_log_probs([log_prob])[0] for log_prob in log_probs[0]] in ([0.0], [0.0, -255 / 16])
 
 
 def test_an_estimate_knows_only_the_best_few() -> None:

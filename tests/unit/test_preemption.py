@@ -27,6 +27,7 @@ from specsplit.orchestrator.request import Request, Result
 from specsplit.speculation.options import Speculation
 from specsplit.stages.memory import ChainMemory
 from specsplit.target.engine import TargetEngine
+from specsplit.telemetry.session_log import session_id
 from tests.support.chains import Shards, opened
 from tests.support.hash_model import START, best_tokens, hash_model, row_values
 from tests.support.model_zoo import FAMILIES, save_model
@@ -174,7 +175,8 @@ class Client:
         await self._target.close(self.key)
 
 
-async def test_the_youngest_makes_room_and_waits_for_its_turn():
+async def test_the_youngest_makes_room_and_waits_for_its_turn(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "specsplit.sessions")
     async with crowded(64) as target:
         old, middle, young = (Client(target, "x" * number, 6) for number in (1, 2, 3))
         for client in (old, middle, young):
@@ -182,6 +184,7 @@ async def test_the_youngest_makes_room_and_waits_for_its_turn():
         assert target.statistics().memory.num_reserved == 3 * 16
         await old.steps(30)  # from 16 rows to 40: the 16 free ones are not enough
         assert target.statistics().memory.num_preempted == 1
+        assert caplog.messages == [f"preempted session {session_id('xxx')}: its rows go to older ones"]
         with pytest.raises(SlotBehind):
             await young.step()
         await middle.step()

@@ -23,7 +23,7 @@ from specsplit.core.types import (
     TokenLogProb,
     Turn,
     Verdict,
-    quantised_log_prob,
+    quantised_log_probs,
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -104,7 +104,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
         root_position=draw(uint32),
         token_ids=tuple(draw(uint32) for _ in range(count)),
         parents=tuple(draw(st.integers(ROOT, first_node + node - 1)) for node in range(count)),
-        log_probs=tuple(quantised_log_prob(-draw(st.floats(0, 40))) for _ in range(count)),
+        log_probs=tuple(quantised_log_probs([-draw(st.floats(0, 40))])[0] for _ in range(count)),
         timings=draw(timings),
     )
 

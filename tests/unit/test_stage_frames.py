@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +16,8 @@ from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Packet, PacketSession, PayloadType, StepKind
 from specsplit.stages.wire.frames import PIECE_BYTES, FrameReader, error_frame, error_in, packet_frames
+from specsplit.telemetry import spans
+from specsplit.telemetry.setup import trace_to_file
 
 
 def packet(num_rows: int, hidden_size: int = 32) -> Packet:
@@ -37,6 +43,46 @@ def test_a_packets_frame_is_what_protobuf_reads_and_begins_aligned(num_rows: int
     assert isinstance(received, memoryview)
     assert received.obj is data, "not copied"
     assert decode(received) == packet(num_rows)
+
+
+TRACES = (f"00-{'a' * 32}-{'b' * 16}-01",)
+
+
+def test_traces_travel_beside_a_packet_and_older_readers_skip_them() -> None:
+    traced = replace(packet(3), traces=TRACES)
+    (data,) = packet_frames(traced)
+    assert data.find(b"SSPK") % 64 == 0
+    reader = FrameReader("a link")
+    received = reader.read(data)
+    assert isinstance(received, memoryview)
+    assert received.obj is data, "not copied"
+    assert reader.traces == TRACES == tuple(stage_pb2.Frame.FromString(data).traceparent)
+    assert decode(received, traces=reader.traces).traces == TRACES
+    # A reader that does not know the field reads the frame through protobuf, which passes over it.
+    assert stage_pb2.Frame.FromString(data).packet == b"".join(encode(packet(3)))
+    assert reader.read(next(packet_frames(packet(3)))) == b"".join(encode(packet(3)))
+    assert reader.traces == ()
+
+
+@pytest.mark.parametrize("traces", [TRACES * 2, ("x",), ("x" * 200,), (TRACES[0][:-1] + "\u20ac",)])
+def test_traces_that_make_no_sense_cost_no_packet(traces: tuple[str, ...]) -> None:
+    frame = stage_pb2.Frame(packet=b"".join(encode(packet(2))), traceparent=traces)
+    reader = FrameReader("a link")
+    received = reader.read(frame.SerializeToString())
+    assert isinstance(received, bytes | memoryview)
+    assert decode(received, traces=reader.traces) == packet(2)
+    with trace_to_file(Path(os.devnull)):
+        assert all(spans.extract([("traceparent", trace)]) is None for trace in traces if trace not in TRACES)
+
+
+def test_traces_of_a_large_packet_come_with_its_last_piece() -> None:
+    large = replace(packet(600, hidden_size=4096), traces=TRACES)
+    reader = FrameReader("a link")
+    *first, last = [reader.read(frame) for frame in packet_frames(large)]
+    assert first
+    assert set(first) == {None}
+    assert isinstance(last, bytes)
+    assert decode(last, traces=reader.traces).traces == TRACES
 
 
 def test_a_packet_as_protobuf_writes_it_is_read_too() -> None:

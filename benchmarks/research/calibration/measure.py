@@ -19,7 +19,7 @@ from specsplit.assembly.models import Models, load_models
 from specsplit.assembly.opening import open_workers
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
-from specsplit.core.types import SamplingParams, quantised_log_prob
+from specsplit.core.types import SamplingParams, quantised_log_probs
 from specsplit.draft import engine as draft_engine
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request
@@ -66,7 +66,7 @@ def overheard(words: Words) -> Generator[None]:
             tree, token_id = self._tree.nodes, self._tree.nodes.token_ids[node]
             said = words.setdefault((*self._session.ids, *tree.path_tokens(node)[:-1]), {})
             rank = sum(tree.parents[other] == tree.parents[node] for other in range(node))
-            said[token_id] = Word(quantised_log_prob(tree.log_probs[node]), shares[token_id].item(), rank)
+            said[token_id] = Word(quantised_log_probs([tree.log_probs[node]])[0], shares[token_id].item(), rank)
 
     grower = draft_engine.Grower
     draft_engine.Grower = Overheard

@@ -72,6 +72,7 @@ async def generate(
         ignore_eos=asked.ignore_eos,
         logprobs=1 if asked.top_logprobs is None else asked.top_logprobs,
         caller=caller,
+        request_id=f"lmtp-{asked.stream_id}",
     )
     answer = _AnswerItems(asked.stream_id, _Texts(model.tokenizer) if is_text else None, asked.x_resume_from)
     orchestrator = model.orchestrator(None)

@@ -96,6 +96,7 @@ class SessionParams(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     choice: _builtins.int
     prompt_length: _builtins.int
@@ -108,6 +109,8 @@ class SessionParams(_message.Message):
     """Where openings wait for a slot: 0 to 9, the higher one first; 5 if absent."""
     caller: _builtins.str
     """Whose session it is, at most 64 characters; empty if nobody says."""
+    request_id: _builtins.str
+    """The request that it is of, as its gateway's log names it: at most 128 characters; empty if nobody says."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -124,10 +127,11 @@ class SessionParams(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         caller: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "priority", b"priority", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "caller", b"caller", "choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_top_logprobs", b"_top_logprobs", "caller", b"caller", "choice", b"choice", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015

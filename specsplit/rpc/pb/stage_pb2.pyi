@@ -3,8 +3,10 @@
 isort:skip_file
 A stage of a target that is cut by layers: hidden states in, hidden states out. The coordinator owns the topology."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -204,6 +206,7 @@ class Frame(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     padding: _builtins.bytes
     """Zeros, so that `packet` begins at a multiple of 64 in the message."""
     packet: _builtins.bytes
@@ -220,6 +223,12 @@ class Frame(_message.Message):
     def ready(self) -> Global___Ready: ...
     @_builtins.property
     def error(self) -> Global___PacketError: ...
+    @_builtins.property
+    def traceparent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Beside a packet, in its last piece: W3C trace context of each of its sessions, in their order, empty for a session
+        without one. None at all where nothing is traced.
+        """
+
     def __init__(
         self,
         *,
@@ -231,10 +240,11 @@ class Frame(_message.Message):
         error: Global___PacketError | None = ...,
         draining: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
+        traceparent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "hello", b"hello", "leaving", b"leaving", "other", b"other", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "hello", b"hello", "leaving", b"leaving", "more", b"more", "other", b"other", "packet", b"packet", "padding", b"padding", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "hello", b"hello", "leaving", b"leaving", "more", b"more", "other", b"other", "packet", b"packet", "padding", b"padding", "ready", b"ready", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_other: _TypeAlias = _typing.Literal["hello", "ready", "error", "draining", "leaving"]  # noqa: Y015
     _WhichOneofArgType_other: _TypeAlias = _typing.Literal["other", b"other"]  # noqa: Y015

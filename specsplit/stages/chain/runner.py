@@ -31,6 +31,7 @@ from specsplit.stages.memory import ChainMemory
 from specsplit.stages.packet import COORDINATOR, Packet, PacketSession, StepKind
 from specsplit.stages.ports import StageLink
 from specsplit.stages.shard.payload import payload_type
+from specsplit.telemetry import spans
 
 CHUNK_TOKENS = 128
 """Rows of one session in a packet: a prefill's chunks follow each other down the chain."""
@@ -141,7 +142,10 @@ class ChainRunner:
 
     def begin(self, entries: Sequence[SequenceInput]) -> PendingChainForward:
         """Send the entries down the chain; those of steps on their way at once are of different slots."""
-        return PendingChainForward(self, [StepSlice(entry, self.cache.slots[entry.slot]) for entry in entries])
+        slots, traces = self.cache.slots, spans.forwarded_traces() if spans.is_on else ()
+        traces = traces if len(traces) == len(entries) else [""] * len(entries)
+        slices = [StepSlice(entry, slots[entry.slot], trace) for entry, trace in zip(entries, traces, strict=True)]
+        return PendingChainForward(self, slices)
 
     def attempt(self, slices: Sequence[StepSlice]) -> Attempt:
         """Send what is left of the slices: the i-th packet has the i-th chunk of every slice that has one."""
@@ -176,6 +180,7 @@ class ChainRunner:
             step_slice.packet_session(chunk, before.get(step_slice), has_ids=has_ids) for step_slice, chunk in together
         )
         entries = [step_slice.entry_of(chunk) for step_slice, chunk in together] if self._ends else []
+        traces = tuple(step_slice.traceparent for step_slice, _ in together)
         return Packet(
             request_id=next(self._request_ids),
             step_kind=_step_kind(sessions),
@@ -185,6 +190,7 @@ class ChainRunner:
             stage_to=0,
             sessions=sessions,
             payload=self._ends.enter(entries) if self._ends else b"",
+            traces=traces if any(traces) else (),
         )
 
 

@@ -31,6 +31,7 @@ from specsplit.stages.ports import StageStatistics
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload
 from specsplit.stages.slot_state import SlotState
+from specsplit.telemetry import spans
 
 
 class StageEngine:
@@ -141,7 +142,7 @@ class StageEngine:
 
     @torch.inference_mode()
     def _forward(self, packet: Packet) -> Packet:
-        began_s = time.perf_counter()
+        began_s, began_ns = time.perf_counter(), time.time_ns() if spans.is_on else 0
         check_packet(packet, self.shard, self.index)
         hidden = self._hidden(packet)
         # All sessions are checked before the first slot changes, so that a refused packet leaves every slot as it was.
@@ -165,7 +166,23 @@ class StageEngine:
         following = self._following(packet, rows)
         self._worker.scheduler.health.has_succeeded = True  # no batch of its own, so the scheduler cannot tell
         self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
+        if spans.is_on:
+            self._record(packet, began_ns)
         return following
+
+    def _record(self, packet: Packet, began_ns: int) -> None:
+        """Record a span for every session of the packet that is traced."""
+        ended_ns = time.time_ns()
+        for session, traceparent in zip(packet.sessions, packet.traces, strict=False):
+            spans.record(
+                "stage",
+                spans.extract([("traceparent", traceparent)]),
+                began_ns,
+                ended_ns,
+                stage=self.index,
+                num_tokens=session.num_tokens,
+                batch_size=packet.batch,
+            )
 
     def _hidden(self, packet: Packet) -> Tensor | None:
         """Return the packet's hidden states [T, H], None where token ids enter."""
@@ -196,6 +213,7 @@ class StageEngine:
             sessions=sessions,
             payload=b"" if sent is None else to_payload(sent),
             layout=packet.layout,
+            traces=packet.traces if to != COORDINATOR else (),
         )
 
     def _answers(self, packet: Packet, logits: Tensor) -> tuple[PacketSession, ...]:

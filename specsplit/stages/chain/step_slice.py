@@ -33,10 +33,10 @@ class Chunk:
 class StepSlice:
     """An entry of a step, cut into chunks that travel in packets one behind the other."""
 
-    def __init__(self, entry: SequenceInput, slot: RemoteSlot) -> None:
+    def __init__(self, entry: SequenceInput, slot: RemoteSlot, traceparent: str = "") -> None:
         assert entry.num_tree_rows == len(entry.token_ids), "a chain writes a tree in one step"
         slot.begin(entry.base_length)
-        self.entry = entry
+        self.entry, self.traceparent = entry, traceparent
         self.is_done = False
         self._slot = slot
         self._base, self._end = entry.base_length, entry.base_length + len(entry.token_ids)

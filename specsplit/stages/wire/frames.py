@@ -20,7 +20,9 @@ from specsplit.stages.packet import Buffer, Packet
 PIECE_BYTES = 4 << 20
 """A larger packet travels in several frames, so that none meets gRPC's limit of a message."""
 MAX_PACKET_BYTES = 512 << 20
-_PADDING, _PACKET, _MORE = 0x0A, 0x12, b"\x18\x01"
+_PADDING, _PACKET, _MORE, _TRACE = 0x0A, 0x12, b"\x18\x01", 0x4A
+_TRACE_CHARACTERS = 55
+"""Length of a W3C trace context; another one is none."""
 _ALIGNMENT = 64
 
 
@@ -56,22 +58,27 @@ def packet_frames(packet: Packet) -> Iterator[bytes]:
     buffers = encode(packet)
     num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
     if num_bytes <= PIECE_BYTES:
-        yield _framed(buffers, num_bytes)
+        yield _framed(buffers, num_bytes, _traced(packet.traces))
         return
     if num_bytes > MAX_PACKET_BYTES:
         raise InvalidPacket(f"A stage packet of {num_bytes} bytes exceeds the limit of {MAX_PACKET_BYTES}.")
     whole = memoryview(b"".join(buffers))
     for start in range(0, num_bytes, PIECE_BYTES):
         piece = whole[start : start + PIECE_BYTES]
-        yield _framed([piece], piece.nbytes, has_more=start + PIECE_BYTES < num_bytes)
+        yield _framed([piece], piece.nbytes, _MORE if start + PIECE_BYTES < num_bytes else _traced(packet.traces))
 
 
-def _framed(buffers: list[Buffer], num_bytes: int, *, has_more: bool = False) -> bytes:
+def _traced(traces: tuple[str, ...]) -> bytes:
+    """Return the field of the trace contexts, empty if there are none."""
+    return b"".join([bytes([_TRACE, len(trace)]) + trace.encode() for trace in traces]) if traces else b""
+
+
+def _framed(buffers: list[Buffer], num_bytes: int, rest: bytes) -> bytes:
     tag = bytes([_PACKET]) + _varint(num_bytes)
     # [padding field: 2 bytes + zeros | packet's tag and length | packet]: the packet begins at a multiple of 64, so its
     # payload, which begins at one within the packet, can be a tensor in place.
     padding = -(2 + len(tag)) % _ALIGNMENT
-    return b"".join([bytes([_PADDING, padding]), bytes(padding), tag, *buffers, _MORE if has_more else b""])
+    return b"".join([bytes([_PADDING, padding]), bytes(padding), tag, *buffers, rest])
 
 
 def _varint(number: int) -> bytes:
@@ -90,6 +97,8 @@ class FrameReader:
         self.link = link
         self.num_bytes = 0
         """Bytes of packets read."""
+        self.traces: tuple[str, ...] = ()
+        """Trace contexts beside the packet that came last."""
         self._pieces: list[Buffer] = []
         self._piece_bytes = 0
 
@@ -114,8 +123,9 @@ class FrameReader:
                 raise CorruptPacket(self.link) from error
             if frame.WhichOneof("other") is not None:
                 return frame
-            found = frame.packet, frame.more
-        return self._joined(*found)
+            found = frame.packet, frame.more, tuple(frame.traceparent)
+        packet, has_more, self.traces = found
+        return self._joined(packet, has_more)
 
     def _joined(self, piece: Buffer, has_more: bool) -> Buffer | None:
         num_bytes = memoryview(piece).nbytes
@@ -137,8 +147,8 @@ class FrameReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _split(data: bytes) -> tuple[memoryview, bool] | None:
-    """Return the packet of a frame as `_framed` writes it and whether more follows; None of any other frame."""
+def _split(data: bytes) -> tuple[memoryview, bool, tuple[str, ...]] | None:
+    """Return the packet of a frame as `_framed` writes it, whether more follows, traces; None of any other frame."""
     if len(data) < 4 or data[0] != _PADDING or data[1] >= _ALIGNMENT:
         return None
     at = tag = 2 + data[1]
@@ -151,9 +161,21 @@ def _split(data: bytes) -> tuple[memoryview, bool] | None:
         if data[at] < 0x80:
             break
     rest = data[at + 1 + size :]
-    if at + 1 + size > len(data) or rest not in (b"", _MORE):
+    traces = () if rest in (b"", _MORE) else _traces_in(rest)
+    if at + 1 + size > len(data) or traces is None:
         return None
-    return memoryview(data)[at + 1 : at + 1 + size], rest == _MORE
+    return memoryview(data)[at + 1 : at + 1 + size], rest == _MORE, traces
+
+
+def _traces_in(rest: bytes) -> tuple[str, ...] | None:
+    """Return the trace contexts behind a packet as `_traced` writes them; None if there is anything else."""
+    traces: list[str] = []
+    at = 0
+    while at + 1 < len(rest) and rest[at] == _TRACE and rest[at + 1] in (0, _TRACE_CHARACTERS):
+        end = at + 2 + rest[at + 1]
+        traces.append(rest[at + 2 : end].decode("ascii", "replace"))
+        at = end
+    return tuple(traces) if at == len(rest) else None
 
 
 def error_frame(error: Exception, request_id: int | None = None, after: int = 0) -> bytes:

@@ -216,10 +216,10 @@ class PipelineStage:
         if self._next is not None:
             await self._next.open()
 
-    async def take(self, data: Buffer, inlet: Inlet) -> None:
-        """Take a packet in as it came over a stream, once there is room."""
+    async def take(self, data: Buffer, inlet: Inlet, traces: tuple[str, ...] = ()) -> None:
+        """Take a packet in as it came over a stream, with the trace contexts beside it, once there is room."""
         try:
-            packet = decode(data, inlet.link)
+            packet = decode(data, inlet.link, traces)
         except (CorruptPacket, InvalidPacket) as error:
             self.report(error, after=inlet.last_id)
             return

@@ -199,7 +199,7 @@ class StageService:
                 position.report(error, after=inlet.last_id)
                 continue
             self._received_bytes += len(data)
-            await position.take(packet, inlet)
+            await position.take(packet, inlet, reader.traces)
 
     async def _export(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
         request = calls.parse(stage_pb2.ExportKVRequest, data)

@@ -1,0 +1,84 @@
+"""Sends spans to a collector over OTLP, a batch a second from a thread of its own; needs the extra `otlp`.
+
+Endpoint, headers, certificates and the rest are those of OpenTelemetry's variables, which its exporter reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from importlib.metadata import version
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+from specsplit.telemetry.spans import Span
+
+PERIOD_S = 1.0
+MAX_WAITING = 8192
+"""Spans that wait for a collector; beyond them the oldest are lost, since traces are never worth a worker's memory."""
+_BATCH = 512
+_LAST_S = 2.0
+"""Longest wait for the collector at the end."""
+_KINDS = {"http": SpanKind.SERVER, "rpc": SpanKind.SERVER, "propose": SpanKind.CLIENT, "verify": SpanKind.CLIENT}
+
+
+class Collector:
+    """The spans of one process on their way to the collector that its environment names."""
+
+    def __init__(self, role: str) -> None:
+        self._exporter: SpanExporter = OTLPSpanExporter()
+        self._resource = _resource(role)
+        self._scope = InstrumentationScope("specsplit", version("specsplit"))
+        self._waiting: deque[Span] = deque(maxlen=MAX_WAITING)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._send_all, name="specsplit-otlp", daemon=True)
+        self._thread.start()
+
+    def add(self, span: Span) -> None:
+        """Take a span that has ended."""
+        self._waiting.append(span)
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        self._is_over.set()
+        self._thread.join(_LAST_S)
+        self._exporter.shutdown()
+
+    def _send_all(self) -> None:
+        while True:
+            is_last = self._is_over.wait(PERIOD_S)
+            while self._waiting:
+                count = min(_BATCH, len(self._waiting))
+                # The exporter waits and tries again by itself, and logs what it could not deliver.
+                self._exporter.export([self._theirs(self._waiting.popleft()) for _ in range(count)])
+            if is_last:
+                return
+
+    def _theirs(self, span: Span) -> ReadableSpan:
+        """Return a span as OpenTelemetry has it."""
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        parent = SpanContext(span.trace_id, span.parent_id, True, flags) if span.parent_id else None
+        return ReadableSpan(
+            name=span.name,
+            context=SpanContext(span.trace_id, span.span_id, False, flags),
+            parent=parent,
+            resource=self._resource,
+            attributes=span.attributes,
+            kind=_KINDS.get(span.name, SpanKind.INTERNAL),
+            instrumentation_scope=self._scope,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+        )
+
+
+def _resource(role: str) -> Resource:
+    """Return what spans say about this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    named = Resource.create({"service.version": version("specsplit")})
+    if str(named.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+        return named.merge(Resource({SERVICE_NAME: f"specsplit-{role}"}))
+    return named
