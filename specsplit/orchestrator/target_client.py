@@ -60,7 +60,7 @@ class TargetClient:
     ) -> None:
         self.contract = contract
         self.next_node = 1
-        """The number of the next node sent: contiguous from 1 through an epoch, never reused."""
+        """The number of the next node sent: ascending from 1 through an epoch, never reused."""
         self.verify_s = 0.0
         """Seconds that the last verdict took, without attempts that had none and without the wait for a slot."""
         self.targets = TargetHistory(identity)
@@ -81,6 +81,7 @@ class TargetClient:
             PeerMismatch: another model answers than the one that began the text.
         """
         contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
+        num_failures = self._retrier.num_failures
         while True:
             turn = contract.next_turn(time_left_s=None if contract.is_open else self._retrier.max_wait_s)
             try:
@@ -99,8 +100,11 @@ class TargetClient:
                 if num_raises > MAX_RAISES:
                     raise
                 await self._resume(error, turn.base_length)
+                if isinstance(error, SlotBehind) and self._retrier.num_failures > num_failures:
+                    # A replica may have verified these nodes before its answer was lost, and be the next one asked.
+                    self.next_node += num_nodes
         self._take(verdict)
-        # A raised epoch counts nodes from 1 again; the caller still knows the numbers that it chose before.
+        # They may have been numbered anew; the caller still knows the numbers that it chose before.
         shift = proposal.first_node - self.next_node
         self.next_node += num_nodes
         return verdict if shift == 0 else _shifted(verdict, shift)

@@ -125,6 +125,40 @@ async def test_a_text_goes_on_at_another_replica(mode: Mode, after: int) -> None
         ]
 
 
+class LosesAnswers(Killable):
+    """A target whose answers to tree rounds are lost at times, though it has verified the trees."""
+
+    other: Killable
+    num_lost = 0
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self.other.is_lost = False
+        verdict = await super().verify(turn, proposal)
+        if len(proposal) and self.num_lost < 3 and turn.round % 3 == 0:
+            self.num_lost += 1
+            raise WorkerUnreachable("its answer was lost")
+        return verdict
+
+
+class LacksIt(Killable):
+    """A target that says what it lacks, and is lost before it is sent that."""
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self._check()
+        self.is_lost = True
+        self.slots.clear()
+        return await FakeTarget.verify(self, turn, proposal)
+
+
+async def test_a_text_comes_back_to_a_replica_that_had_verified_more_than_it_could_say() -> None:
+    expected = await made(FakeTarget()).generate(REQUEST)
+    first, other = LosesAnswers(), LacksIt()
+    first.other = other
+    result = await made(first, other, mode="pingpong").generate(REQUEST)
+    assert first.num_lost == 3
+    assert result.token_ids == expected.token_ids
+
+
 async def test_all_but_one_may_be_lost_and_come_back_meanwhile() -> None:
     expected = await made(FakeTarget()).generate(REQUEST)
     targets = [Killable() for _ in range(3)]
