@@ -81,7 +81,6 @@ class TargetClient:
             PeerMismatch: another model answers than the one that began the text.
         """
         contract, num_nodes, num_raises = self.contract, len(proposal.token_ids), 0
-        num_failures = self._retrier.num_failures
         while True:
             turn = contract.next_turn(time_left_s=None if contract.is_open else self._retrier.max_wait_s)
             try:
@@ -99,13 +98,10 @@ class TargetClient:
                 num_raises += not isinstance(error, SlotBehind)
                 if num_raises > MAX_RAISES:
                     raise
+                self.next_node += num_nodes  # another replica may have verified these, and be asked again
                 await self._resume(error, turn.base_length)
-                if isinstance(error, SlotBehind) and self._retrier.num_failures > num_failures:
-                    # A replica may have verified these nodes before its answer was lost, and be the next one asked.
-                    self.next_node += num_nodes
         self._take(verdict)
-        # They may have been numbered anew; the caller still knows the numbers that it chose before.
-        shift = proposal.first_node - self.next_node
+        shift = proposal.first_node - self.next_node  # the caller still knows the numbers that it chose before
         self.next_node += num_nodes
         return verdict if shift == 0 else _shifted(verdict, shift)
 

@@ -150,7 +150,7 @@ class LacksIt(Killable):
         return await FakeTarget.verify(self, turn, proposal)
 
 
-async def test_a_text_comes_back_to_a_replica_that_had_verified_more_than_it_could_say() -> None:
+async def test_a_text_comes_back_to_a_replica_that_verified_more() -> None:
     expected = await made(FakeTarget()).generate(REQUEST)
     first, other = LosesAnswers(), LacksIt()
     first.other = other
