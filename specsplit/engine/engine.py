@@ -107,7 +107,7 @@ class Engine:
     def limit_steps(self, step_tokens: int | None, prefill_chunk: int | None) -> None:
         """Let a step take at most so many rows, and so many of one prompt; None is up to what is measured."""
         prompts = self._work.scheduler.budget.prompts
-        prompts.max_rows, prompts.max_chunk = step_tokens, prefill_chunk
+        prompts.limit(step_tokens, prefill_chunk)
         self._chunk_tokens = prompts.chunk_tokens
 
     @property

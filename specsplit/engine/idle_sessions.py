@@ -51,23 +51,17 @@ class IdleSessions(dict[str, S]):
             return True
 
 
-class Pins:
-    """Sessions with an open stream, which neither expire nor are evicted; only the event loop changes them."""
-
-    def __init__(self) -> None:
-        self._epochs: dict[str, int] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._epochs
+class Pins(dict[str, int]):
+    """Sessions with an open stream, by epoch; they neither expire nor are evicted. Only the event loop changes them."""
 
     def add(self, key: str, epoch: int) -> None:
         """Keep a session's slot, if it has or gets one, until `remove`."""
-        self._epochs[key] = max(epoch, self._epochs.get(key, epoch))
+        self[key] = max(epoch, self.get(key, epoch))
 
     def is_held_by(self, key: str, epoch: int) -> bool:
         """Whether no stream of a later epoch has taken the session over."""
-        return self._epochs.get(key) == epoch
+        return self.get(key) == epoch
 
     def remove(self, key: str) -> None:
         """Release a pin; `SessionTable.set_aside` on the executor follows."""
-        del self._epochs[key]
+        del self[key]

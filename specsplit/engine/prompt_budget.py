@@ -101,14 +101,16 @@ class PromptBudget:
         """Rows of a step at most, beside one for each session; None for what is measured."""
         self.max_chunk: int | None = None
         """Rows of one prompt in a step at most."""
+        self.is_limited = False
+        """Whether even a prompt that is alone may have to be cut."""
         self.params_of: Callable[[str], SessionParams | None] = lambda session: None
         """Returns the parameters of a session, if it has begun: whose it is, and how urgent."""
         self._turns = DeficitRoundRobin(QUANTUM_ROWS)
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether even a prompt that is alone may have to be cut."""
-        return self.max_rows is not None or self.max_chunk is not None
+    def limit(self, max_rows: int | None, max_chunk: int | None) -> None:
+        """Take so many rows of a step at most, and so many of one prompt."""
+        self.max_rows, self.max_chunk = max_rows, max_chunk
+        self.is_limited = max_rows is not None or max_chunk is not None
 
     @property
     def chunk_tokens(self) -> int:

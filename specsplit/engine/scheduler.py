@@ -159,7 +159,8 @@ class Scheduler:
         if logits is None:
             return
         end_s = batch.end(self._name, self.counts)
-        self.budget.observe(batch, end_s)
+        if len(batch.tasks) > 1:  # one that is alone says nothing of what others cost
+            self.budget.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
             whole = task.take_part(batch.parts[task], rows) if task in batch.parts else rows
             if whole is not None:

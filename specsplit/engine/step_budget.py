@@ -36,7 +36,6 @@ class StepBudget:
         self.verification.cut(ready, self.prompts)
 
     def observe(self, batch: Batch, end_s: float) -> None:
-        """Count a step that ended now; one of a single task says nothing of what others cost."""
-        if len(batch.tasks) > 1:
-            self.verification.observe(batch, end_s)
-            self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)
+        """Count a step of several tasks that ended now."""
+        self.verification.observe(batch, end_s)
+        self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)

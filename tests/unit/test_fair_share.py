@@ -144,7 +144,7 @@ def test_of_one_caller_the_older_or_more_urgent_prompt_goes_first() -> None:
 def test_limits_bound_a_step_and_the_part_of_one_prompt() -> None:
     shared = budget()
     assert not shared.is_limited
-    shared.max_rows, shared.max_chunk = 100, 40
+    shared.limit(100, 40)
     assert shared.is_limited
     first, second, third = Waiting(300), Waiting(300), Waiting(300)
     assert list(shared.share_out([first, second, third]).values()) == [40, 40, 20]
