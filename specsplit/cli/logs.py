@@ -10,10 +10,13 @@ import json
 import logging
 import os
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import ENV_DEBUG
-from specsplit.core.sections import LoggedSettings
 from specsplit.telemetry import spans
+
+if TYPE_CHECKING:
+    from specsplit.core.sections import LoggedSettings
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _IDS = ("event", "session", "request")
