@@ -1,7 +1,7 @@
 """Spans of a token's route (http -> request -> round -> propose, verify -> rpc -> forward, stage), across processes.
 
 They cost nothing until `telemetry.setup` switches them on, and little then: a span is one small object of ours, since
-OpenTelemetry's own take ten times as long, and a round has a dozen. `telemetry.setup` makes theirs of ours.
+a round has a dozen, and those of OpenTelemetry's SDK take several times as long. `telemetry.otlp` makes theirs of ours.
 """
 
 from __future__ import annotations
