@@ -118,7 +118,7 @@ def logged(error: ApiError, scope: Scope) -> Response:
     """Return an error as an answer; the log has a line if the request was refused or lost."""
     if error.status in _REFUSED or error.status >= 500:
         event = "refused" if error.status in _REFUSED else "lost"
-        log_request(event, scope["state"]["request_id"], error.status, error.code or error.type)
+        log_request(event, scope.get("state", {}).get("request_id", ""), error.status, error.code or error.type)
     return error_response(error)
 
 
