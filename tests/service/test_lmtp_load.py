@@ -34,7 +34,8 @@ async def main():
             asked = {"stream_id": number, "prompt": [number + 1], "max_tokens": 400, "ignore_eos": True}
             await socket.send_str("GENERATE " + json.dumps(asked))
         async for message in socket:
-            print(message.data[:5], flush=True)
+            if not message.data.startswith("SYS"):
+                print(message.data[:5], flush=True)
 asyncio.run(main())
 """
 
