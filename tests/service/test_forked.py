@@ -37,7 +37,7 @@ def test_arguments_environment_streams_and_exit_code_are_its_own(tmp_path: Path,
 
 
 def _end_of(process: ForkedProcess, number: signal.Signals) -> int:
-    """Return the exit code; Python does not see a signal that comes between its last look and a read, until the next."""
+    """Return the exit code; Python sees a signal that comes between its last look and a read with the next one."""
     for _ in range(LIMIT_S // 5):
         with suppress(TimeoutExpired):
             return process.wait(5)
