@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from specsplit.core.progress import Progress
 from specsplit.rpc.pb import common_pb2
 from specsplit.telemetry.statistics import WorkerLoad
+
+_LOAD = [field.name for field in fields(WorkerLoad)]
+"""The message has the same names."""
 
 
 def encode_progress(progress: Progress) -> common_pb2.Progress:
@@ -21,27 +26,9 @@ def decode_progress(message: common_pb2.Progress) -> Progress:
 
 def encode_load(load: WorkerLoad) -> common_pb2.WorkerLoad:
     """Return the message of `load`."""
-    return common_pb2.WorkerLoad(
-        num_sessions=load.num_sessions,
-        num_free_slots=load.num_free_slots,
-        num_slots=load.num_slots,
-        num_waiting=load.num_waiting,
-        num_kv_rows=load.num_kv_rows,
-        num_free_kv_rows=load.num_free_kv_rows,
-        kv_row_bytes=load.kv_row_bytes,
-        num_preempted=load.num_preempted,
-    )
+    return common_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
 
 
 def decode_load(message: common_pb2.WorkerLoad) -> WorkerLoad:
     """Return how busy a worker says that it is."""
-    return WorkerLoad(
-        message.num_sessions,
-        message.num_free_slots,
-        message.num_slots,
-        message.num_waiting,
-        message.num_kv_rows,
-        message.num_free_kv_rows,
-        message.kv_row_bytes,
-        message.num_preempted,
-    )
+    return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})

@@ -7,18 +7,13 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from specsplit.core.defaults import Role
 from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError
 from specsplit.core.types import Budget, Proposal, SamplingParams, StreamLimits, Turn, Verdict
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.session import GRACE_S
-from specsplit.model.loader import LoadedModel, load_model
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, RetryPolicy
 from specsplit.rpc.clients import RemoteVerifier
@@ -27,26 +22,13 @@ from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.step_times import StepTimes
 from specsplit.target.engine import TargetEngine
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.long_target import long_model
 from tests.support.rounds import params_of, random_prompt, script
 from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 from tests.support.runners import SteeredRunner, steered
 
 NUM_SLOTS = 2
 GREEDY = SamplingParams()
-_folder = TemporaryDirectory()
-
-
-@cache
-def folder() -> Path:
-    config = FAMILIES["llama"]()
-    config.max_position_embeddings = 1024
-    return save_model(Path(_folder.name), config, seed=1)
-
-
-@cache
-def model(role: Role = "target") -> LoadedModel:
-    return load_model(str(folder()), role=role, max_sessions=NUM_SLOTS, context=900, threads=1, record=False)
 
 
 class HandClock:
@@ -63,7 +45,7 @@ class HandClock:
 async def served_target(
     num_places: int, clock: HandClock | None = None
 ) -> AsyncGenerator[tuple[TargetEngine, SteeredRunner, Server]]:
-    loaded, runner = steered(model())
+    loaded, runner = steered(long_model(NUM_SLOTS))
     engine = TargetEngine(loaded, clock=clock)
     engine.open_queue(num_places)
     async with serving(LOOPBACK, [TargetService(engine, lambda: engine.num_sessions, engine)]) as server:
@@ -84,9 +66,9 @@ def second(key: str, bonus_token: int, length: int = 5) -> Turn:
 
 
 async def test_refusals_of_target_and_draft_wait_for_no_forward() -> None:
-    tokenizer = model().tokenizer
+    tokenizer = long_model(NUM_SLOTS).tokenizer
     assert tokenizer is not None
-    loaded, draft_runner = steered(model("draft"))
+    loaded, draft_runner = steered(long_model(NUM_SLOTS, role="draft"))
     draft = DraftEngine(loaded)
     draft_service = DraftService(draft, lambda: draft.num_sessions, draft)
     async with (

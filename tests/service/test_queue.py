@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,7 +13,6 @@ from specsplit.core.errors import DeadlineExceeded, Overloaded, StaleRound
 from specsplit.core.progress import Progress, listening
 from specsplit.core.types import Proposal, SamplingParams, StreamLimits, Turn, Verdict
 from specsplit.engine.executor import ThreadExecutor
-from specsplit.model.loader import LoadedModel, load_model
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.rpc.clients import RemoteVerifier
@@ -24,28 +20,19 @@ from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.speculation.options import Speculation
 from specsplit.target.engine import TargetEngine
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.long_target import long_model
 from tests.support.rounds import params_of, plain_text, random_prompt, script
 from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
 
 NUM_SLOTS, NUM_CLIENTS, NUM_TOKENS = 2, 12, 4
 HELD = [f"holds {number}" for number in range(NUM_SLOTS)]
 PARAMS = replace(params_of(SamplingParams(), 5), max_tokens=NUM_TOKENS)
-_folder = TemporaryDirectory()
-
-
-@cache
-def model() -> LoadedModel:
-    config = FAMILIES["llama"]()
-    config.max_position_embeddings = 1024
-    folder = save_model(Path(_folder.name), config, seed=1)
-    return load_model(str(folder), role="target", max_sessions=NUM_SLOTS, context=640, threads=1, record=False)
 
 
 @asynccontextmanager
 async def target_of(num_places: int) -> AsyncGenerator[tuple[TargetEngine, RemoteVerifier]]:
     executor = ThreadExecutor("queue", 1)
-    engine = TargetEngine(model(), executor)
+    engine = TargetEngine(long_model(NUM_SLOTS, 640), executor)
     engine.open_queue(num_places)
     try:
         async with (
@@ -68,7 +55,7 @@ async def verify(verifier: RemoteVerifier, key: str, max_wait_s: float | None = 
 
 
 async def test_twelve_clients_of_two_slots_are_served_as_they_came() -> None:
-    tokenizer = model().tokenizer
+    tokenizer = long_model(NUM_SLOTS, 640).tokenizer
     assert tokenizer is not None
     begun: list[int] = []
 
@@ -108,7 +95,7 @@ async def test_twelve_clients_of_two_slots_are_served_as_they_came() -> None:
 
 
 async def test_one_too_many_is_refused_with_a_time_and_comes_back_then() -> None:
-    tokenizer = model().tokenizer
+    tokenizer = long_model(NUM_SLOTS, 640).tokenizer
     assert tokenizer is not None
     async with target_of(1) as (engine, verifier):
         for key in HELD:

@@ -6,16 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from specsplit.core.errors import NoFreeSlot
 from specsplit.core.types import Proposal, SamplingParams
 from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS
-from specsplit.model.loader import LoadedModel, load_model
 from specsplit.rpc import shares
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.server import serving
@@ -24,7 +20,7 @@ from specsplit.rpc.shares import CallShare
 from specsplit.speculation.step_times import StepTimes
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, opened
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.long_target import long_folder, long_model
 from tests.support.rounds import params_of, plain_text, random_prompt, script
 from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
 from tests.support.runners import SteeredRunner, steered
@@ -32,20 +28,11 @@ from tests.support.runners import SteeredRunner, steered
 NUM_SLOTS = 4
 GREEDY = SamplingParams()
 PROMPT, SCORED, LONG = random_prompt(40), random_prompt(8), random_prompt(8) * 90
-_folder = TemporaryDirectory()
-
-
-@cache
-def model() -> LoadedModel:
-    config = FAMILIES["llama"]()
-    config.max_position_embeddings = 1024
-    folder = save_model(Path(_folder.name), config, seed=1)
-    return load_model(str(folder), role="target", max_sessions=NUM_SLOTS, context=900, threads=1, record=False)
 
 
 @asynccontextmanager
 async def served_target(max_waiting: int = 64) -> AsyncGenerator[tuple[TargetEngine, SteeredRunner, RemoteVerifier]]:
-    loaded, runner = steered(model())
+    loaded, runner = steered(long_model(NUM_SLOTS))
     engine = TargetEngine(loaded)
     engine.open_queue(max_waiting)
     service = TargetService(engine, lambda: engine.num_sessions, engine)
@@ -136,7 +123,7 @@ async def test_a_score_leaves_sessions_their_pace() -> None:
 
 
 async def test_a_chain_leaves_one_slot_to_sessions() -> None:
-    parts = Shards.load(Path(_folder.name), 3, (1,), "stages", max_sessions=NUM_SLOTS, context=200)
+    parts = Shards.load(long_folder(), 3, (1,), "stages", max_sessions=NUM_SLOTS, context=200)
     async with opened(parts) as chain:
         chain.target.open_queue()
         scores = [asyncio.create_task(chain.target.score(PROMPT, SCORED)) for _ in range(8)]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -15,25 +12,15 @@ from hypothesis import strategies as st
 
 from specsplit.core.types import Proposal, SamplingParams
 from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS, MAX_STEP_ROWS, MOST_SLOWDOWN, PromptBudget
-from specsplit.model.loader import LoadedModel, load_model
 from specsplit.speculation.step_times import StepTimes
 from specsplit.target.engine import TargetEngine
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.long_target import long_model
 from tests.support.rounds import params_of, plain_text, random_prompt, script
 from tests.support.runners import steered
 
 LINEAR = {1: 0.001, 33: 0.033}
 STAIRCASE = {1: 0.01, 17: 0.01, 33: 0.012}
 HOT = SamplingParams(temperature=0.8)
-_folders = TemporaryDirectory()
-
-
-@cache
-def model() -> LoadedModel:
-    config = FAMILIES["llama"]()
-    config.max_position_embeddings = 1024
-    folder = save_model(Path(_folders.name) / "llama", config, seed=3)
-    return load_model(str(folder), role="target", threads=1, max_sessions=4, context=900, record=False)
 
 
 @dataclass(eq=False)
@@ -102,7 +89,7 @@ def test_every_prompt_comes_to_its_end_whatever_arrives(rng: random.Random, time
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HOT], ids=["greedy", "hot"])
 async def test_sessions_go_on_while_long_prompts_are_forwarded(sampling: SamplingParams) -> None:
-    loaded, runner = steered(model())
+    loaded, runner = steered(long_model(4, seed=3))
     target = TargetEngine(loaded)
     target.reuse_prefixes("off")
     prompts = [random_prompt(20), random_prompt(700), random_prompt(600)]
@@ -135,7 +122,7 @@ async def test_sessions_go_on_while_long_prompts_are_forwarded(sampling: Samplin
 
 
 async def test_a_prompt_that_was_cut_is_ended_by_its_caller_and_leaves_nothing() -> None:
-    loaded, runner = steered(model())
+    loaded, runner = steered(long_model(4, seed=3))
     target = TargetEngine(loaded)
     target.pace_steps(StepTimes(LINEAR))
     turns = [script(params_of(HOT, length), random_prompt(length), 0, 1, f"cut {length}") for length in (500, 501)]
