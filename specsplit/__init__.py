@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         WorkerClosed,
         WorkerFailed,
         WorkerUnreachable,
+        WrongResult,
     )
     from specsplit.orchestrator.request import Chunk, Result
 
@@ -85,6 +86,7 @@ __all__ = [
     "WorkerClosed",
     "WorkerFailed",
     "WorkerUnreachable",
+    "WrongResult",
     "__version__",
 ]
 _PLACES = {

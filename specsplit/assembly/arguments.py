@@ -71,6 +71,8 @@ class ClientOptions(RequestOptions, total=False):
 
     retry: float
     draft_patience: float
+    audit: float
+    auditor: str
     tls_cert: ModelPath
     tls_key: ModelPath
     tls_ca: ModelPath

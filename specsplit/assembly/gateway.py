@@ -20,13 +20,13 @@ from specsplit.core.sections import GatewaySettings, OrchestratorSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.gateway.app import Gateway, create_app, create_lmtp_app
+from specsplit.gateway.audit_metrics import AuditMetrics
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.replicas import Replicas
 from specsplit.rpc.credentials import Security, open_security
 from specsplit.rpc.transport import is_loopback, parse_address
 
@@ -93,7 +93,7 @@ async def serving_gateway(
             max_body_bytes=chosen.max_body_mib << 20,
             detail=chosen.per_request_spec_decode_metrics,
             message_log=log,
-            metrics=Metrics(has_vllm_names=chosen.metrics_compat == "vllm"),
+            metrics=Metrics(AuditMetrics(models), has_vllm_names=chosen.metrics_compat == "vllm"),
         )
         server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
         lmtp = None
@@ -109,7 +109,7 @@ async def serving_models(
     """Have the models there for the length of the block, over workers elsewhere or started with `worker_arguments`.
 
     Raises:
-        InvalidSettings: names of workers that do not fit together.
+        InvalidSettings: names of workers that do not fit together, or nobody to audit with.
         WorkerFailed: a worker started here ended before it served.
         LinkError, ModelError: a target elsewhere cannot be reached, or its tokenizer not be read.
     """
@@ -121,6 +121,8 @@ async def serving_models(
             links = [_Links(None, (started.target,), started.draft or settings.draft_address)]
         elif started.draft is not None:
             links = [replace(link, draft=started.draft) for link in links]
+        if len(links) > 1 and settings.orchestrator.auditor is not None:
+            raise InvalidSettings("--auditor recomputes one model's rounds, and there are several; serve them apart.")
         here = frozenset(filter(None, (started.target, started.draft)))
         security = replace(security, plaintext_at=here)
         default_retry_s = _REMOTE_RETRY_S if started.target is None else RETRY_S
@@ -148,8 +150,6 @@ async def _connected(
     async with reach as workers:
         orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
         identity = await orchestrate(None).connect()
-        if isinstance(workers.verifier, Replicas):
-            await workers.verifier.check()
         yield ServedModel(
             name=links.name or identity.model,
             identity=identity,

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from specsplit.assembly.workers import Placement, Workers
-from specsplit.core.errors import DeadlineExceeded, ResourceError, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ResourceError, SpecSplitError, WorkerUnreachable
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
-from specsplit.orchestrator.replicas import Replicas
+from specsplit.orchestrator.replicas import Auditing, Replicas
 
 if TYPE_CHECKING:
     from specsplit.model.sent_tokenizer import SentTokenizer
@@ -91,14 +91,18 @@ async def remote_target(
     `note` is called once if the target has to be tried again.
 
     Raises:
+        InvalidSettings: rounds are to be audited, and there is nobody to do it.
         LinkError: the target cannot be reached within the time of the settings, or the worker there is no target.
         ModelDamaged: its tokenizer cannot be read.
+        PeerMismatch: a replica or the auditor serves another model.
     """
     from specsplit.model.tokenizer_cache import held_tokenizer_hash
     from specsplit.rpc.handshake import why_refused
 
     assert settings.target.address is not None, "a remote target has an address"
-    async with _verifier([settings.target.address, *replicas], security) as verifier:
+    addresses = [settings.target.address, *replicas]
+    check_audit(settings, len(addresses))
+    async with _verifier(addresses, security, settings) as verifier:
         cache = _cache_folder()
 
         async def fetch() -> TokenizerFiles:
@@ -110,26 +114,48 @@ async def remote_target(
         reason = partial(why_refused, settings.target.address, "target", security)
         connecting = _Connecting(settings.target.address, chosen.retry, chosen.timeout, note, reason)
         files = await connecting.retry(fetch)
+        if isinstance(verifier, Replicas):
+            await verifier.check()
         limit_s = min(_TOKENIZE_S, chosen.timeout or _TOKENIZE_S)
         with closing(_load_tokenizer(files, cache, limit_s)) as tokenizer:
             yield verifier, tokenizer
 
 
+def check_audit(settings: Settings, num_targets: int) -> None:
+    """Check that whoever wants rounds to be audited has somebody to do it.
+
+    Raises:
+        InvalidSettings: there is nobody, or an auditor has nothing to do.
+    """
+    chosen = settings.orchestrator
+    if chosen.audit and num_targets < 2 and chosen.auditor is None:
+        raise InvalidSettings(
+            "There is nobody to audit with: --audit needs a second target of the same model, as a replica or named "
+            "with --auditor."
+        )
+    if chosen.auditor is not None and not chosen.audit:
+        raise InvalidSettings("--auditor needs the share of rounds that it is to recompute: add --audit RATE.")
+
+
 @asynccontextmanager
-async def _verifier(addresses: Sequence[str], security: Security) -> AsyncGenerator[Verifier]:
-    """Make a client of the target for the length of the block, or one of all its replicas."""
+async def _verifier(addresses: Sequence[str], security: Security, settings: Settings) -> AsyncGenerator[Verifier]:
+    """Make a client of the target for the length of the block, or one of all its replicas and their auditor."""
     from specsplit.rpc.clients import RemoteVerifier
 
     async with AsyncExitStack() as stack:
-        clients = {
-            address: RemoteVerifier(address, call_timeout_s=_VERIFY_S, security=security) for address in addresses
-        }
-        for client in clients.values():
+
+        def connected(address: str) -> RemoteVerifier:
+            client = RemoteVerifier(address, call_timeout_s=_VERIFY_S, security=security)
             stack.push_async_callback(client.aclose)
-        if len(clients) == 1:
-            yield next(iter(clients.values()))
+            return client
+
+        auditor = settings.orchestrator.auditor
+        clients = {address: connected(address) for address in addresses}
+        if len(clients) == 1 and auditor is None:
+            yield clients[addresses[0]]
             return
-        replicas = Replicas(clients)
+        trusted = None if auditor is None else (auditor, connected(auditor))
+        replicas = Replicas(clients, Auditing(settings.orchestrator.audit, trusted))
         watching = asyncio.create_task(replicas.watch())
         stack.push_async_callback(asyncio.wait, {watching})
         stack.callback(watching.cancel)

@@ -149,6 +149,14 @@ DraftPatience = Annotated[
     float, _option("--draft-patience", _SERVICES, "Wait for a proposal at least so many seconds.", metavar="S")
 ]
 
+Audit = Annotated[
+    float, _option("--audit", _SERVICES, "Have this share of rounds recomputed by another target.", metavar="RATE")
+]
+Auditor = Annotated[
+    str | None,
+    _option("--auditor", _SERVICES, "A target that is trusted to do that.", "replicas do it", "HOST:PORT"),
+]
+
 Model = Annotated[str, _option("--model -m", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
 ServedDevice = Annotated[
     DeviceName, _option("--device", _MODELS, "Where the model runs: cpu, cuda or cuda:N.", metavar="D")

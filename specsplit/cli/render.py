@@ -136,6 +136,7 @@ _TROUBLES = {
     "failed": "fails",
     "invalid": "answers what makes no sense",
     "mismatch": "does not fit the target",
+    "wrong": "computes wrong results",
 }
 
 
@@ -161,6 +162,7 @@ def summary(result: Result) -> str:
         *([f"accepted {num_accepted} of {num_drafted} drafted"] if num_drafted else []),
         f"mode {_modes(result)}",
         *_phases(result),
+        *_audits(result),
         " ".join(part for part in (result.dtype, "exactness", result.exactness) if part),
         f"seed {result.seed}",
     ]
@@ -205,6 +207,16 @@ def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
 def _plan(plan: ModePlan) -> str:
     shape = f" {plan.nodes}x{plan.depth}" if plan.nodes else ""
     return f"{plan.mode}{shape} {plan.tokens_per_s:.0f}"
+
+
+def _audits(result: Result) -> list[str]:
+    """Return a phrase for the audited rounds, if any were to be audited."""
+    counts = result.audit
+    if counts is None:
+        return []
+    extras = [(counts.num_ties, "near ties"), (counts.num_missed, "missed")]
+    found = ", ".join([*(f"{name} wrong" for name in counts.wrong), *(f"{n} {word}" for n, word in extras if n)])
+    return [f"audited {counts.num_rounds} rounds" + (f" ({found})" if found else "")]
 
 
 def _phases(result: Result) -> list[str]:

@@ -23,6 +23,7 @@ SpecSplitError
 │   ├── WorkerFailed            it answered that its own code failed
 │   ├── PeerMismatch            another role or protocol version than was asked for
 │   ├── AccessDenied            our identity may not make this call, or the session is another identity's
+│   ├── WrongResult             an audit found tokens that were shown, or those of a target without a judge, wrong
 │   ├── CorruptPacket           a stage packet was damaged on its way
 │   └── InvalidPacket           a stage packet that arrived whole says what cannot be
 └── SessionError                the session contract between orchestrator and worker
@@ -139,6 +140,10 @@ class PeerMismatch(LinkError):
 
 class AccessDenied(LinkError):
     """The identity that our certificate proves may not make this call, or the session belongs to another one."""
+
+
+class WrongResult(LinkError):
+    """An audit found that targets of one model compute different tokens, too late or without a third to judge them."""
 
 
 class SessionError(SpecSplitError):

@@ -214,10 +214,7 @@ class StageSettings(ServiceSettings):
     @property
     def layer_range(self) -> range | None:
         """Return the layers; None if none are named."""
-        if self.layers is None:
-            return None
-        start, end = map(int, self.layers.split(":"))
-        return range(start, end)
+        return None if self.layers is None else range(*map(int, self.layers.split(":")))
 
 
 class GatewaySettings(LoggedSettings):
@@ -269,6 +266,8 @@ class OrchestratorSettings(LinkSettings):
     """Seconds for which an unreachable target is tried again."""
     draft_patience: PositiveSeconds = defaults.DRAFT_PATIENCE_S
     """Seconds for which a proposal is waited for, at least, before the round goes on without it."""
+    audit: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the rounds that another target recomputes
+    auditor: Address | None = None  # a target that is trusted to do that, and serves nobody; else replicas do it
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters.

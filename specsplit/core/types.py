@@ -55,12 +55,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
-        _require(
-            0.01 <= self.repetition_penalty <= 100,  # far less would turn logits into infinities
-            "repetition_penalty",
-            self.repetition_penalty,
-            "between 0.01 and 100",
-        )
+        repetition = self.repetition_penalty  # far less than its bound would turn logits into infinities
+        _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "between 0.01 and 100")
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
             _require(abs(bias) <= _MAX_BIAS, "logit_bias", bias, f"between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")

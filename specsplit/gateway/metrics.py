@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.registry import Collector
 
 from specsplit.orchestrator.request import Chunk, Result, RoundFacts
 from specsplit.telemetry.prometheus import PREFIX, page_of
@@ -98,10 +99,15 @@ class _RoundMetrics:
 
 
 class Metrics:
-    """The counters of one gateway; with `has_vllm_names` its page has vLLM's names beside ours."""
+    """The counters of one gateway; with `has_vllm_names` its page has vLLM's names beside ours.
 
-    def __init__(self, *, has_vllm_names: bool = False) -> None:
+    `others` adds metrics that somebody else counts.
+    """
+
+    def __init__(self, others: Collector | None = None, *, has_vllm_names: bool = False) -> None:
         registry = CollectorRegistry()
+        if others is not None:
+            registry.register(others)
         self._page = partial(page_of, registry, has_vllm_names=has_vllm_names)
         ProcessCollector(registry=registry)
         make = _Instruments(registry)

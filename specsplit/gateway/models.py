@@ -44,7 +44,11 @@ class ServedModel:
     def replicas(self) -> dict[str, int] | None:
         """How many replicas of the target are ready, and how many there are; None for a single target."""
         verifier = self.verifier
-        return {"ready": verifier.num_ready, "of": len(verifier.members)} if isinstance(verifier, Replicas) else None
+        return (
+            {"ready": verifier.num_ready, "of": sum(not member.is_auditor for member in verifier.members)}
+            if isinstance(verifier, Replicas)
+            else None
+        )
 
     async def encode(self, text: str, timeout_s: float | None = None) -> list[int]:
         """Return the ids of `text`; a long one does not hold up the answers to others.
@@ -101,6 +105,10 @@ class ModelTable:
     def replicas(self) -> dict[str, dict[str, int]]:
         """The replicas of each model that has some."""
         return {name: found for name, model in self._models.items() if (found := model.replicas) is not None}
+
+    @property
+    def served(self) -> list[ServedModel]:
+        return list(self._models.values())
 
     @property
     def ready(self) -> list[ServedModel]:

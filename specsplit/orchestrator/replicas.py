@@ -1,15 +1,17 @@
 """Several targets of one model as one: a session goes to the one with the fewest, and on to another if that one fails.
 
 Another replica knows nothing of the session and says so (SlotBehind), which has the tokens committed so far sent to it.
-Nothing is retried here.
+Nothing is retried here. Rounds may be audited by another target (audit.py); one that is found wrong is used no more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 
 from specsplit.core.errors import (
     DeadlineExceeded,
@@ -18,26 +20,54 @@ from specsplit.core.errors import (
     SpecSplitError,
     WorkerFailed,
     WorkerUnreachable,
+    WrongResult,
 )
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
+from specsplit.orchestrator.audit_counts import AuditCounts
 
 PING_S = 1.0
 """Period of pings, and the time for an answer."""
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Auditing:
+    """The share of rounds that another target recomputes, and perhaps a target that is trusted to do it."""
+
+    rate: float = 0.0
+    auditor: tuple[str, Verifier] | None = None
+    """Its name, and the target: it serves no session, unless it is the only one left."""
+    rng: random.Random = field(default_factory=random.SystemRandom)
+    """Draws the rounds, once their verdict is there, so that no target knows which ones are looked at."""
+
+
 class Replica:
     """One of the targets; `name` is for messages."""
 
-    def __init__(self, name: str, verifier: Verifier) -> None:
-        self.name, self.verifier = name, verifier
+    def __init__(self, name: str, verifier: Verifier, *, is_auditor: bool = False) -> None:
+        self.name, self.verifier, self.is_auditor = name, verifier, is_auditor
+        self.identity: Identity | None = None
+        """Who it said to be last."""
         self.num_sessions = 0
+        self.num_mismatches = 0
+        """Audits that found it wrong, or in which nobody could tell whether it or the other target was."""
         self.is_ready = True
         """Whether it answered the last ping, and was not lost since."""
+        self.is_quarantined = False
+        """Whether an audit found it wrong. No ping tells that it is well again, so it stays so."""
+
+    def quarantine(self, why: str) -> None:
+        """Use it no more, for as long as this process runs."""
+        self.num_mismatches += 1
+        if not self.is_quarantined:
+            self.is_quarantined, self.is_ready = True, False
+            _log.error("the target at %s computes wrong results and is quarantined: %s", self.name, why)
 
     def say(self, *, is_ready: bool, why: str = "") -> None:
         """Note whether it can be used; a change is logged."""
+        if self.is_quarantined:
+            return
         if is_ready != self.is_ready:
             self.is_ready = is_ready
             words = "is used again" if is_ready else f"is not used for now: {why}"
@@ -47,9 +77,14 @@ class Replica:
 class Replicas:
     """Targets of one model by their names. It implements Verifier: a session is one of `session` until it is closed."""
 
-    def __init__(self, verifiers: Mapping[str, Verifier]) -> None:
+    def __init__(self, verifiers: Mapping[str, Verifier], auditing: Auditing | None = None) -> None:
         assert verifiers, "one target at least"
         self.members = [Replica(name, verifier) for name, verifier in verifiers.items()]
+        self.auditing = auditing or Auditing()
+        if self.auditing.auditor is not None:
+            self.members.append(Replica(*self.auditing.auditor, is_auditor=True))
+        self.audits = AuditCounts()
+        """The audits of all sessions so far."""
         self._sessions: dict[str, ReplicaSession] = {}
         """Sessions that were begun without asking for their verifier."""
         self._model: Identity | None = None
@@ -57,11 +92,30 @@ class Replicas:
 
     @property
     def num_ready(self) -> int:
-        return sum(member.is_ready for member in self.members)
+        return sum(member.is_ready for member in self.serving)
+
+    @property
+    def serving(self) -> list[Replica]:
+        """The targets for sessions: an auditor is one only if all others are quarantined."""
+        usable = [member for member in self.members if not member.is_quarantined]
+        return [member for member in usable if not member.is_auditor] or usable
 
     def least_loaded(self, without: Collection[Replica] = ()) -> Replica:
-        """Return the replica with the fewest sessions: a ready one if possible, one of `without` as a last resort."""
-        return min(self.members, key=lambda each: (each in without, not each.is_ready, each.num_sessions))
+        """Return the replica with the fewest sessions: a ready one if possible, one of `without` as a last resort.
+
+        Raises:
+            WrongResult: all of them were found wrong.
+        """
+        serving = self.serving
+        if not serving:
+            names = ", ".join(member.name for member in self.members)
+            raise WrongResult(f"Every target of the model was found to compute wrong results ({names}); replace them.")
+        return min(serving, key=lambda each: (each in without, not each.is_ready, each.num_sessions))
+
+    def auditor(self, without: Collection[Replica], rather_not: Collection[Replica] = ()) -> Replica | None:
+        """Return a target that can recompute a round of `without`: the trusted one, or the one with the least to do."""
+        others = [member for member in self.members if member.is_ready and member not in without]
+        return min(others, key=lambda each: (not each.is_auditor, each in rather_not, each.num_sessions), default=None)
 
     @contextmanager
     def session(self) -> Generator[ReplicaSession]:
@@ -110,6 +164,7 @@ class Replicas:
                 f"The target at {member.name} is no replica of the others: {_shown(identity)} instead of "
                 f"{_shown(first)}; give it a name of its own."
             )
+        member.identity = identity
         return identity
 
     async def ping(self) -> Identity:
@@ -152,9 +207,10 @@ class ReplicaSession:
     """One session's Verifier: its replica, and those that it has left."""
 
     def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._left: list[Replica] = []
-        self._replica = replicas.least_loaded()
+        self._replica = self.answered = replicas.least_loaded()
+        """`answered` gave the last verdict."""
         self._replica.num_sessions += 1
 
     async def ping(self) -> Identity:
@@ -165,15 +221,18 @@ class ReplicaSession:
         """
         async with self.used(self._replica) as member:
             try:
-                return await self._replicas.meet(member)
+                return await self.replicas.meet(member)
             except PeerMismatch as error:
                 raise WorkerUnreachable(str(error)) from error
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        async with self.used(self._replica) as member:
-            return await member.verifier.verify(turn, proposal)
+        async with self.used(self._trusted()) as member:
+            verdict = await member.verifier.verify(turn, proposal)
+            self.answered = member
+            return verdict
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
+        self._trusted()
         return _Stream(self, self._replica, self._replica.verifier.open_stream(turn, limits))
 
     async def score(
@@ -209,7 +268,7 @@ class ReplicaSession:
         try:
             yield member
         except NoFreeSlot as error:
-            is_last = len({*self._left, member}) == len(self._replicas.members)
+            is_last = {*self._left, member}.issuperset(self.replicas.serving)
             self._move(member)
             if is_last:
                 raise
@@ -228,6 +287,12 @@ class ReplicaSession:
                 self._move(member)
             raise
 
+    def _trusted(self) -> Replica:
+        """Return the session's replica, another one than before if that was quarantined."""
+        if self._replica.is_quarantined:
+            self._move(self._replica)
+        return self._replica
+
     def _move(self, member: Replica) -> None:
         """Go to another replica, unless the session has left this one already."""
         if member is not self._replica:
@@ -235,10 +300,11 @@ class ReplicaSession:
         with suppress(ValueError):
             self._left.remove(member)
         self._left.append(member)
-        if len(self._left) == len(self._replicas.members):
+        if set(self._left).issuperset(self.replicas.serving):
             del self._left[:-1]  # all were asked, and another round begins
+        replica = self.replicas.least_loaded(without=self._left)
         member.num_sessions -= 1
-        self._replica = self._replicas.least_loaded(without=self._left)
+        self._replica = replica
         self._replica.num_sessions += 1
 
 
@@ -255,8 +321,12 @@ class _Stream:
         return self._stream.is_ready
 
     async def next_commit(self) -> Verdict | None:
-        async with self._session.used(self._member):
-            return await self._stream.next_commit()
+        async with self._session.used(self._member) as member:
+            if member.is_quarantined:
+                raise WorkerUnreachable(f"The target at {member.name} is quarantined, since an audit found it wrong.")
+            commit = await self._stream.next_commit()
+            self._session.answered = member
+            return commit
 
 
 def _decides(identity: Identity) -> tuple[object, ...]:

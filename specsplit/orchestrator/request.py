@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specsplit.core.defaults import (
-    DRAFT_PATIENCE_S,
-    RETRY_S,
-    Mode,
-)
+from specsplit.core.defaults import DRAFT_PATIENCE_S, RETRY_S, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import (
@@ -28,6 +24,7 @@ from specsplit.core.types import (
     Verdict,
     check_top_logprobs,
 )
+from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.context_limit import context_exceeded
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
@@ -35,9 +32,10 @@ from specsplit.speculation.cost_model import Decision, RoundMode
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
 WorkerRole = Literal["draft", "target"]
-Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch"]
+Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch", "wrong"]
 """Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
-that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version).
+that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version);
+an audit found it wrong.
 """
 ReplayReason = Literal["slot_lost", "slot_behind", "preempted", "epoch_raised"]
 """The worker held nothing, or less than believed; needed the memory for others; or its state was not known."""
@@ -340,6 +338,8 @@ class Result:
     """One for each of `token_ids` if the request asked for them."""
     num_reused_tokens: int = 0
     """Tokens of the prompt that the target did not forward: it had their rows from a request that began likewise."""
+    audit: AuditCounts | None = None
+    """None if no round was to be audited."""
 
     @property
     def tokens_per_target_forward(self) -> float:
@@ -384,6 +384,7 @@ class Result:
             "degraded": [phase.to_dict() for phase in self.degraded],
             "resyncs": [resync.to_dict() for resync in self.resyncs],
             **wire,
+            **({} if self.audit is None else {"audit": self.audit.to_dict()}),
         }
 
 

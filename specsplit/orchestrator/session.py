@@ -17,6 +17,8 @@ from specsplit.core.errors import LinkError, Overloaded, ResourceError
 from specsplit.core.ports import Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.engine.cancellation import to_its_end
+from specsplit.orchestrator.audit import open_audit
+from specsplit.orchestrator.audited_target import AuditedTarget
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer
@@ -89,7 +91,12 @@ class Session:
 
         contract = SessionContract("target", key, history, params, events)
         limits = stream_limits(speculation, identity.max_nodes)
-        self._target = TargetClient(context.verifier, identity, contract, retrier, limits)
+        self._audit = open_audit(context.verifier, contract, retrier)
+        self._target = (
+            TargetClient(context.verifier, identity, contract, retrier, limits)
+            if self._audit is None
+            else AuditedTarget(context.verifier, identity, contract, retrier, limits, self._audit)
+        )
         self._draft: DraftClient | None = None
         self._speculator: Speculator | None = None
         # All sources share one speculator, hence one tree: `auto` may change the source between any two rounds.
@@ -147,6 +154,7 @@ class Session:
             dtype=self._context.identity.dtype,
             exactness_reason=targets.exactness_reason,
             logprobs=tuple(rounds.logprobs),
+            audit=self._audit.counts if self._audit is not None else None,
         )
 
     def _wire(self) -> Wire | None:

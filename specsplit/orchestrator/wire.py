@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specsplit.core.record import record
 
-JsonValue = str | int | float | list[int] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
+JsonValue = str | int | float | list[int] | list[str] | list[dict[str, "JsonValue"]] | dict[str, "JsonValue"]
 
 
 @record

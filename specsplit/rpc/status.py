@@ -51,6 +51,7 @@ STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.WorkerFailed: grpc.StatusCode.INTERNAL,
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.WrongResult: grpc.StatusCode.DATA_LOSS,
     errors.CorruptPacket: grpc.StatusCode.DATA_LOSS,
     errors.InvalidPacket: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SessionError: grpc.StatusCode.FAILED_PRECONDITION,

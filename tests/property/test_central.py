@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specsplit.core.types import FinishReason, SessionParams, StreamLimits, TokenLogProb, prefix_hashes
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.replicas import Auditing, Replicas
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import (
@@ -212,6 +213,24 @@ def check_recomputed(target: Flaky, result: Result) -> None:
     again = sum(resync.num_tokens for resync in result.resyncs if resync.worker == "target")
     nodes = sum(len(proposal.token_ids[: target.inner.trim]) for proposal in target.inner.proposals)
     assert target.inner.num_tokens == len(result.prompt_token_ids) + result.num_rounds + nodes + again
+
+
+@given(st.lists(targets, min_size=2, max_size=3), drafts, speculations, requests, st.sampled_from([0.3, 1.0]))
+def test_honest_targets_that_audit_each_other_never_differ(
+    several: list[FakeTarget], draft: FakeDraft, speculation: Speculation, request: Request, rate: float
+) -> None:
+    for target in several:
+        target.context = several[0].context
+    together = Replicas(dict(zip("abc", several, strict=False)), Auditing(rate, rng=random.Random(request.seed)))
+    chunks, result = asyncio.run(collect(Orchestrator(together, draft, TOKENIZER, speculation), request))
+    expected = decode_plainly(request, several[0].context)
+    assert Expected(result.token_ids, result.text, result.finish_reason) == expected
+    check_chunks(chunks, result, request)
+    assert result.audit is not None
+    assert together.num_ready == len(several)
+    assert result.audit.num_mismatches == result.audit.num_ties == 0
+    assert rate < 1 or result.audit.num_rounds + result.audit.num_missed == len(chunks)
+    assert not any(target.slots for target in several)
 
 
 @given(targets, requests)

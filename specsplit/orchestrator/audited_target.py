@@ -1,0 +1,55 @@
+"""A session's view of a target whose verdicts are audited before anybody commits them.
+
+A verdict that is rejected is as good as none: the same tree is verified again by the target that the session is at now.
+"""
+
+from __future__ import annotations
+
+from specsplit.core.ports import Verifier
+from specsplit.core.types import Identity, Proposal, StreamLimits, Verdict
+from specsplit.orchestrator.audit import Audit
+from specsplit.orchestrator.retry import Retrier
+from specsplit.orchestrator.session_contract import SessionContract
+from specsplit.orchestrator.target_client import NodeFeed, TargetClient
+
+
+class AuditedTarget(TargetClient):
+    """A target client that returns only verdicts which `audit` accepts."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        identity: Identity,
+        contract: SessionContract,
+        retrier: Retrier,
+        limits: StreamLimits,
+        audit: Audit,
+    ) -> None:
+        super().__init__(verifier, identity, contract, retrier, limits)
+        self._audit = audit
+
+    async def verify(self, proposal: Proposal) -> Verdict:
+        """Do what a target client does.
+
+        Raises what it raises, and WrongResult as `Audit.accepts` does.
+        """
+        verdict = await super().verify(proposal)
+        while not await self._audit.accepts(verdict, self.targets):
+            self._raise_epoch(is_reported=False)
+            await self._begin_again()
+            verdict = await super().verify(proposal)
+        return verdict
+
+    async def next_commit(self, feed: NodeFeed) -> Verdict:
+        """Do what a target client does; raises as `verify` does."""
+        commit = await super().next_commit(feed)
+        while not await self._audit.accepts(commit, self.targets):
+            await self._drop_stream()
+            await self._begin_again()
+            commit = await super().next_commit(feed)
+        return commit
+
+    async def _begin_again(self) -> None:
+        """Go on at another target, which holds nothing of the text."""
+        self.contract.num_held = 0
+        await self._check_worker()
