@@ -28,6 +28,8 @@ TIE = {"fp32": 1e-3, "fp16": 0.05}
 """Gap of two logits that differ by their arithmetic at most, by dtype: twice stage-check's bound, for logits of 50."""
 COARSE_TIE = 0.5
 """The same for bf16, and for weights that are rounded further."""
+_AWAY_S = 5.0
+"""Wait for an auditor that does not answer pings, once until it is back: a busy one answers late."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,6 +91,8 @@ class Audit:
         without = {owner}
         while not owner.is_auditor:
             auditor = replicas.auditor(without, rather_not=owners)
+            if auditor is None and len(without) == 1 and not self._is_due:
+                auditor = await self._wait_auditor(owner)
             self._is_due = auditor is None
             if auditor is None:
                 self._now.num_missed += 1
@@ -108,6 +112,17 @@ class Audit:
         self._num_checked = len(claimed)
         self._owners.clear()
         return True
+
+    async def _wait_auditor(self, owner: Replica) -> Replica | None:
+        """Return the first target that answers pings again, None if none does in time."""
+        replicas, loop = self._session.replicas, asyncio.get_running_loop()
+        until_s = min(loop.time() + _AWAY_S, self._retrier.deadline_s)
+        auditor = None
+        if any(each is not owner and not each.is_quarantined for each in replicas.members):
+            while auditor is None and loop.time() < until_s:
+                await asyncio.sleep(PING_S / 4)
+                auditor = replicas.auditor({owner})
+        return auditor
 
     async def _is_right(
         self, auditor: Replica, found: Difference, claimed: Sequence[int], targets: TargetHistory

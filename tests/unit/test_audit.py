@@ -248,6 +248,27 @@ def test_a_silent_auditor_holds_a_text_up_for_a_few_seconds_once() -> None:
     assert run_virtual(main) <= 4.0
 
 
+def test_an_auditor_that_answers_late_is_waited_for_once() -> None:
+    async def main() -> tuple[AuditCounts, float]:
+        together = Replicas({"target": FakeTarget()}, Auditing(1.0, ("judge", FakeTarget())))
+        orchestrator = Orchestrator(together, None, FakeTokenizer(), Speculation(mode="plain", lookup=False))
+        await together.check()
+        judge, loop = together.members[1], asyncio.get_running_loop()
+        judge.say(is_ready=False, why="it is busy")
+        loop.call_later(2.0, lambda: judge.say(is_ready=True))
+        began_s = loop.time()
+        _, audit = await generate(orchestrator)
+        first_s, began_s = loop.time() - began_s, loop.time()
+        judge.say(is_ready=False, why="it is gone")
+        _, missed = await generate(orchestrator)
+        assert (audit.num_rounds, missed.num_missed) == (24, 24)
+        return audit, max(first_s, loop.time() - began_s)
+
+    audit, longest_s = run_virtual(main)
+    assert not audit.num_missed
+    assert 2.0 <= longest_s <= 5.5
+
+
 class Near(Liar):
     """A target of other arithmetic: its pick is another one, by less than the bias that it is asked about."""
 
