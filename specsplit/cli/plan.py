@@ -81,9 +81,13 @@ def plan(
         int, _option("--nodes", _LOAD, "Tree nodes verified per round.", metavar="N")
     ] = defaults.DEFAULT_NODES,
     ends: Annotated[
-        Literal["stages", "coordinator"],
-        _option("--ends", _LOAD, "Where embedding, final norm and head live."),
-    ] = "stages",
+        Literal["stages", "coordinator"] | None,
+        _option("--ends", _LOAD, "Where embedding, final norm and head live.", "stages"),
+    ] = None,
+    private_first: Annotated[
+        int | None,
+        _option("--private-first", _CUT, "Keep N layers in a first stage on the coordinator's machine.", "none", "N"),
+    ] = None,
     as_json: Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
     config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
     stages: Annotated[int | None, typer.Option("--stages", hidden=True)] = None,
@@ -100,14 +104,14 @@ def plan(
         nodes=nodes,
         dtype=dtype or shape.checkpoint_dtype or "bf16",
         compute_dtype=compute_dtype or ("bf16" if shape.checkpoint_dtype in ("bf16", None) else "fp32"),
-        ends=ends,
+        ends=ends or ("stages" if private_first is None else "coordinator"),
     )
-    planned = _plan(shape, workload, num_stages, layers, memory)
-    notes = _notes(planned)
+    planned = _plan(shape, workload, (num_stages, layers, memory), private_first)
+    notes = _notes(planned, private_first)
     if as_json:
-        sys.stdout.write(json.dumps(_record(planned, model, notes)) + "\n")
+        sys.stdout.write(json.dumps({**_record(planned, model, notes), "private_first": private_first}) + "\n")
     else:
-        _print_table(planned, model, notes)
+        _print_table(planned, model, notes, "own" if private_first is not None else "0")
     sys.stdout.flush()
 
 
@@ -127,8 +131,26 @@ def _note(text: str) -> None:
 
 
 def _plan(
+    shape: ModelShape,
+    workload: Workload,
+    cut: tuple[int | None, str | None, str | None],
+    private_first: int | None,
+) -> ChainPlan:
+    from specsplit.stages.private_plan import check_private, plan_private
+
+    if private_first is None:
+        return _cut(shape, workload, *cut)
+    if cut[1] is None:
+        return plan_private(shape, private_first, workload, lambda rest: _cut(rest, workload, *cut))
+    planned = _cut(shape, workload, *cut)
+    check_private(private_first, planned)
+    return planned
+
+
+def _cut(
     shape: ModelShape, workload: Workload, num_stages: int | None, layers: str | None, memory: str | None
 ) -> ChainPlan:
+    """Plan the stages of `shape` in the way that was chosen."""
     from specsplit.core.errors import InvalidSettings
     from specsplit.stages import planner
 
@@ -196,7 +218,7 @@ def _cached_path(repository: str) -> Path:
     return Path(found)
 
 
-def _notes(planned: ChainPlan) -> list[str]:
+def _notes(planned: ChainPlan, private_first: int | None) -> list[str]:
     """Return what is assumed and what is left out, in sentences."""
     shape, workload = planned.shape, planned.workload
     tree_rows = workload.slot_rows - workload.context
@@ -216,6 +238,11 @@ def _notes(planned: ChainPlan) -> list[str]:
         )
     if shape.max_context is not None and workload.context > shape.max_context:
         notes.append(f"The model was made for at most {shape.max_context} tokens: a target refuses a longer --context.")
+    if private_first is not None:
+        notes.append(
+            f"Stage 0 (layers 0:{private_first}) runs on the coordinator's own machine, and no stage elsewhere gets an "
+            "embedding; what the others can still find out is in docs/privacy.md."
+        )
     return notes
 
 
@@ -259,18 +286,19 @@ def _record(planned: ChainPlan, source: str, notes: list[str]) -> dict[str, Any]
     }
 
 
-def _print_table(planned: ChainPlan, source: str, notes: list[str]) -> None:
+def _print_table(planned: ChainPlan, source: str, notes: list[str], first: str) -> None:
+    """Print the plan; `first` is the name of the first stage."""
     from rich.console import Console
     from rich.table import Table
 
     shape, workload = planned.shape, planned.workload
-    has_budgets = planned.stages[0].budget_bytes is not None
+    has_budgets = planned.stages[-1].budget_bytes is not None
     columns = ["stage", "layers", "", "weights GiB", "KV GiB", "total GiB", *(["budget GiB"] if has_budgets else [])]
     table = Table(box=None, pad_edge=False)
     for name in (*columns, "sent/round"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     table.add_column("ends")
-    for row in _rows(planned, has_budgets):
+    for row in _rows(planned, has_budgets, first):
         table.add_row(*row)
     is_terminal = sys.stdout.isatty()
     console = Console(
@@ -285,7 +313,7 @@ def _print_table(planned: ChainPlan, source: str, notes: list[str]) -> None:
         console.print(note)
 
 
-def _rows(planned: ChainPlan, has_budgets: bool) -> list[list[str]]:
+def _rows(planned: ChainPlan, has_budgets: bool, first: str) -> list[list[str]]:
     from specsplit.stages.planner import in_gib
 
     rows: list[list[str]] = []
@@ -296,9 +324,9 @@ def _rows(planned: ChainPlan, has_budgets: bool) -> list[list[str]]:
         rows.append(["coordinator", "-", "0", weights, "-", weights, *budget, sent, "embedding, head"])
     for index, stage in enumerate(planned.stages):
         sizes = [in_gib(size) for size in (stage.weight_bytes, stage.kv_bytes, stage.total_bytes)]
-        budget = [in_gib(stage.budget_bytes)] if stage.budget_bytes is not None else []
+        budget = ([in_gib(stage.budget_bytes)] if stage.budget_bytes else ["-"]) if has_budgets else []
         ends = [name for name, is_here in (("embedding", stage.has_embedding), ("head", stage.has_head)) if is_here]
-        cells = [str(index), f"{stage.start}:{stage.end}", str(len(stage.layers)), *sizes, *budget]
+        cells = [str(index) if index else first, f"{stage.start}:{stage.end}", str(len(stage.layers)), *sizes, *budget]
         rows.append([*cells, _sent(stage.link_bytes), ", ".join(ends)])
     if len(rows) > 1:
         total = ["all", f"0:{planned.shape.num_layers}", str(planned.shape.num_layers)]

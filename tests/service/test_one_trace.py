@@ -17,6 +17,7 @@ from typing import Any
 import httpx2 as httpx
 
 from specsplit.gateway.keys import new_key
+from specsplit.rpc.pb import common_pb2
 from specsplit.stages.codec import encode
 from specsplit.telemetry import names
 from tests.support.gateways import GatewayProcess
@@ -169,12 +170,18 @@ def check_secrecy(chain: Chain, pages: list[bytes], ids: list[int]) -> None:
     passed = [bytes(link.seen) for link in chain.links]
     for words in (MARKER, "return first", KEY):
         assert all(words.encode() not in text for text in (*texts, *passed)), words
-    runs = [struct.pack("<4I", *ids[at : at + 4]) for at in range(len(ids) - 3)]
+    quads = [ids[at : at + 4] for at in range(len(ids) - 3)]
+    runs = [struct.pack("<4I", *quad) for quad in quads]
     told = packet(len(ids))
     shown = b"".join(encode(replace(told, sessions=(replace(told.sessions[0], token_ids=tuple(ids)),), payload=b"")))
     assert all(run in shown for run in runs), "a packet with ids would show them"
     assert all(len(link) > 10_000 for link in passed)
-    assert not [run for run in runs for link in passed if run in link]
+    # As numbers of any size and order, as protobuf packs them, and as JSON and logs write them.
+    others = [struct.pack(f"{order}4{size}", *quad) for quad in quads for order in "<>" for size in "HIQ"]
+    others += [common_pb2.Turn(tail=quad).SerializeToString()[2:] for quad in quads]
+    written = [mark.join(map(str, quad)).encode() for quad in quads for mark in (",", ", ", " ")]
+    assert not [run for run in (*runs, *others, *written) for link in passed if run in link]
+    assert not [run for run in written for text in texts if run in text]
 
 
 async def test_a_request_is_one_trace_and_its_text_stays_with_those_who_need_it(tmp_path: Path, capsys: Any) -> None:

@@ -213,7 +213,7 @@ def test_help_shows_every_default_and_three_examples(capsys: Capture, monkeypatc
     assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
     options = [line for line in out.splitlines() if line.startswith("│ --") and "--help" not in line]
-    assert len(options) == 11
+    assert len(options) == 12
     assert all("[default: " in line for line in options)
     assert out.count("specsplit plan --model") == 3
 
@@ -223,3 +223,46 @@ def test_names_of_before_work_with_a_note(config: str, capsys: Capture):
     out, err = capsys.readouterr()
     assert len(json.loads(out)["stages"]) == 2
     assert re.findall(r"^Note: .* with (--[a-z-]+) now: ", err, flags=re.MULTILINE) == ["--model", "--num-stages"]
+
+
+def test_the_first_layers_stay_on_the_coordinators_machine(config: str, capsys: Capture) -> None:
+    planned = _json(["--model", config, "--num-stages", "2", "--private-first", "5"], capsys)
+    assert (planned["private_first"], planned["ends"]) == (5, "coordinator")
+    stages = planned["stages"]
+    assert [(stage["start"], stage["end"]) for stage in stages] == [(0, 5), (5, 17), (17, 28)]
+    assert not any(stage["has_embedding"] or stage["has_head"] for stage in stages)
+    assert "Stage 0 (layers 0:5) runs on the coordinator's own machine" in planned["notes"][-1]
+    by_hand = _json(
+        ["--model", config, "--layers", "0:5,5:17,17:28", "--ends", "coordinator", "--private-first", "5"], capsys
+    )
+    assert by_hand["stages"] == stages
+    assert by_hand["total_bytes"] == planned["total_bytes"]
+    assert main(["plan", "--model", config, "--num-stages", "2", "--private-first", "5"]) == 0
+    assert re.search(r"^own +0:5 +5 ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_budgets_are_for_the_stages_elsewhere(config: str, capsys: Capture) -> None:
+    planned = _json(["--model", config, "--memory", "1GiB,2GiB", "--context", "4096", "--private-first", "3"], capsys)
+    assert [stage["budget_bytes"] for stage in planned["stages"]] == [None, 2**30, 2**31]
+    assert [stage["start"] for stage in planned["stages"]][:2] == [0, 3]
+    assert planned["stages"][-1]["end"] == 28
+    assert all(stage["total_bytes"] <= stage["budget_bytes"] for stage in planned["stages"][1:])
+    assert main(["plan", "--model", config, "--memory", "1GiB,2GiB", "--private-first", "3"]) == 0
+    assert re.search(r"^own .* - ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--private-first", "0"], "must be between 1 and 27 of 28 layers, not 0"),
+        (["--private-first", "28"], "must be between 1 and 27 of 28 layers, not 28"),
+        (["--private-first", "2", "--ends", "stages"], "needs --ends coordinator"),
+        (["--private-first", "2", "--layers", "0:3,3:28"], "has to be 0:2, not 0:3."),
+        (["--private-first", "2", "--num-stages", "27"], "27 stages are too many for 26 layers"),
+        (["--private-first", "2", "--memory", "1MiB"], "26 layers in bf16"),
+    ],
+)
+def test_private_layers_that_cannot_be(config: str, capsys: Capture, arguments: list[str], sentence: str) -> None:
+    code, error = _error(["--model", config, *arguments], capsys)
+    assert code in (1, 2)
+    assert sentence in error
