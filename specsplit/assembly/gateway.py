@@ -25,6 +25,7 @@ from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc.credentials import Security, open_security
@@ -86,6 +87,7 @@ async def serving_gateway(
     async with AsyncExitStack() as stack:
         log = stack.enter_context(message_log(chosen.log_messages, shows_prompts=chosen.log_prompts))
         models = await stack.enter_async_context(serving_models(settings, worker_arguments, note))
+        metrics = Metrics(AuditMetrics(models), has_vllm_names=chosen.metrics_compat == "vllm")
         gateway = Gateway(
             models=models,
             version=__version__,
@@ -93,7 +95,12 @@ async def serving_gateway(
             max_body_bytes=chosen.max_body_mib << 20,
             detail=chosen.per_request_spec_decode_metrics,
             message_log=log,
-            metrics=Metrics(AuditMetrics(models), has_vllm_names=chosen.metrics_compat == "vllm"),
+            metrics=metrics,
+            quotas=GatewayQuotas(
+                chosen.caller_requests,
+                chosen.caller_tokens_per_second,
+                refused=lambda limit: metrics.over_limit.labels(limit).inc(),
+            ),
         )
         server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
         lmtp = None

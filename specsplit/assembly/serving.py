@@ -22,6 +22,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         InvalidSettings, ResourceError: it cannot listen there.
     """
     from specsplit.draft.engine import DraftEngine
+    from specsplit.engine.caller_limits import CallerLimits
     from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
     from specsplit.rpc.credentials import open_security
@@ -44,6 +45,7 @@ async def serving(model: LoadedModel, settings: WorkerSettings) -> AsyncGenerato
         engine.open_queue(settings.queue)
         engine.reuse_prefixes(settings.prefix_reuse)
         engine.limit_steps(settings.step_tokens, settings.prefill_chunk)
+        engine.quotas.limit(CallerLimits.of(settings))
         stack.push_async_callback(engine.aclose)
         # Before the server listens, so that the first ping has the times of forwards in it.
         await engine.measure()

@@ -104,6 +104,7 @@ def orchestrate(
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
+@options.draft_limited
 @options.served
 def draft(
     ctx: typer.Context,
@@ -136,6 +137,7 @@ def draft(
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
+@options.target_limited
 @options.served
 def target(
     ctx: typer.Context,
@@ -173,6 +175,7 @@ def target(
 
 
 @app.command(cls=Command, epilog=examples.GATEWAY)
+@options.gateway_limited
 @options.logged
 def serve(
     ctx: typer.Context,

@@ -179,6 +179,18 @@ StepTokens = Annotated[
 PrefillChunk = Annotated[
     int | None, _option("--prefill-chunk", _SERVICES, "Tokens of one prompt in a step at most.", "what times give", "N")
 ]
+CallerSessions = Annotated[
+    int | None, _option("--caller-sessions", _SERVICES, "Sessions of one caller at a time.", "any number", "N")
+]
+CallerStreams = Annotated[
+    int | None, _option("--caller-streams", _SERVICES, "Streams of one caller at a time.", "any number", "N")
+]
+_TOKENS = "Tokens of prompts and texts that one caller may use a second."
+CallerTokens = Annotated[float | None, _option("--caller-tokens-per-second", _SERVICES, _TOKENS, "any number", "N")]
+CallerRequests = Annotated[
+    int | None, _option("--caller-requests", _GATEWAY, "Requests of one key answered at a time.", "any number", "N")
+]
+KeyTokens = Annotated[float | None, _option("--caller-tokens-per-second", _GATEWAY, _TOKENS, "any number", "N")]
 ReusePrefixes = Annotated[
     PrefixReuse,
     _option(
@@ -274,9 +286,14 @@ def also(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return add
 
 
+CALLER_OPTIONS = {"caller_sessions": (CallerSessions, None), "caller_tokens_per_second": (CallerTokens, None)}
+"""Limits of one caller at a worker."""
 linked, logged = also(LINK_OPTIONS), also({**LINK_OPTIONS, **LOG_OPTIONS})
 served = also({**LINK_OPTIONS, **SERVICE_OPTIONS, **LOG_OPTIONS})
 """Decorators of commands with links, of those that serve somebody, and of those that serve calls."""
+draft_limited, target_limited = also(CALLER_OPTIONS), also({"caller_streams": (CallerStreams, None), **CALLER_OPTIONS})
+gateway_limited = also({"caller_requests": (CallerRequests, None), "caller_tokens_per_second": (KeyTokens, None)})
+"""Decorators of commands that limit what one caller may have."""
 
 Stdio = Annotated[bool, typer.Option("--stdio", help="Frames come on stdin and go to stdout.")]
 Lmtp = Annotated[

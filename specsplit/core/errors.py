@@ -14,7 +14,7 @@ SpecSplitError
 │   ├── DeviceUnavailable       no such device
 │   ├── OutOfMemory             weights or KV slots do not fit
 │   ├── NoFreeSlot              every KV slot is in use
-│   │   └── Overloaded          and the queue for them is full, or the caller would not wait; says when to come back
+│   │   └── Overloaded          and no place to wait is left, or the caller has its share; says when to come back
 │   ├── WorkerClosed            the engine has been shut down
 │   └── MissingExtra            an optional dependency is not installed
 ├── LinkError                   another process cannot be reached or does not behave (exit code 1)
@@ -103,11 +103,11 @@ class NoFreeSlot(ResourceError):
 
 
 class Overloaded(NoFreeSlot):
-    """Every KV slot is in use, and no place to wait for one is left; after `retry_after_s` there may be one."""
+    """No place to wait is left, or the caller has reached a `limit` of its own; `retry_after_s` later there is one."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, limit: str = "") -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.limit = retry_after_s, limit
 
 
 class WorkerClosed(ResourceError):

@@ -12,7 +12,8 @@ from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED, Dtype, EndsAt, Mode, PrefixReuse
-from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams
+from specsplit.core.types import SamplingParams
+from specsplit.limits import MAX_TOP_LOGPROBS
 
 
 def _strings(value: object) -> object:
@@ -103,7 +104,7 @@ Given = Annotated[str | None, BeforeValidator(lambda value: value or None)]
 GivenAddress = Annotated[Annotated[str, AfterValidator(_address)] | None, BeforeValidator(lambda value: value or None)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(addresses)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 StepSeconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 """Stages are pinged once a second, so a shorter limit would notice nothing sooner."""
 
@@ -161,8 +162,10 @@ class WorkerSettings(ServiceSettings):
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
     step_tokens: Positive | None = None  # tokens and nodes of a service's step; by default what its times give
     prefill_chunk: Positive | None = None  # tokens of one prompt in such a step
+    caller_sessions: Positive | None = None  # sessions and tokens of one caller; None for any number
+    caller_tokens_per_second: PositiveNumber | None = None
     prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
-    session_ttl: PositiveSeconds = defaults.SESSION_TTL_S
+    session_ttl: PositiveNumber = defaults.SESSION_TTL_S
     drain: Seconds = defaults.DRAIN_S
 
 
@@ -177,6 +180,7 @@ class TargetSettings(WorkerSettings):
     """The target; the settings after the model are for a served target that is cut by layers over stages."""
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
+    caller_streams: Positive | None = None
     stages: Addresses = ()
     """Addresses of the stages, in the order of their layers."""
     spares: Addresses = ()
@@ -229,6 +233,8 @@ class GatewaySettings(LoggedSettings):
     log_prompts: bool = False
     allow_anonymous: bool = False
     max_body_mib: Positive = 1
+    caller_requests: Positive | None = None  # requests under way and tokens of one key; None for any number
+    caller_tokens_per_second: PositiveNumber | None = None
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     retry: Seconds | None = None
     """Seconds for which a target that is lost is tried again; None waits longer if the gateway restarts it itself."""
@@ -260,11 +266,11 @@ class OrchestratorSettings(LinkSettings):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_strings)] = ()
     ignore_eos: bool = False
     chat: bool = False
-    timeout: PositiveSeconds | None = None
+    timeout: PositiveNumber | None = None
     """Seconds from the request to its deadline."""
     retry: Seconds = defaults.RETRY_S
     """Seconds for which an unreachable target is tried again."""
-    draft_patience: PositiveSeconds = defaults.DRAFT_PATIENCE_S
+    draft_patience: PositiveNumber = defaults.DRAFT_PATIENCE_S
     """Seconds for which a proposal is waited for, at least, before the round goes on without it."""
     audit: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the rounds that another target recomputes
     auditor: Address | None = None  # a target that is trusted to do that, and serves nobody; else replicas do it

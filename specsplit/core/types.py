@@ -13,18 +13,14 @@ from typing import Literal
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
+from specsplit.limits import MAX_BIAS, MAX_CALLER, MAX_PRIORITY, MAX_REQUEST_ID, MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop", "length"]
 Note = Callable[[str], None]
 """Shows the user one sentence about what is going on."""
-_MAX_BIAS = 1e4
 PROTOCOL_VERSION = 2
 """Version of the messages between processes; processes of different versions refuse each other."""
-MAX_STREAM_NODES = 1024
-"""Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""
-MAX_TOP_LOGPROBS = 20
-"""Likeliest tokens per position that a session or a score may ask for, as in OpenAI's API."""
-DEFAULT_PRIORITY, MAX_PRIORITY = 5, 9
+DEFAULT_PRIORITY = 5
 ROOT = 0
 """The parent of a root's children in every message."""
 
@@ -59,7 +55,7 @@ class SamplingParams:
         _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "between 0.01 and 100")
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
-            _require(abs(bias) <= _MAX_BIAS, "logit_bias", bias, f"between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
+            _require(abs(bias) <= MAX_BIAS, "logit_bias", bias, f"between -{MAX_BIAS:g} and {MAX_BIAS:g}")
 
     def within(self, vocab_size: int) -> SamplingParams:
         """Return the same without the biases of tokens that a smaller vocabulary lacks."""
@@ -106,9 +102,9 @@ class SessionParams:
 
     def __post_init__(self) -> None:
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, f"between 0 and {MAX_PRIORITY}")
-        _require(len(self.caller) <= 64, "caller", len(self.caller), "of at most 64 characters")
-        is_name = len(self.request_id) <= 128 and self.request_id.isprintable()
-        _require(is_name, "request_id", len(self.request_id), "of at most 128 characters, all printable")
+        _require(len(self.caller) <= MAX_CALLER, "caller", len(self.caller), f"of at most {MAX_CALLER} characters")
+        is_name = len(self.request_id) <= MAX_REQUEST_ID and self.request_id.isprintable()
+        _require(is_name, "request_id", len(self.request_id), f"of at most {MAX_REQUEST_ID} characters, all printable")
         if self.top_logprobs is not None:
             check_top_logprobs(self.top_logprobs)
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerClosed
 from specsplit.core.progress import Listener, Progress, current_listener
 from specsplit.core.record import record
+from specsplit.limits import MAX_WAIT_S
 from specsplit.telemetry.session_log import log_session
 
 AGE_S = 10.0
 """Seconds of waiting that outweigh one level of priority, so that nobody starves."""
-MAX_WAIT_S = 300.0
-"""Longest wait of one call; whoever waits longer has to come again."""
 _TRY_S = 0.25
 """Period at which the first one tries again: a session may have become old enough to lose its slot."""
 _REPORT_S = 5.0

@@ -13,3 +13,8 @@ def caller_of(params: SessionParams) -> str:
 def salt(params: SessionParams) -> str:
     """Return whose rows the session may begin with: those of sessions of the same opener and caller."""
     return f"{params.opener} {params.caller}" if params.opener else params.caller
+
+
+def is_of(caller: str, params: SessionParams | None) -> bool:
+    """Return whether a session is a caller's; None is one that has not begun."""
+    return params is not None and caller_of(params) == caller

@@ -18,11 +18,12 @@ from specsplit.core.types import Identity, Timings, Turn
 from specsplit.engine.admission import AdmissionQueue, Opening
 from specsplit.engine.background import BackgroundWork
 from specsplit.engine.batch import WorkStatistics, at_once
-from specsplit.engine.callers import caller_of
+from specsplit.engine.callers import caller_of, is_of
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import measure, trial
 from specsplit.engine.preemption import Preemption
+from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
@@ -64,8 +65,7 @@ class Engine:
     ) -> None:
         self.counts = TreeCounts()
         self._admission = AdmissionQueue()
-        self._model, self._identity = model, model.identity
-        self._vocab_size = model.vocab_size
+        self._model, self._identity, self._vocab_size = model, model.identity, model.vocab_size
         self._sessions = SessionTable(
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
@@ -74,6 +74,7 @@ class Engine:
             self._admission, self._sessions.slots, leaves_one=model.runner.max_pending > 1
         )
         self._now = clock.now if clock is not None else time.monotonic
+        self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), self._sessions.params_of, self._now)
         scheduler = self._work.scheduler
         scheduler.memory = Preemption(self._sessions, scheduler.running, scheduler.finish)
         scheduler.now, scheduler.budget.prompts.params_of = self._now, self._sessions.params_of
@@ -164,6 +165,7 @@ class Engine:
             num_reused_tokens=sessions.num_reused_tokens,
             num_refused=self._admission.num_refused,
             num_preempted=memory.num_preempted,
+            num_over_limit=dict(self.quotas.num_refused),
         )
 
     def refuse_waiting(self, error: Callable[[], SpecSplitError]) -> None:
@@ -202,8 +204,7 @@ class Engine:
                 raise self._admission.overloaded(sentence)
             waited_s = await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
             has_turn = True
-        waited_ms = waited_s * 1e3
-        return result, replace(timings, wall_ms=timings.wall_ms + waited_ms, queue_ms=timings.queue_ms + waited_ms)
+        return result, _waited(timings, waited_s * 1e3)
 
     def _may_wait(self, turn: Turn) -> bool:
         return self._admission.has_place_for(_opening_of(turn, self._sessions.seniority.preempted_since(turn.session)))
@@ -250,9 +251,20 @@ def _opening_of(turn: Turn, since_s: float | None) -> Opening:
     return Opening(turn.session, who, opening.priority, turn.max_wait_s, since_s, opening.request_id)
 
 
+def _waited(timings: Timings, waited_ms: float) -> Timings:
+    """Return timings with a wait before them."""
+    return replace(timings, wall_ms=timings.wall_ms + waited_ms, queue_ms=timings.queue_ms + waited_ms)
+
+
 def _frees_place(error: BaseException) -> bool:
     """Whether an opening that failed so may wait: for a slot, or until older sessions need less memory."""
     return isinstance(error, NoFreeSlot) or (isinstance(error, SlotBehind) and error.is_preempted)
+
+
+def kept_sessions(sessions: SessionTable, caller: str) -> set[str]:
+    """Return the sessions of a caller that nobody could evict; any thread may ask, of a moment ago."""
+    found = {each.key for each in list(sessions.open_sessions) if is_of(caller, sessions.params_of(each.key))}
+    return {key for key in found if not sessions.idle.is_evictable(key)}
 
 
 def memory_of(sessions: SessionTable) -> KVStatistics:

@@ -42,6 +42,13 @@ class IdleSessions(dict[str, S]):
         oldest = next(iter(self.values()), None)
         return oldest if oldest is not None and oldest.last_used_s <= now_s - self._grace_s else None
 
+    def is_evictable(self, key: str) -> bool:
+        """Whether a session may give its slot to a new one, were it the next to do so; any thread may ask."""
+        session, now_s = self.get(key), self._now()
+        abandoned_s = self.abandoned_s.get(key, now_s)
+        is_abandoned = abandoned_s <= now_s - min(ABANDONED_S, self._grace_s)
+        return session is not None and (is_abandoned or session.last_used_s <= now_s - self._grace_s)
+
     @property
     def may_have_evictable(self) -> bool:
         """Whether there is such a session, for a thread that is not the executor: in doubt there is."""

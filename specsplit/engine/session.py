@@ -193,7 +193,7 @@ class SessionTable:
         self.seniority = Seniority(self._now)
         self._sessions: dict[str, WorkerSession] = {}
         self.open_sessions = self._sessions.values()
-        self._idle: IdleSessions[WorkerSession] = IdleSessions(self._grace_s, self._now)
+        self.idle: IdleSessions[WorkerSession] = IdleSessions(self._grace_s, self._now)
         """Sessions that are neither in use nor pinned."""
         self.pins = Pins()
 
@@ -214,11 +214,11 @@ class SessionTable:
 
     def statistics(self) -> SessionStatistics:
         slots = self.slots
-        return SessionStatistics(len(self._sessions), len(self._idle), slots.num_used, slots.num_warm, slots.num_reused)
+        return SessionStatistics(len(self._sessions), len(self.idle), slots.num_used, slots.num_warm, slots.num_reused)
 
     def idle_session(self, key: str) -> WorkerSession | None:
         """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
-        return self._idle.get(key)
+        return self.idle.get(key)
 
     def enter(self, turn: Turn, body: object) -> WorkerSession:
         """Return the turn's session after the checks of the contract; it is in use until `leave`.
@@ -250,8 +250,8 @@ class SessionTable:
             if session.epoch < 0:
                 self._free(session)
             raise
-        self._idle.pop(session.key, None)
-        self._idle.abandoned_s.pop(session.key, None)  # its client is there
+        self.idle.pop(session.key, None)
+        self.idle.abandoned_s.pop(session.key, None)  # its client is there
         session.last_used_s = math.inf
         return session
 
@@ -290,12 +290,12 @@ class SessionTable:
     @property
     def is_full(self) -> bool:
         """Whether a new session finds no slot, borrowed ones aside; any thread may ask, of a moment ago."""
-        return self.slots.num_used - self.slots.num_borrowed >= self.num_slots and not self._idle.may_have_evictable
+        return self.slots.num_used - self.slots.num_borrowed >= self.num_slots and not self.idle.may_have_evictable
 
     def abandon(self, key: str) -> None:
         """Let a session whose client has vanished be evicted soon, unless it is used again."""
         if key in self._sessions:
-            self._idle.abandoned_s.setdefault(key, self._now())
+            self.idle.abandoned_s.setdefault(key, self._now())
 
     def params_of(self, key: str) -> SessionParams | None:
         """Return the parameters of a session; None if it is unknown or has not begun."""
@@ -306,7 +306,7 @@ class SessionTable:
         """Let a session expire or be evicted from now on, unless it is pinned."""
         session.last_used_s = self._now()
         if session.key not in self.pins:
-            self._idle[session.key] = session
+            self.idle[session.key] = session
 
     def set_aside(self, key: str) -> None:
         """Let a session that is not in use expire, or be evicted, from now on, unless it is pinned again."""
@@ -335,7 +335,7 @@ class SessionTable:
         """Free the sessions that were not used for the time to live, and return how many they were."""
         expired_s, count = self._now() - self._ttl_s, 0
         # `_idle` is ordered by last use, so the first one that has not expired ends the search.
-        while (expired := next(iter(self._idle.values()), None)) is not None and expired.last_used_s <= expired_s:
+        while (expired := next(iter(self.idle.values()), None)) is not None and expired.last_used_s <= expired_s:
             expired.log("lost", f"its client was silent for {self._ttl_s:g} s")
             self._end(expired)
             count += 1
@@ -344,7 +344,7 @@ class SessionTable:
 
     def _evict(self) -> bool:
         """Free the slot of the session that has been idle, or without its client, for the longest; False for none."""
-        if (oldest := self._idle.first_evictable()) is None:
+        if (oldest := self.idle.first_evictable()) is None:
             return False
         oldest.log("evicted", "it was idle, and its slot goes to a new one")
         self._free(oldest)
@@ -364,7 +364,7 @@ class SessionTable:
 
     def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
-        self._idle.pop(session.key, None)
+        self.idle.pop(session.key, None)
         self.seniority.end(session.key)
-        self._idle.abandoned_s.pop(session.key, None)
+        self.idle.abandoned_s.pop(session.key, None)
         session.kept = None

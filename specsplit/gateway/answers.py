@@ -12,6 +12,7 @@ from specsplit.gateway.generation import Answer, chunks_of
 from specsplit.gateway.logprobs import TokenEntry
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
+from specsplit.gateway.quotas import Answering, Spend
 from specsplit.gateway.schemas import Generation
 from specsplit.gateway.sse import Event
 from specsplit.gateway.statistics import Detail, SpeculationRecord, trace_of
@@ -71,8 +72,11 @@ class Answers:
     format: Format
     metrics: Metrics
     detail: Detail
+    answering: Answering
+    """Counts the request as one of its caller's."""
     is_prompt_only: bool = False
     """Whether nothing is to be generated."""
+    spend: Spend = lambda count: None
     num_tokens: int = 0
     num_cached_tokens: int = 0
     exactness_reason: str = ""
@@ -81,7 +85,15 @@ class Answers:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
-        """Return all answers when all have ended."""
+        """Return all answers when all have ended.
+
+        Raises:
+            Overloaded: the caller has as much as one may have.
+        """
+        with self.answering(self.num_prompt_tokens) as self.spend:
+            return await self._whole()
+
+    async def _whole(self) -> dict[str, Any]:
         parts = [Part(index) for index in range(len(self.requests))]
         traces: list[list[dict[str, Any]]] = [[] for _ in self.requests]
         for part in parts:
@@ -100,7 +112,17 @@ class Answers:
         return self._message(self.format.whole_object, choices, usage=self._usage(), **self._statistics())
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the answers as they come; iterate inside `contextlib.aclosing`."""
+        """Yield the answers as they come; iterate inside `contextlib.aclosing`.
+
+        Raises:
+            Overloaded: before the first, if the caller has as much as one may have.
+        """
+        with self.answering(self.num_prompt_tokens) as self.spend:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self) -> AsyncGenerator[Event]:
         options = self.body.stream_options
         ends_with_usage = options is not None and options.include_usage
         always_usage = options is not None and options.continuous_usage_stats
@@ -154,6 +176,7 @@ class Answers:
             async for index, chunk in chunks:
                 followed[index].add(chunk)
                 self.num_tokens += len(chunk.token_ids)
+                self.spend(len(chunk.token_ids))
                 if chunk.result is not None:
                     if not self.requests[index].choice:  # a prompt counts once, as in its usage
                         self.num_cached_tokens += chunk.result.num_reused_tokens

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,13 +29,14 @@ from specsplit.gateway.lmtp.websocket import LmtpApp
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.page import PAGE_PATHS, page_routes
+from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from specsplit.gateway.sse import EventStream, error_response, logged, until_disconnect
 from specsplit.gateway.statistics import Detail
+from specsplit.limits import MAX_BODY_BYTES
 from specsplit.orchestrator.request import Request as GenerationRequest
 from specsplit.telemetry import spans
 
-MAX_BODY_BYTES = 1 << 20
 _OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 """Paths that need no key: probes have none, and the page asks for one."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -51,6 +53,7 @@ class Gateway:
     detail: Detail = "none"
     is_draining: bool = False
     metrics: Metrics = field(default_factory=Metrics)
+    quotas: GatewayQuotas = field(default_factory=GatewayQuotas)
     message_log: MessageLog | None = None
     """The log of LMTP's messages."""
 
@@ -89,7 +92,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
 def create_lmtp_app(gateway: Gateway, path: str) -> ASGIApp:
     """Return what answers LMTP's clients at `path` alone."""
-    server = LmtpServer(gateway.models, gateway.metrics, gateway.message_log)
+    server = LmtpServer(gateway.models, gateway.metrics, gateway.message_log, gateway.quotas)
     return LmtpApp(server, gateway.keys, path, is_open=lambda: not gateway.is_draining)
 
 
@@ -171,6 +174,11 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
         return _card(gateway.models.find(name))
 
 
+def _quota_of(request: Request) -> str:
+    """Return whose quota a request uses up: that of its key, or of its host where nobody needs one."""
+    return request.state.caller or (request.client.host if request.client is not None else "")
+
+
 def _card(model: ServedModel) -> dict[str, Any]:
     return {
         "id": model.name,
@@ -188,16 +196,18 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     ) -> Response:
         """Answer whole or as a stream; `requests` has `n` of each prompt in turn."""
         prefix, request_id = "chatcmpl" if isinstance(body, ChatBody) else "cmpl", request.state.request_id
+        num_prompt_tokens = sum(len(each.prompt_ids) for each in requests[:: body.n or 1])
         answers = Answers(
             id=f"{prefix}-{request_id}",
             model=model,
             body=body,
             requests=[replace(each, request_id=request_id) for each in requests],
-            num_prompt_tokens=sum(len(each.prompt_ids) for each in requests[:: body.n or 1]),
+            num_prompt_tokens=num_prompt_tokens,
             format=form,
             metrics=gateway.metrics,
             detail=gateway.detail,
             is_prompt_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
+            answering=partial(gateway.quotas.answering, _quota_of(request)),
         )
         if body.stream:
             return EventStream(answers.events())

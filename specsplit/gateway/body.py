@@ -14,10 +14,9 @@ from starlette.requests import ClientDisconnect
 from specsplit.core.complaints import rule
 from specsplit.gateway.errors import ApiError
 from specsplit.gateway.schemas import Body
+from specsplit.limits import BODY_S
 
 B = TypeVar("B", bound=Body)
-BODY_S = 30.0
-"""A body that has not come whole by then is given up."""
 
 
 async def read_body(request: Request, schema: type[B], max_bytes: int) -> B:

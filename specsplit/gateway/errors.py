@@ -54,6 +54,9 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, NoFreeSlot | WorkerClosed):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers = {"retry-after": str(max(1, math.ceil(wait_s)))}
+        if isinstance(error, Overloaded) and error.limit:
+            kind = "tokens" if error.limit == "tokens" else "requests"
+            return ApiError(429, message, kind, code="rate_limit_exceeded", headers=headers)
         return ApiError(503, message, "overloaded_error", code="server_overloaded", headers=headers)
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, message, "timeout_error", code="timeout")

@@ -98,6 +98,14 @@ class _RoundMetrics:
             self._resyncs.labels(model, replay.worker, replay.reason).inc()
 
 
+class _EndMetrics:
+    """The counters of how answers and requests ended."""
+
+    def __init__(self, make: _Instruments) -> None:
+        self.success = make.counter("request_success", "Answers that came to their end.", "finished_reason")
+        self.failed = make.counter("request_failed", "Answers that did not: errors, and clients that left.")
+
+
 class Metrics:
     """The counters of one gateway; with `has_vllm_names` its page has vLLM's names beside ours.
 
@@ -115,8 +123,9 @@ class Metrics:
         self.running = make.gauge("num_requests_running", "Answers under way, with a token at least.")
         self.prompt_tokens = make.counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = make.counter("generation_tokens", "Tokens generated.")
-        self.success = make.counter("request_success", "Answers that came to their end.", "finished_reason")
-        self.failed = make.counter("request_failed", "Answers that did not: errors, and clients that left.")
+        self.ends = _EndMetrics(make)
+        over_limit = PREFIX + "requests_over_limit"
+        self.over_limit = Counter(over_limit, "Requests refused at a limit of a key.", ("limit",), registry=registry)
         self.ttft = make.histogram("time_to_first_token_seconds", "From a request to its first token.", _TTFT_S)
         self.itl = make.histogram(
             "inter_token_latency_seconds", "Between tokens, a round's time shared evenly.", _ITL_S
@@ -141,7 +150,7 @@ class Metrics:
             (self.running if answer.num_tokens else self.waiting).labels(model).dec()
             answer.set_fallback(is_active=False)
             if not answer.is_finished:
-                self.failed.labels(model).inc()
+                self.ends.failed.labels(model).inc()
 
 
 class AnswerMetrics:
@@ -174,7 +183,7 @@ class AnswerMetrics:
             metrics.rounds.end(chunk.result, model)
         if chunk.finish_reason is not None:
             self.is_finished = True
-            metrics.success.labels(model, chunk.finish_reason).inc()
+            metrics.ends.success.labels(model, chunk.finish_reason).inc()
             metrics.e2e.labels(model).observe(now_s - self._began_s)
 
     def set_fallback(self, *, is_active: bool) -> None:

@@ -8,12 +8,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from specsplit.core.defaults import Mode
 from specsplit.core.ports import ChatMessage
-from specsplit.core.types import MAX_PRIORITY, MAX_TOP_LOGPROBS, SamplingParams
+from specsplit.core.types import SamplingParams
 from specsplit.gateway.errors import ApiError
+from specsplit.limits import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TIMEOUT_S,
+    MAX_TOKENS,
+    MAX_TOP_LOGPROBS,
+)
 
-MAX_CHOICES = 128
-"""Answers to one request: its prompts times `n`."""
-_MAX_STOPS = 16
 _DEFAULT_MAX_TOKENS = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and the names that chat templates know for them."""
@@ -38,8 +45,8 @@ def _stops(value: object) -> object:
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
-    if not _is_list_of(stops, str) or len(cast("list[str]", stops)) > _MAX_STOPS:
-        raise ValueError(f"must be a text, or a list of at most {_MAX_STOPS} texts")
+    if not _is_list_of(stops, str) or len(cast("list[str]", stops)) > MAX_STOPS:
+        raise ValueError(f"must be a text, or a list of at most {MAX_STOPS} texts")
     return tuple(cast("list[str]", stops))
 
 
@@ -48,6 +55,8 @@ def _biases(value: object) -> object:
         return ()
     if isinstance(value, dict):
         items = cast("dict[str, object]", value).items()
+        if len(items) > MAX_LOGIT_BIAS:
+            raise ValueError(f"must have at most {MAX_LOGIT_BIAS} token ids")
         if all(key.isascii() and key.isdigit() and len(key) < 10 and type(bias) in (int, float) for key, bias in items):
             return tuple((int(key), float(cast("float", bias))) for key, bias in items)
     raise ValueError("must be an object of token ids and the numbers to add to their logits")
@@ -71,7 +80,7 @@ def _as_dict(value: object) -> dict[str, object]:
 
 Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=1 << 31)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class Body(BaseModel):
@@ -120,13 +129,15 @@ class Generation(Body):
     repetition_penalty: float | None = None
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)], ...], BeforeValidator(_stops)
+    ] = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     speculative: SpeculativeOptions = SpeculativeOptions()
     # Fields that say who asks and what for; nothing here depends on them.
     user: str | None = None
@@ -161,7 +172,7 @@ class CompletionBody(Generation):
     unsupported = {"best_of": (), "suffix": (), **_NOT_TEXT}
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

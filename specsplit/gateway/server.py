@@ -15,16 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.gateway.lmtp.protocol import LastWordProtocol
-from specsplit.gateway.lmtp.websocket import MAX_FRAME_BYTES
+from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_BYTES
 
-HEADERS_S = 10.0
-"""A connection without a whole request head for so long is closed; one that was never used, too."""
 PING_S = 20.0
 """Period of a WebSocket's pings; a client that has not answered one for as long again is cut off."""
-_KEEP_ALIVE_S = 60
 _LAST_WORDS_S = 2.0
 """Time for requests that a drain has ended to tell their clients."""
-_MAX_HEAD_BYTES = 32 << 10
 
 
 class LimitedProtocol(H11Protocol):
@@ -125,8 +121,8 @@ async def serving_http(app: ASGIApp, host: str, port: int, option: str = "--http
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
     server = _Uvicorn(config)
     running = asyncio.create_task(server.serve([listener]))

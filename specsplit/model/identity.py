@@ -17,9 +17,8 @@ from typing import TypedDict
 from huggingface_hub import try_to_load_from_cache
 
 from specsplit.core.errors import ModelDamaged
+from specsplit.limits import MAX_TOKENIZER_BYTES
 
-MAX_TOKENIZER_BYTES = 64 << 20
-"""Limit for all files of a tokenizer together."""
 _TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from specsplit.core.errors import ModelDamaged, ResourceError
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.identity import MAX_TOKENIZER_BYTES, files_hash, place_of, read_tokenizer_files
+from specsplit.limits import MAX_TOKENIZER_BYTES
+from specsplit.model.identity import files_hash, place_of, read_tokenizer_files
 
 MAX_CACHE_BYTES = 512 << 20
 """Largest size of all tokenizers in a cache. Chosen: some thirty of the largest ones."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-MAX_REQUEST_BYTES = 64 << 20
-"""Sum over all requests being decoded and served. It admits four of the largest; decoded they take some times more."""
-SMALL_BYTES = 64 << 10
-"""Size up to which a request counts as small: a round, or a prompt of some ten thousand tokens."""
+from specsplit.limits import MAX_REQUEST_BYTES, SMALL_BYTES
 
 
 class ByteBudget:

@@ -15,9 +15,8 @@ from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
+from specsplit.limits import MAX_NODES, MAX_NUMBER, MAX_TAIL
 from specsplit.rpc.codec import (
-    MAX_NODES,
-    MAX_TAIL,
     decode_bias,
     decode_log_probs,
     decode_turn,
@@ -31,8 +30,6 @@ from specsplit.rpc.codec import (
 )
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
 
-MAX_NUMBER = 1 << 31
-"""Largest number of a node that a client may say it knows."""
 ANY_ID = 1 << 32
 """Size of a vocabulary that has every id which a message can carry."""
 M = TypeVar("M", bound=Message)

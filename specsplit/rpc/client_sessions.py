@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import AccessDenied
 from specsplit.core.types import Turn
+from specsplit.limits import MAX_KNOWN_SESSIONS
 from specsplit.rpc.auth import PeerIdentity, current_peer
-
-MOST_SESSIONS = 65_536
-"""Sessions that are remembered; beyond them those without an owner are forgotten, the least recently used first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +132,7 @@ class ClientSessions:
         old_s = time.monotonic() - self.keep_s
         while self._clients:
             session, client = next(iter(self._clients.items()))
-            is_surplus = len(self._clients) > MOST_SESSIONS and not client.owner and not client.num_calls
+            is_surplus = len(self._clients) > MAX_KNOWN_SESSIONS and not client.owner and not client.num_calls
             if client.used_s > old_s and not is_surplus:
                 return
             if client.num_calls:
@@ -149,3 +147,8 @@ def with_opener(turn: Turn, peer: PeerIdentity) -> Turn:
     if opening is None or (peer.may_name_callers and (opening.caller or not peer.is_authenticated)):
         return turn
     return replace(turn, opening=replace(opening, opener=peer.name))
+
+
+def caller_of_peer(peer: PeerIdentity) -> str:
+    """Return the caller of a call that names none; empty if it comes from this machine without a certificate."""
+    return "" if peer.may_name_callers and not peer.is_authenticated else peer.name

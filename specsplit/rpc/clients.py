@@ -29,8 +29,8 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
+from specsplit.limits import SMALL_BYTES
 from specsplit.rpc import calls, codec
-from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.load import decode_load

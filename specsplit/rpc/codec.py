@@ -10,11 +10,11 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from specsplit import limits
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import (
     DEFAULT_PRIORITY,
-    MAX_TOP_LOGPROBS,
     ROOT,
     Identity,
     Proposal,
@@ -27,12 +27,7 @@ from specsplit.core.types import (
 from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
 
-MAX_NODES = 4096
 _NUMBERS = ("vocab_size", "context", "max_nodes", "protocol_version", "revision", "kv_bytes_per_token", "kv_bytes")
-_MAX_NUMERICS = 16
-_MAX_STEP_TIMES = _MAX_HASH = 64
-MAX_TAIL = 1 << 20
-MAX_SESSION_KEY = 64
 _MAX_WAIT_MS = 1 << 31
 _LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
 Top = Sequence[common_pb2.TopLogProbs]
@@ -90,7 +85,7 @@ def decode_bias(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int,
         InvalidRequest: ids and values differ in number, are too many, or a value is not finite.
     """
     require(len(ids) == len(values), "logit_bias", f"logit_bias has {len(ids)} ids, but {len(values)} values.")
-    require_at_most(MAX_TAIL, ids, "logit_bias")
+    require_at_most(limits.MAX_LOGIT_BIAS, ids, "logit_bias")
     require(all(map(math.isfinite, values)), "logit_bias", "logit_bias has a value that is not a finite number.")
     return tuple(zip(ids, values, strict=True))
 
@@ -112,7 +107,8 @@ def _encode_opening(params: SessionParams) -> common_pb2.SessionParams:
 
 def _decode_opening(message: common_pb2.SessionParams) -> SessionParams:
     require(message.HasField("sampling"), "sampling", "The session's parameters lack their sampling parameters.")
-    require_at_most(MAX_NODES, message.eos_ids, "eos_ids")
+    require_at_most(limits.MAX_EOS_IDS, message.eos_ids, "eos_ids")
+    require(message.max_tokens <= limits.MAX_TOKENS, "max_tokens", f"max_tokens must be at most {limits.MAX_TOKENS}.")
     return SessionParams(
         sampling=decode_sampling(message.sampling),
         seed=message.seed,
@@ -154,8 +150,8 @@ def decode_turn(message: common_pb2.Turn) -> Turn:
     Raises:
         InvalidRequest: a session key of no or too many characters, a list over its limit, or a wrong sampling value.
     """
-    require_at_most(MAX_TAIL, message.tail, "tail")
-    require_at_most(MAX_NODES, message.verified, "verified")
+    require_at_most(limits.MAX_TAIL, message.tail, "tail")
+    require_at_most(limits.MAX_NODES, message.verified, "verified")
     return Turn(
         session=decode_session(message.session),
         epoch=message.epoch,
@@ -177,9 +173,9 @@ def decode_session(key: str) -> str:
         InvalidRequest: it has no or too many characters.
     """
     require(
-        1 <= len(key) <= MAX_SESSION_KEY,
+        1 <= len(key) <= limits.MAX_SESSION_KEY,
         "session",
-        f"A session key has 1 to {MAX_SESSION_KEY} characters, not {len(key)}.",
+        f"A session key has 1 to {limits.MAX_SESSION_KEY} characters, not {len(key)}.",
     )
     return key
 
@@ -216,7 +212,7 @@ def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Pro
         InvalidRequest: too many nodes, arrays of different lengths, numbers below 1 or too large, or a parent below 1.
     """
     count, first_node = len(message.token_ids), message.first_node
-    require_at_most(MAX_NODES, message.token_ids, "token_ids")
+    require_at_most(limits.MAX_NODES, message.token_ids, "token_ids")
     require(
         count == len(message.parents) == len(message.log_probs), "tree", "The token tree's arrays differ in length."
     )
@@ -265,7 +261,7 @@ def decode_log_probs(log_probs: Sequence[float], top: Top, vocab_size: int) -> t
     likeliest: list[tuple[tuple[int, float], ...]] = []
     for each in top:
         require(len(each.token_ids) == len(each.log_probs), "top_log_probs", "A likeliest token lacks its value.")
-        require(len(each.token_ids) <= MAX_TOP_LOGPROBS, "top_log_probs", "There are too many likeliest tokens.")
+        require(len(each.token_ids) <= limits.MAX_TOP_LOGPROBS, "top_log_probs", "There are too many likeliest tokens.")
         require_tokens(each.token_ids, vocab_size, "top_log_probs")
         likeliest.append(tuple(zip(each.token_ids, each.log_probs, strict=True)))
     values = [*log_probs, *(value for each in likeliest for _, value in each)]
@@ -336,7 +332,9 @@ def _checked_hash(text: str) -> str:
         InvalidRequest: it is none.
     """
     # The hash becomes the name of a folder in the cache, so a peer must not be able to write a path here.
-    require(text == "" or (len(text) <= _MAX_HASH and text.isascii() and text.isalnum()), "hash", "A hash is none.")
+    require(
+        text == "" or (len(text) <= limits.MAX_HASH and text.isascii() and text.isalnum()), "hash", "A hash is none."
+    )
     return text
 
 
@@ -375,7 +373,7 @@ def decode_numerics(text: str) -> str:
     Raises:
         InvalidRequest: it is none.
     """
-    is_sound = text == "" or (len(text) <= _MAX_NUMERICS and text.isascii() and text.isalnum())
+    is_sound = text == "" or (len(text) <= limits.MAX_NUMERICS and text.isascii() and text.isalnum())
     require(is_sound, "numerics", "The numerics are no fingerprint.")
     return text
 
@@ -387,7 +385,7 @@ def _checked_step_times(step_times: Sequence[tuple[int, float]]) -> tuple[tuple[
         InvalidRequest: rows do not ascend from 1, or a time is not positive.
     """
     is_sound = (
-        len(step_times) <= _MAX_STEP_TIMES
+        len(step_times) <= limits.MAX_STEP_TIMES
         and all(earlier < later for earlier, later in pairwise((0, *(rows for rows, _ in step_times))))
         and all(0 < seconds < math.inf for _, seconds in step_times)
     )

@@ -16,15 +16,14 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from specsplit.core.errors import AccessDenied, DeadlineExceeded, NoFreeSlot, SpecSplitError, WorkerUnreachable
-from specsplit.rpc.auth import Guard
+from specsplit.rpc.auth import Guard, current_peer
 from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.client_sessions import serving_connection
 from specsplit.rpc.rounds import ServedRounds
+from specsplit.rpc.shares import StreamShare
 from specsplit.rpc.status import of_call, status_of
 from specsplit.telemetry import spans
 
-MAX_CALL_S = 600.0
-"""The longest any call runs on a server, whatever deadline its client set."""
 OUR_SERVICES = "/specsplit."
 _log = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._max_call_s = max_call_s
         self._budget = budget or ByteBudget()
         self._guard = guard or Guard(is_secure=False)
+        self._streams = StreamShare()
         self._answered: frozenset[str] | None = None
         """Methods that are not refused while the server drains; None while it does not drain."""
         self._num_running = 0
@@ -107,7 +107,11 @@ class Boundary(grpc.aio.ServerInterceptor):
 
             async def serve_duplex(requests: AsyncIterator[bytes], context: Context) -> None:
                 metered = _Metered(requests, self._budget)
-                write_all = partial(_write_all, lambda: duplex(metered, context), context)
+
+                async def write_all() -> None:
+                    with self._streams.taken(current_peer().name):
+                        await _write_all(lambda: duplex(metered, context), context)
+
                 try:
                     await self._run(write_all, 0, method, metadata, context, limit_s=None)
                 finally:
@@ -185,7 +189,7 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         await self._admit(context, method)
         try:
-            with serving_connection() as connection:
+            with self._streams.taken(current_peer().name), serving_connection() as connection:
                 await ServedRounds(read, context.write, serve, connection.end).run(self._ending_rounds)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             if not isinstance(error, SpecSplitError):

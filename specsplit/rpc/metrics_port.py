@@ -9,16 +9,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 
+from specsplit.limits import MAX_SCRAPE_BYTES, MAX_SCRAPES, SCRAPE_S
 from specsplit.rpc.listening import check_free
 from specsplit.rpc.transport import format_address, parse_address
 
 PATH = "/metrics"
-MAX_HEAD_BYTES = 8 << 10
-"""Longest head of a request; a longer one has its connection closed."""
-MAX_CONNECTIONS = 16
-"""Connections at once; more are closed at once."""
-ANSWER_S = 5.0
-"""Longest time of a connection, from its beginning to the end of its answer."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -35,14 +30,14 @@ async def metrics_port(listen: str, page: Callable[[], bytes]) -> AsyncGenerator
     connections: set[asyncio.Task[None]] = set()
 
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(connections) >= MAX_CONNECTIONS:
+        if len(connections) >= MAX_SCRAPES:
             writer.transport.abort()
             return
         task = asyncio.create_task(_answer(reader, writer, page), name="specsplit-metrics")
         connections.add(task)
         task.add_done_callback(connections.discard)
 
-    server = await asyncio.start_server(begin, host, port, limit=MAX_HEAD_BYTES)
+    server = await asyncio.start_server(begin, host, port, limit=MAX_SCRAPE_BYTES)
     try:
         yield format_address(host, server.sockets[0].getsockname()[1])
     finally:
@@ -56,7 +51,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pa
     try:
         # A client that hangs up, sends nonsense or reads nothing is nobody's business.
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(SCRAPE_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(_response(head.split(b"\r\n", 1)[0].split(b" "), page))
                 await writer.drain()

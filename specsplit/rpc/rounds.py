@@ -25,7 +25,7 @@ from specsplit.core.errors import (
 )
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.engine.cancellation import to_its_end
-from specsplit.rpc.budget import SMALL_BYTES
+from specsplit.limits import MAX_ROUNDS, SMALL_BYTES
 from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream
@@ -35,8 +35,6 @@ from specsplit.rpc.status import error_said, status_of
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
-MAX_AT_ONCE = 1024
-"""Largest number of unanswered rounds of one stream at a server; more are refused."""
 _FLUSH_S = 1.0
 """Longest wait at the end of a stream for a client that reads its last answers slowly."""
 _CLOSE_S = 0.2
@@ -252,16 +250,16 @@ class ServedRounds:
                     raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
             # From here the task of the round holds the request; this frame would keep it until the next message.
             del data, call
-            # Beyond MAX_AT_ONCE tasks only write refusals; a client that reads none of them is not read either.
-            if len(self._tasks) >= 2 * MAX_AT_ONCE:
+            # Beyond MAX_ROUNDS tasks only write refusals; a client that reads none of them is not read either.
+            if len(self._tasks) >= 2 * MAX_ROUNDS:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
         self._last_id = call.id
         if is_large:
             self._refuse(call.id, InvalidRequest("The round is too large for the stream; make it a call of its own."))
-        elif len(self._tasks) >= MAX_AT_ONCE:
-            self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_AT_ONCE} rounds in hand; try again in a moment."))
+        elif len(self._tasks) >= MAX_ROUNDS:
+            self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_ROUNDS} rounds in hand; try again in a moment."))
         else:
             call_id = call.id
             task = self._under_way[call_id] = self._start(

@@ -14,12 +14,13 @@ from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import ServiceSettings
-from specsplit.rpc.budget import MAX_REQUEST_BYTES, ByteBudget
+from specsplit.limits import MAX_CALL_S, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
-from specsplit.rpc.interceptors import MAX_CALL_S, Boundary
+from specsplit.rpc.interceptors import Boundary
 from specsplit.rpc.listening import check_free
 from specsplit.rpc.metrics_port import metrics_port
-from specsplit.rpc.transport import MAX_MESSAGE_BYTES, format_address, parse_address, server_options
+from specsplit.rpc.transport import format_address, parse_address, server_options
 from specsplit.telemetry.statistics import StatisticsRole, WorkerStatistics
 
 LIVENESS, READINESS = "liveness", "readiness"

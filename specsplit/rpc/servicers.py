@@ -18,9 +18,10 @@ from google.protobuf.message import Message
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity, Turn
+from specsplit.engine.quotas import NO_QUOTAS, CallerQuotas
 from specsplit.rpc import calls, codec
 from specsplit.rpc.auth import current_peer
-from specsplit.rpc.client_sessions import ClientSessions, with_opener
+from specsplit.rpc.client_sessions import ClientSessions, caller_of_peer, with_opener
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -40,10 +41,13 @@ M = TypeVar("M", bound=Message)
 
 
 class WorkerFront(Protocol):
-    """How busy a worker is, and the queue before its slots, as every engine has them."""
+    """How busy a worker is, the queue before its slots, and what its callers may have, as every engine has them."""
 
     @property
     def load(self) -> WorkerLoad: ...
+
+    @property
+    def quotas(self) -> CallerQuotas: ...
 
     def worker_statistics(self) -> WorkerStatistics: ...
 
@@ -70,6 +74,7 @@ class WorkerService(ABC):
         A ping says what `front` says, and a drain sends away whoever waits there.
         """
         self._worker, self._num_sessions, self._front = worker, num_sessions, front
+        self._quotas = front.quotas if front is not None else NO_QUOTAS
         self._clients = ClientSessions(self._lose)
         self._is_draining, self._began_s = False, time.monotonic()
 
@@ -116,6 +121,7 @@ class WorkerService(ABC):
         Raises:
             WorkerUnreachable: it is a new one, and the worker drains.
             AccessDenied: it is another identity's.
+            Overloaded: its caller has as much as one may have.
         """
         request_id = turn.opening.request_id if turn.opening is not None else ""
         # A session that goes on in a new epoch has a base, so only a new session is refused.
@@ -123,7 +129,9 @@ class WorkerService(ABC):
             log_session("refused", turn.session, request_id, "the worker is shutting down")
             raise draining()
         with following(turn.session, request_id), self._clients.using(turn.session):
-            yield with_opener(turn, current_peer())
+            turn = with_opener(turn, current_peer())
+            with self._quotas.using(turn):
+                yield turn
 
     def _lose(self, sessions: Sequence[str]) -> None:
         """Let sessions whose client has vanished give their slots to others soon."""
@@ -172,6 +180,7 @@ class DraftService(WorkerService):
         turn, known_nodes, budget = calls.decode_drafts_request(request)
         with self._using(turn) as turn:
             proposal = await self._drafter.propose(turn, known_nodes, budget)
+            self._quotas.charge(turn, len(proposal))
         telemetry = codec.encode_telemetry(proposal.timings, spans.current_span_id())
         return draft_pb2.GenerateDraftsResponse(tree=codec.encode_tree(proposal), telemetry=telemetry)
 
@@ -203,12 +212,15 @@ class TargetService(WorkerService):
         turn, proposal = codec.decode_turn(request.turn), codec.decode_tree(request.tree)
         with self._using(turn) as turn:
             verdict = await self._verifier.verify(turn, proposal)
+            self._quotas.charge(turn, len(verdict.token_ids))
         return calls.encode_verdict(verdict, proposal, spans.current_span_id())
 
     async def _score(self, request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
         asked = calls.decode_score_request(request)
-        async with self._scores.taken(current_peer().name):
-            scores = await self._verifier.score(*asked)
+        peer = current_peer()
+        with following("", ""), self._quotas.spending(caller_of_peer(peer), len(asked[0]) + len(asked[1])):
+            async with self._scores.taken(peer.name):
+                scores = await self._verifier.score(*asked)
         return calls.encode_scores(scores, spans.current_span_id())
 
     async def _get_tokenizer(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
@@ -220,7 +232,9 @@ class TargetService(WorkerService):
         with ExitStack() as scope:
 
             def admit(turn: Turn) -> Turn:
-                return scope.enter_context(self._using(turn))
+                turn = scope.enter_context(self._using(turn))
+                scope.enter_context(self._quotas.streaming(turn))
+                return turn
 
             async with aclosing(serve_stream(self._verifier, requests, admit)) as responses:
                 async for response in responses:

@@ -1,16 +1,20 @@
-"""A share of a server for one kind of calls: so many at once, the others caller by caller. Knows no calls."""
+"""Shares of a server: so many calls of one kind at once, the others caller by caller, and streams of one peer.
+
+Knows no calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 
 from specsplit.core.errors import NoFreeSlot
+from specsplit.limits import MAX_PEER_STREAMS, MAX_WAITING_SCORES
 
-MAX_WAITING = 64
-"""Calls of one caller that may wait; one more is refused."""
+_log = logging.getLogger(__name__)
 
 
 class CallShare:
@@ -41,7 +45,7 @@ class CallShare:
 
     async def _wait(self, caller: str) -> None:
         waiting = self._waiting.setdefault(caller, deque())
-        if len(waiting) >= MAX_WAITING:
+        if len(waiting) >= MAX_WAITING_SCORES:
             raise NoFreeSlot("This caller has as many scores waiting as one may have; try again in a moment.")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting.append(turn)
@@ -68,3 +72,28 @@ class CallShare:
                 turn.set_result(None)
                 return
         self._num_running -= 1
+
+
+class StreamShare:
+    """Counts the streams of each peer, which cost a server memory however little goes over them."""
+
+    def __init__(self) -> None:
+        self._open = Counter[str]()
+
+    @contextmanager
+    def taken(self, peer: str) -> Generator[None]:
+        """Count a stream for the length of the block.
+
+        Raises:
+            NoFreeSlot: on entry, if the peer has as many open as one may have.
+        """
+        if self._open[peer] >= MAX_PEER_STREAMS:
+            _log.info("refused a stream of %s, which has %d", peer, MAX_PEER_STREAMS)
+            raise NoFreeSlot(f"This peer has {MAX_PEER_STREAMS} streams open, as many as one may have; end some.")
+        self._open[peer] += 1
+        try:
+            yield
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]

@@ -24,8 +24,9 @@ from specsplit.core.errors import (
     StageBehind,
     WorkerFailed,
 )
+from specsplit.limits import MAX_NAME
 from specsplit.rpc.pb import common_pb2
-from specsplit.rpc.words import MAX_NAME, clean_words
+from specsplit.rpc.words import clean_name, clean_words
 
 STATUS: dict[type[SpecSplitError], grpc.StatusCode] = {
     errors.SpecSplitError: grpc.StatusCode.UNKNOWN,
@@ -103,6 +104,7 @@ def status_of(error: Exception) -> status_pb2.Status:
         rows=error.have if isinstance(error, StageBehind) else {},
         link=error.link if isinstance(error, CorruptPacket) else "",
         preempted=isinstance(error, SlotBehind) and error.is_preempted,
+        limit=error.limit if isinstance(error, Overloaded) else "",
     )
     details = [_packed(detail)]
     if isinstance(error, Overloaded):
@@ -153,7 +155,7 @@ def _error(rich: status_pb2.Status | None, code: grpc.StatusCode, message: str, 
     if detail is not None and detail.kind in _KINDS:
         kind = _KINDS[detail.kind]
         if issubclass(kind, Overloaded):
-            return kind(message, _retry_after_s(rich))
+            return kind(message, _retry_after_s(rich), clean_name(detail.limit))
         return _rebuilt(kind, detail, message, peer)
     kind, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
     return kind(sentence.format(peer=peer))

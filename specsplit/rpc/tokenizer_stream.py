@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 from specsplit.core.types import TokenizerFiles
-from specsplit.rpc.codec import MAX_NODES, require, require_at_most
+from specsplit.limits import MAX_EOS_IDS, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_FILES
+from specsplit.rpc.codec import require, require_at_most
 from specsplit.rpc.pb import target_pb2
 
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_FILES = 64
 _PIECE_BYTES = 256 << 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_. +-]{0,127}")
 """Matches a plain file name."""
@@ -44,7 +43,7 @@ class TokenizerReader:
             require(
                 message.size <= MAX_TOKENIZER_BYTES, "size", f"The tokenizer is larger than {MAX_TOKENIZER_BYTES} B."
             )
-            require_at_most(MAX_NODES, message.eos_ids, "eos_ids")
+            require_at_most(MAX_EOS_IDS, message.eos_ids, "eos_ids")
             self._head = message
             return
         # The client writes files under these names, so a path, as in `../x`, must not pass.
@@ -53,7 +52,7 @@ class TokenizerReader:
         self._size += len(message.data)
         require(self._size <= self._head.size, "size", "The tokenizer's files are larger than was announced.")
         self._files.setdefault(name, bytearray()).extend(message.data)
-        require_at_most(MAX_FILES, self._files, "files")
+        require_at_most(MAX_TOKENIZER_FILES, self._files, "files")
 
     def finish(self) -> TokenizerFiles:
         """Return all files.

@@ -6,8 +6,8 @@ import ipaddress
 import re
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES
 
-MAX_MESSAGE_BYTES = 16 << 20
 _TOKEN_BYTES, _BIAS_BYTES = 5, 8
 """Largest size of a token id and of a logit bias on the wire."""
 KEEPALIVE_MS = 1500
@@ -40,7 +40,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # Per connection; further calls wait at the client.
-    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_concurrent_streams", MAX_CONNECTION_STREAMS),
     # A port in use is refused, not shared.
     ("grpc.so_reuseport", 0),
 ]

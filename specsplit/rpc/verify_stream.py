@@ -13,14 +13,13 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.cancellation import to_its_end
+from specsplit.limits import OPEN_S
 from specsplit.rpc import calls, codec, load
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.pb import target_pb2
 from specsplit.telemetry import spans
 
-OPEN_S = 2.0
-"""Longest time from the beginning of a stream to its first message."""
 _VERIFY_STREAM = "/specsplit.v1.TargetService/VerifyStream"
 _FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
 

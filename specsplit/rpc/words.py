@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import unicodedata
 
-MAX_WORDS = 1000
-"""Characters of the longest sentence of a peer."""
-MAX_NAME = 200
+from specsplit.limits import MAX_NAME, MAX_WORDS
+
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Co"})
 """Unicode categories of characters that a terminal obeys or does not show: controls, formats, halves, private ones."""
 _BLANK = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0")

@@ -18,7 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, InvalidRequest
-from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams, SessionParams, TokenLogProb
+from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
+from specsplit.limits import MAX_TOP_LOGPROBS
 from specsplit.stages.packet import Buffer, HeadRequest, KeepList, Layout, Packet, PacketSession, PayloadType, StepKind
 
 _MAGIC, _VERSION, _TOP_VERSION = b"SSPK", 1, 2

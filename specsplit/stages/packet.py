@@ -13,11 +13,10 @@ from enum import IntEnum
 from specsplit.core.errors import InvalidPacket
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, TokenLogProb
+from specsplit.limits import MAX_PACKET_ROWS
 
 COORDINATOR = -1
 """The stage number of the target process, in front of the first stage and behind the last."""
-MAX_ROWS = 1 << 16
-"""Rows of one session in one packet: indices of rows fit two bytes."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -70,7 +69,7 @@ class KeepList:
     def __post_init__(self) -> None:
         before = -1
         for row in self.rows:
-            _require(before < row < MAX_ROWS, "a keep-list whose rows do not ascend")
+            _require(before < row < MAX_PACKET_ROWS, "a keep-list whose rows do not ascend")
             before = row
 
 
@@ -113,7 +112,7 @@ class PacketSession:
 
     def __post_init__(self) -> None:
         count = len(self.hashes)
-        _require(count <= MAX_ROWS, f"{count} rows of one session; the limit is {MAX_ROWS}")
+        _require(count <= MAX_PACKET_ROWS, f"{count} rows of one session; the limit is {MAX_PACKET_ROWS}")
         _require(min(self.slot, self.epoch, self.start, self.num_logits) >= 0, "a negative number")
         _require(len(self.token_ids) in (0, count), "another number of token ids than rows")
         if self.parents is not None:

@@ -260,6 +260,7 @@ async def serving_chain(
         InvalidSettings, ResourceError: it cannot listen there.
         PeerMismatch: a stage does not fit; LinkError: one cannot be reached.
     """
+    from specsplit.engine.caller_limits import CallerLimits
     from specsplit.rpc.credentials import open_security
     from specsplit.rpc.server import ServerLimits, SidePorts, serving
     from specsplit.rpc.servicers import TargetService
@@ -286,6 +287,7 @@ async def serving_chain(
         engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s, options=options)
         engine.open_queue(settings.queue)
         engine.reuse_prefixes(settings.prefix_reuse)
+        engine.quotas.limit(CallerLimits.of(settings))
         stack.push_async_callback(engine.aclose)
         await engine.measure()
         front = ChainFront(engine, lambda: link.statistics, runner.chain_statistics)

@@ -11,7 +11,8 @@ from dataclasses import field
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket
 from specsplit.core.record import record
-from specsplit.stages.packet import MAX_ROWS, Buffer, PayloadType
+from specsplit.limits import MAX_PACKET_ROWS
+from specsplit.stages.packet import Buffer, PayloadType
 
 _MAGIC = b"SSKV"
 _CRC = struct.Struct("<4sI")
@@ -52,7 +53,7 @@ class SlotState:
         fits = self.length <= len(self.hashes) and len(self.token_ids) in (0, len(self.hashes))
         if self.pending is not None:
             fits = fits and self.pending.start + self.pending.count == len(self.hashes) >= self.length
-            fits = fits and self.pending.count <= MAX_ROWS
+            fits = fits and self.pending.count <= MAX_PACKET_ROWS
         if not fits:
             raise InvalidPacket("The rows of an exported slot do not fit each other.")
 

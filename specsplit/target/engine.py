@@ -31,6 +31,7 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prefill import PrefillReport, prefill
 from specsplit.engine.session import WorkerSession
+from specsplit.limits import MAX_DEPTH
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
@@ -38,7 +39,7 @@ from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, score
-from specsplit.target.stream import MAX_DEPTH, TargetLimits, TargetStream
+from specsplit.target.stream import TargetLimits, TargetStream
 
 
 class TargetEngine(Engine):
@@ -67,7 +68,7 @@ class TargetEngine(Engine):
         """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
         session, epoch = turn.session, turn.epoch
         stream = TargetStream(
-            self.verify,
+            self.quotas.paced(turn, self.verify),
             lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
             turn,
             limits,

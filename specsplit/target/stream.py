@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, StaleRound
-from specsplit.core.types import MAX_STREAM_NODES, ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
+from specsplit.limits import MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_scheduler import StreamScheduler
 
-MAX_DEPTH = 64
-SILENCE_S = 5.0
-"""A client that acknowledges nothing for so long loses its slot as soon as somebody waits for one."""
+_EARNED_S = 0.5
+"""Silence that each commit earns back, so that a client which speaks just in time again and again is found out, too."""
 _LOOK_S = 0.25
 """Period at which a stream with a silent client looks whether somebody waits."""
 _LEAST_WAIT_S = 1e-4
@@ -65,6 +65,8 @@ class _Client:
         """Positions of commits that the client may not have heard about."""
         self.has_spoken = asyncio.Event()
         """Set by every message, for a stream that waits."""
+        self.patience_s = SILENCE_S
+        """How long it may be silent while somebody waits for a slot."""
 
 
 class _Outbox:
@@ -206,26 +208,30 @@ class TargetStream:
     async def _wait_for_the_client(self, committed_s: float) -> None:
         """Wait while too many commits are unacknowledged, and for nodes if that predicts more than a step now."""
         await asyncio.sleep(0)  # so that messages which have arrived already are taken in first
+        client, was_blocked = self._client, False
         while True:
             waited_s = self._loop.time() - committed_s
-            if self._is_blocked:
+            if was_blocked and not self._is_blocked:
+                client.patience_s = max(0.0, client.patience_s - waited_s)
+            if was_blocked := self._is_blocked:
                 limit_s = self._bounds.max_silence_s
                 if self._is_wanted():
-                    limit_s = min(limit_s, SILENCE_S)
+                    limit_s = min(limit_s, client.patience_s)
                 left_s = limit_s - waited_s
                 if left_s < _LEAST_WAIT_S:
                     await to_its_end(self._leave(False))
                     raise DeadlineExceeded(f"The client of this stream was silent for {limit_s:g} s.")
                 # Somebody may begin to wait for the slot at any time.
-                left_s = min(left_s, max(SILENCE_S - waited_s, _LOOK_S))
+                left_s = min(left_s, max(client.patience_s - waited_s, _LOOK_S))
             else:
-                left_s = self._scheduler.wait_s(self._held()[1], waited_s) if self._client.is_more_coming else 0.0
+                left_s = self._scheduler.wait_s(self._held()[1], waited_s) if client.is_more_coming else 0.0
                 if left_s < _LEAST_WAIT_S:
+                    client.patience_s = min(SILENCE_S, client.patience_s + _EARNED_S)
                     return
-            self._client.has_spoken.clear()
+            client.has_spoken.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s if left_s < math.inf else None):
-                    await self._client.has_spoken.wait()
+                    await client.has_spoken.wait()
 
 
 def _following(turn: Turn, verdict: Verdict) -> Turn:

@@ -120,8 +120,13 @@ class WorkerMetrics(Collector):
 
 
 def _labelled(statistics: WorkerStatistics) -> Iterator[Metric]:
-    """Yield the metrics with further labels: of a cut target, and of stages."""
+    """Yield the metrics with further labels: of callers' limits, of a cut target, and of stages."""
     model = {"model_name": statistics.model}
+    if statistics.num_over_limit:
+        limited = CounterMetricFamily(PREFIX + "requests_over_limit", "Requests refused at a limit of their caller.")
+        for limit, count in statistics.num_over_limit.items():
+            _sampled(limited, {**model, "limit": limit}, count)
+        yield limited
     if statistics.num_resyncs:
         resyncs = CounterMetricFamily(PREFIX + "resync", "Packets after which rows were sent again, by the reason.")
         for reason, count in statistics.num_resyncs.items():

@@ -63,6 +63,8 @@ class WorkerStatistics:
     """Openings that were refused."""
     num_preempted: int = 0
     """Sessions that lost their rows to older ones."""
+    num_over_limit: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests refused at a limit of their caller, by the limit; not in the messages of Stats."""
     num_resyncs: Mapping[str, int] = field(default_factory=dict[str, int])
     """Packets of a cut target after which rows were sent again, by the reason; not in the messages of Stats."""
     link_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])

@@ -15,7 +15,7 @@ from specsplit.core.errors import Overloaded
 from specsplit.core.progress import Progress, current_listener
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
 from specsplit.gateway.lmtp.message_log import message_log
-from specsplit.gateway.lmtp.session import MAX_STREAMS
+from specsplit.limits import MAX_LMTP_STREAMS
 from specsplit.orchestrator.request import Request
 from tests.support.fakes import EOS, FakeTarget, FakeTokenizer, Faults, plain_tokens
 from tests.support.lmtp_channels import CHANNELS, ChannelName, Client, connected
@@ -158,17 +158,17 @@ async def test_a_thousand_streams_are_open_and_the_model_is_described_meanwhile(
     gated: tuple[Client, GatedTarget],
 ) -> None:
     client, target = gated
-    for stream_id in range(MAX_STREAMS):
+    for stream_id in range(MAX_LMTP_STREAMS):
         await client.ask("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=1)
-    await client.ask("GENERATE", stream_id=MAX_STREAMS, prompt=[1], max_tokens=1)
-    assert "streams are open" in (await client.end_of(MAX_STREAMS))[0]["error"]
+    await client.ask("GENERATE", stream_id=MAX_LMTP_STREAMS, prompt=[1], max_tokens=1)
+    assert "streams are open" in (await client.end_of(MAX_LMTP_STREAMS))[0]["error"]
     await client.ask("MODEL_INFO", stream_id=-1, data={})
     await wait_until(lambda: bool(client.others("MSG")))
     (info,) = client.others("MSG")
     assert (info["stream_id"], info["model_info"]["model"]) == (-1, "small")
-    assert not any(map(client.has_ended, range(MAX_STREAMS)))
+    assert not any(map(client.has_ended, range(MAX_LMTP_STREAMS)))
     target.gate.set()
-    for stream_id in range(MAX_STREAMS):
+    for stream_id in range(MAX_LMTP_STREAMS):
         assert len(await client.end_of(stream_id)) == 1
     assert not target.slots
 

@@ -15,9 +15,9 @@ from websockets.frames import Frame, Opcode
 
 from specsplit.gateway import server as servers
 from specsplit.gateway.app import Gateway, create_lmtp_app
-from specsplit.gateway.lmtp.websocket import MAX_FRAME_BYTES
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
+from specsplit.limits import MAX_FRAME_BYTES
 from tests.support.fakes import FakeTarget, Faults
 from tests.support.lmtp_channels import SocketClient, served, socket_client
 from tests.support.processes import LIMIT_S

@@ -124,15 +124,15 @@ async def test_the_port_serves_one_page_and_nothing_else() -> None:
             (b"\x16\x03\x01 hello\r\n\r\n", b"404"),
         ):
             assert (await ask(address, request)).split(b" ")[1] == status
-        assert await ask(address, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 2 * port.MAX_HEAD_BYTES) == b""
+        assert await ask(address, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 2 * port.MAX_SCRAPE_BYTES) == b""
         with pytest.raises(InvalidSettings, match="is in use"):
             async with metrics_port(address, lambda: PAGE):
                 pass
 
 
 async def test_clients_that_say_nothing_hold_no_place_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "ANSWER_S", 0.05)
+    monkeypatch.setattr(port, "SCRAPE_S", 0.05)
     async with metrics_port("127.0.0.1:0", lambda: PAGE) as address:
-        silent = [asyncio.create_task(ask(address, b"GET /metr")) for _ in range(2 * port.MAX_CONNECTIONS)]
+        silent = [asyncio.create_task(ask(address, b"GET /metr")) for _ in range(2 * port.MAX_SCRAPES)]
         assert await asyncio.gather(*silent) == [b""] * len(silent)
         assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).endswith(PAGE)

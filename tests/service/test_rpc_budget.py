@@ -12,9 +12,10 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot
 from specsplit.core.types import Identity, Proposal, SamplingParams, SessionParams, Turn
+from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc import calls
-from specsplit.rpc.budget import SMALL_BYTES, ByteBudget
+from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.interceptors import Boundary
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import TargetService

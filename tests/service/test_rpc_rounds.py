@@ -21,8 +21,8 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.types import Proposal, Turn, Verdict
+from specsplit.limits import SMALL_BYTES
 from specsplit.rpc import calls, rounds
-from specsplit.rpc.budget import SMALL_BYTES
 from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
@@ -197,7 +197,7 @@ async def test_a_client_that_ends_its_messages_gets_what_it_asked_for():
 async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(rounds, "MAX_AT_ONCE", 3)
+    monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
     target = FakeTarget(Faults(gate=asyncio.Event()))
     async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
         turns = [Script().first() for _ in range(3)]

@@ -24,11 +24,11 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.types import Budget, Identity, Proposal, Scores, Timings, TokenizerFiles, Turn, Verdict
+from specsplit.limits import MAX_MESSAGE_BYTES
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.credentials import Security
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import DraftService, TargetService
-from specsplit.rpc.transport import MAX_MESSAGE_BYTES
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeDraft, FakeTarget, Faults

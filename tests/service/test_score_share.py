@@ -136,7 +136,7 @@ async def test_a_chain_leaves_one_slot_to_sessions() -> None:
 
 
 async def test_callers_take_turns_and_none_waits_with_too_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "MAX_WAITING", 3)
+    monkeypatch.setattr(shares, "MAX_WAITING_SCORES", 3)
     share, order = CallShare(1), list[str]()
 
     async def call(caller: str) -> None:

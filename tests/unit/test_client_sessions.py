@@ -111,7 +111,7 @@ async def test_a_call_that_is_broken_off_loses_its_client_and_a_round_does_not()
 
 
 def test_no_more_than_so_many_sessions_without_an_owner_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specsplit.rpc.client_sessions.MOST_SESSIONS", 10)
+    monkeypatch.setattr("specsplit.rpc.client_sessions.MAX_KNOWN_SESSIONS", 10)
     sessions, lost = tracked()
     Guard(is_secure=False).admit(context(), "/specsplit.v1.TargetService/Ping")
     with serving_connection() as connection:

@@ -175,9 +175,10 @@ def test_every_error_has_an_answer() -> None:
     kinds = [kind for kind in _all_errors(SpecSplitError) if kind.__module__ == errors.__name__]
     for kind in kinds:
         error = kind.__new__(kind)
-        error.__dict__.update(param=None, retry_after_s=2.5)
+        error.__dict__.update(param=None, retry_after_s=2.5, limit="")
         answer = api_error(error)
         assert answer.status in (400, 500, 503, 504), kind
         assert json.dumps(answer.body())
     assert api_error(Overloaded("full", 2.2)).headers["retry-after"] == "3"
+    assert api_error(Overloaded("yours", 2.2, "tokens")).code == "rate_limit_exceeded"
     assert "secret" not in api_error(RuntimeError("secret")).message

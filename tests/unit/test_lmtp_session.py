@@ -129,7 +129,7 @@ async def test_a_number_that_is_open_is_not_given_twice(pipe: Pipe) -> None:
 
 
 async def test_too_many_streams_are_refused(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_STREAMS", 3)
+    monkeypatch.setattr(sessions, "MAX_LMTP_STREAMS", 3)
     for stream_id in range(2, 6):
         await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=4, ignore_eos=True)
     await pipe.session.wait()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import MAX_TOP_LOGPROBS, SamplingParams, SessionParams, TokenLogProb
+from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
+from specsplit.limits import MAX_TOP_LOGPROBS
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler

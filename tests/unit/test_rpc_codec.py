@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specsplit import limits
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import (
     ROOT,
@@ -27,7 +28,7 @@ from specsplit.core.types import (
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
-from specsplit.rpc.tokenizer_stream import MAX_TOKENIZER_BYTES, TokenizerReader, encode_tokenizer
+from specsplit.rpc.tokenizer_stream import TokenizerReader, encode_tokenizer
 from specsplit.rpc.words import clean_name
 
 uint32 = st.integers(0, (1 << 32) - 1)
@@ -53,7 +54,7 @@ openings = st.builds(
     choice=uint32,
     prompt_length=uint32,
     eos_ids=ids,
-    max_tokens=uint32,
+    max_tokens=st.integers(0, limits.MAX_TOKENS),
     top_logprobs=st.none() | st.integers(0, 20),
 )
 turns = st.builds(
@@ -383,7 +384,6 @@ def test_a_tokenizer_that_stops_early_is_refused():
 @pytest.mark.parametrize(
     "pieces",
     [
-        [target_pb2.GetTokenizerResponse(hash="a", size=MAX_TOKENIZER_BYTES + 1)],
         [target_pb2.GetTokenizerResponse(hash="a", size=1), target_pb2.GetTokenizerResponse(file_name="f", data=b"ab")],
         *(
             [target_pb2.GetTokenizerResponse(hash="a", size=1), target_pb2.GetTokenizerResponse(file_name=name)]

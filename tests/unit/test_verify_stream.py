@@ -73,6 +73,41 @@ def test_a_silent_client_keeps_its_slot_until_somebody_waits_for_one() -> None:
     run_virtual(main)
 
 
+def test_a_client_that_always_speaks_just_in_time_loses_its_slot_too() -> None:
+    async def main() -> None:
+        left, loop = list[bool](), asyncio.get_running_loop()
+        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True)
+
+        async def speak_late() -> None:
+            for number in range(100):
+                await commit(stream)
+                await asyncio.sleep(4.5)
+                stream.propose(Proposal(1, len(PROMPT) + number), is_more_coming=False)
+
+        with pytest.raises(DeadlineExceeded, match="client of this stream was silent"):
+            await speak_late()
+        assert loop.time() < 10
+        assert left[0] is False
+        await stream.close()
+
+    run_virtual(main)
+
+
+def test_a_client_far_away_keeps_its_slot() -> None:
+    async def main() -> None:
+        left, loop = list[bool](), asyncio.get_running_loop()
+        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True)
+        for number in range(50):
+            await commit(stream)
+            await asyncio.sleep(0.4)
+            stream.propose(Proposal(1, len(PROMPT) + number), is_more_coming=False)
+        assert not left
+        assert loop.time() == pytest.approx(20, abs=1)
+        await stream.close()
+
+    run_virtual(main)
+
+
 class SteppedClock:
     """Stands still until it is told how late it is."""
 

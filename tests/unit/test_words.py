@@ -7,7 +7,8 @@ import unicodedata
 
 import pytest
 
-from specsplit.rpc.words import MAX_NAME, MAX_WORDS, clean_name, clean_words
+from specsplit.limits import MAX_NAME, MAX_WORDS
+from specsplit.rpc.words import clean_name, clean_words
 
 
 @pytest.mark.parametrize(

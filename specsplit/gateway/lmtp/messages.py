@@ -22,8 +22,9 @@ from pydantic import (
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.progress import Progress
-from specsplit.core.types import MAX_TOP_LOGPROBS, FinishReason, Identity, SamplingParams, TokenLogProb
+from specsplit.core.types import FinishReason, Identity, SamplingParams, TokenLogProb
 from specsplit.gateway.body import first_complaint
+from specsplit.limits import MAX_TOP_LOGPROBS
 
 Item = dict[str, Any]
 Status = Literal["loading", "queued", "prefill", "ready"]

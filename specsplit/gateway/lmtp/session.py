@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.progress import Progress, listening
@@ -17,9 +18,9 @@ from specsplit.gateway.lmtp.messages import Generate, Item, ModelInfo, Score, St
 from specsplit.gateway.lmtp.news import StreamNews
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.quotas import GatewayQuotas
+from specsplit.limits import MAX_LMTP_STREAMS
 
-MAX_STREAMS = 1000
-"""Streams of one client that may be open at once."""
 MAX_AT_ONCE = 64
 """Streams of one client that are with the workers at once; the others wait here for their turn."""
 _LAST_WORD_S = 1.0
@@ -36,6 +37,7 @@ class LmtpServer:
     models: ModelTable
     metrics: Metrics = field(default_factory=Metrics)
     log: MessageLog | None = None
+    quotas: GatewayQuotas = field(default_factory=GatewayQuotas)
 
 
 class LmtpSession:
@@ -119,8 +121,8 @@ class LmtpSession:
             raise InvalidRequest(SHUTTING_DOWN)
         if stream_id in self._open:
             raise InvalidRequest(f"Stream {stream_id} is open already; choose another stream_id.")
-        if len(self._open) >= MAX_STREAMS:
-            raise InvalidRequest(f"{MAX_STREAMS} streams are open already; wait until one has ended.")
+        if len(self._open) >= MAX_LMTP_STREAMS:
+            raise InvalidRequest(f"{MAX_LMTP_STREAMS} streams are open already; wait until one has ended.")
 
     async def _describe(self, fields: dict[str, object], stream_id: int) -> None:
         """Answer MODEL_INFO, for which no worker is asked: the real client waits for 5 s only."""
@@ -159,10 +161,13 @@ class LmtpSession:
         def tell_full() -> None:
             self._news.put(messages.status_item(asked.stream_id, "queued"))
 
+        # Without keys a caller is its host; a process on pipes has one client.
+        answering = partial(self._server.quotas.answering, self._caller or self._name.rpartition(":")[0])
         if isinstance(asked, Generate):
-            return streams.generate(model, asked, self._caller, self._server.metrics, tell_full)
+            metrics = self._server.metrics
+            return streams.generate(model, asked, self._caller, metrics, tell_full, answering)
         assert isinstance(asked, Score), "the other kind of stream"
-        return streams.score(model, asked, tell_full)
+        return streams.score(model, asked, tell_full, answering)
 
     def _note(self, stream_id: int, progress: Progress) -> None:
         # A worker may report once more after the stream's end.

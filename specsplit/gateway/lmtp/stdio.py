@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp.session import LmtpServer, LmtpSession
-from specsplit.gateway.lmtp.websocket import MAX_FRAME_BYTES
+from specsplit.limits import MAX_FRAME_BYTES
 
 
 def write_status(status: messages.Status, sink: BinaryIO | None = None, **details: object) -> None:

@@ -14,6 +14,7 @@ from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp.messages import Generate, Item, Score
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
+from specsplit.gateway.quotas import Answering
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import detokenizer_of
 
@@ -55,7 +56,7 @@ async def _admitted(begin: Callable[[], AsyncGenerator[T]], tell_full: TellFull)
 
 
 async def generate(
-    model: ServedModel, asked: Generate, caller: str, metrics: Metrics, tell_full: TellFull
+    model: ServedModel, asked: Generate, caller: str, metrics: Metrics, tell_full: TellFull, answering: Answering
 ) -> AsyncGenerator[list[Item]]:
     """Yield the items of each round; iterate inside `contextlib.aclosing`, whose end frees the slots.
 
@@ -76,8 +77,16 @@ async def generate(
     )
     answer = _AnswerItems(asked.stream_id, _Texts(model.tokenizer) if is_text else None, asked.x_resume_from)
     orchestrator = model.orchestrator(None)
+
+    async def answer_once() -> AsyncGenerator[Chunk]:
+        with answering(len(ids)) as spend:
+            async with aclosing(orchestrator.stream(request)) as chunks:
+                async for chunk in chunks:
+                    spend(len(chunk.token_ids))
+                    yield chunk
+
     with metrics.following(model.name, len(ids)) as followed:
-        async with aclosing(_admitted(lambda: orchestrator.stream(request), tell_full)) as chunks:
+        async with aclosing(_admitted(answer_once, tell_full)) as chunks:
             async for chunk in chunks:
                 followed.add(chunk)
                 if items := answer.items(chunk):
@@ -112,7 +121,9 @@ class _AnswerItems:
         return made
 
 
-async def score(model: ServedModel, asked: Score, tell_full: TellFull) -> AsyncGenerator[list[Item]]:
+async def score(
+    model: ServedModel, asked: Score, tell_full: TellFull, answering: Answering
+) -> AsyncGenerator[list[Item]]:
     """Yield the items of the scored tokens.
 
     Raises:
@@ -127,7 +138,8 @@ async def score(model: ServedModel, asked: Score, tell_full: TellFull) -> AsyncG
     biases, orchestrator = tuple((asked.logit_bias or {}).items()), model.orchestrator(None)
 
     async def ask() -> AsyncGenerator[Scores]:
-        yield await orchestrator.score(prompt, scored, biases)
+        with answering(len(prompt) + len(scored)):
+            yield await orchestrator.score(prompt, scored, biases)
 
     if scored:
         async with aclosing(_admitted(ask, tell_full)) as found:

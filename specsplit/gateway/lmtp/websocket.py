@@ -15,9 +15,8 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.protocol import DRAIN
 from specsplit.gateway.lmtp.session import SHUTTING_DOWN, LmtpServer, LmtpSession
+from specsplit.limits import MAX_FRAME_BYTES
 
-MAX_FRAME_BYTES = 16 << 20
-"""The longest frame that a client may send."""
 _RESTARTING = 1012
 _BROKEN = {
     1002: "What was sent breaks the rules of WebSockets; the connection is closed.",

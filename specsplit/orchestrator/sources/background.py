@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Protocol
 
-from specsplit.core.types import MAX_STREAM_NODES, Budget, Proposal
+from specsplit.core.types import Budget, Proposal
+from specsplit.limits import MAX_STREAM_NODES
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.request import Reason
 

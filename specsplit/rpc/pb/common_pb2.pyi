@@ -712,6 +712,7 @@ class ErrorDetail(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The name of the error in the error tree."""
     param: _builtins.str
@@ -721,6 +722,8 @@ class ErrorDetail(_message.Message):
     """CorruptPacket: where it was damaged."""
     preempted: _builtins.bool
     """SlotBehind: the memory of the session went to older ones."""
+    limit: _builtins.str
+    """Overloaded: the limit of one caller that was reached, "sessions", "streams" or "tokens"; empty for the worker's own."""
     @_builtins.property
     def rows(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """StageBehind: rows that the stage's slots hold, by slot."""
@@ -734,10 +737,11 @@ class ErrorDetail(_message.Message):
         rows: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         link: _builtins.str = ...,
         preempted: _builtins.bool = ...,
+        limit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "link", b"link", "param", b"param", "preempted", b"preempted", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "kind", b"kind", "limit", b"limit", "link", b"link", "param", b"param", "preempted", b"preempted", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

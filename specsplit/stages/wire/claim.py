@@ -15,8 +15,6 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.rpc.auth import PeerIdentity
 from specsplit.rpc.transport import format_address, is_loopback, parse_address
 
-MAX_SECRET_BYTES = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:

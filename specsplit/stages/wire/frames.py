@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError
+from specsplit.limits import MAX_PACKET_BYTES
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.status import error_said, status_of
 from specsplit.stages.codec import encode
@@ -19,7 +20,6 @@ from specsplit.stages.packet import Buffer, Packet
 
 PIECE_BYTES = 4 << 20
 """A larger packet travels in several frames, so that none meets gRPC's limit of a message."""
-MAX_PACKET_BYTES = 512 << 20
 _PADDING, _PACKET, _MORE, _TRACE = 0x0A, 0x12, b"\x18\x01", 0x4A
 _TRACE_CHARACTERS = 55
 """Length of a W3C trace context; another one is none."""

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from specsplit.limits import MAX_NAME
 from specsplit.rpc.codec import decode_exactness, decode_numerics, require
 from specsplit.rpc.pb import stage_pb2
-from specsplit.rpc.words import MAX_NAME, clean_name
+from specsplit.rpc.words import clean_name
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.packet import Buffer
 from specsplit.stages.slot_state import SlotState, decode_state, encode_state

@@ -24,6 +24,7 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.engine.cancellation import to_its_end
+from specsplit.limits import HELLO_S, MAX_COORDINATOR, MAX_SECRET_BYTES, MAX_STAGES, PIECE_S
 from specsplit.rpc import calls
 from specsplit.rpc.auth import current_peer
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
@@ -32,7 +33,7 @@ from specsplit.rpc.pb import common_pb2, stage_pb2
 from specsplit.rpc.servicers import VERSION
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.stages.ports import Stage
-from specsplit.stages.wire.claim import MAX_SECRET_BYTES, NextAddresses
+from specsplit.stages.wire.claim import NextAddresses
 from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, error_frame
 from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_slot, slot_pieces
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
@@ -43,10 +44,6 @@ from specsplit.telemetry.statistics import StatisticsRole, WorkerStatistics
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _METHODS = frozenset(method.name for method in stage_pb2.DESCRIPTOR.services_by_name["StageService"].methods)
 GRACE_S = 10.0
-HELLO_S = 2.0
-PIECE_S = 10.0
-MAX_STAGES = 1024
-_MAX_COORDINATOR = 64
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)
 _COORDINATOR = stage_pb2.STREAM_ROLE_COORDINATOR
@@ -252,7 +249,7 @@ def _close(outbox: Outbox, reading: asyncio.Task[None]) -> None:
 
 
 def _check_configuration(request: stage_pb2.ConfigureRequest) -> None:
-    if not 0 < len(request.chain.coordinator) <= _MAX_COORDINATOR:
+    if not 0 < len(request.chain.coordinator) <= MAX_COORDINATOR:
         raise InvalidRequest("A chain needs the name of its coordinator.", param="chain")
     if len(request.secret) > MAX_SECRET_BYTES:
         raise InvalidRequest(f"A coordinator's secret has at most {MAX_SECRET_BYTES} bytes.", param="secret")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import SpecSplitError
+from specsplit.engine.quotas import CallerQuotas
 from specsplit.rpc.servicers import WorkerFront
 from specsplit.stages.chain.statistics import ChainStatistics
 from specsplit.stages.ports import Stage
@@ -43,6 +44,10 @@ class ChainFront:
     @property
     def load(self) -> WorkerLoad:
         return self._engine.load
+
+    @property
+    def quotas(self) -> CallerQuotas:
+        return self._engine.quotas
 
     def worker_statistics(self) -> WorkerStatistics:
         # Summed up: a page that everybody may read names no addresses.
