@@ -34,7 +34,7 @@ from specsplit.core.settings import Settings, load_settings
 from specsplit.core.types import SamplingParams
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request, Result
-from specsplit.speculation import acceptance, cost_model, round_plan, statistics
+from specsplit.speculation import acceptance, cost_model, rates, round_plan
 from specsplit.speculation.statistics import SpeculationStats
 
 SEED = 1
@@ -74,7 +74,7 @@ def _flat(profile: property) -> property:
     return property(flattened)
 
 
-def _without_own(self: statistics.RatePredictor, mode: cost_model.RoundMode, predicted: float) -> float:
+def _without_own(self: rates.RatePredictor, mode: cost_model.RoundMode, predicted: float) -> float:
     return predicted * self._all_rounds.factor(mode)
 
 
@@ -85,14 +85,14 @@ def _hasty(max_nodes: int, max_depth: int, branching: int) -> cost_model.Limits:
 _AUTO_LIMITS = round_plan._auto_limits
 # A part, and what stands in its place.
 WITHOUT: dict[str, Patch] = {
-    "correction": _set(statistics.RateCorrections, "factor", _one),
-    "correction of untried modes": _set(statistics.RateCorrections, "_untried", _one),
-    "correction apart from lookup": _set(statistics.RatePredictor, "predict_without_lookup", _without_own),
-    "forgiveness": _set(statistics, "FORGIVENESS", 0.0),
-    "lookup's share": _set(statistics.LookupShare, "tokens_per_s", _alone),
+    "correction": _set(rates.RateCorrections, "factor", _one),
+    "correction of untried modes": _set(rates.RateCorrections, "_untried", _one),
+    "correction apart from lookup": _set(rates.RatePredictor, "predict_without_lookup", _without_own),
+    "forgiveness": _set(rates, "FORGIVENESS", 0.0),
+    "lookup's share": _set(rates.LookupShare, "tokens_per_s", _alone),
     "acceptance by cell": _set(acceptance.Acceptance, "observe", _nothing),
     "acceptance by depth": _set(acceptance.DepthProfile, "profile", _flat(acceptance.DepthProfile.profile)),
-    "probes": _set(statistics.ProbeAllowance, "pays_for", _never),
+    "probes": _set(rates.ProbeAllowance, "take", _never),
     "margin and patience": _set(round_plan, "_auto_limits", _hasty),
 }
 

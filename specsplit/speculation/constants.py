@@ -110,6 +110,13 @@ RATE_STEP = 0.04
 """Weight of one round against those before it. Chosen: a change of text shows within some dozens."""
 FORGIVENESS = 0.01
 """Share of a mode's correction that each decision for another mode takes back. Chosen: it is retried after hundreds."""
+TRIAL_DECISIONS = 32
+"""Decisions within which a mode that is left again was tried in vain. Chosen: some hundred rounds have not paid."""
+MAX_HALVINGS = 4
+"""Trials in vain, one after the other, that halve what is forgiven.
+
+Measured: with eight sessions, T=1, trials that never become rarer cost a tenth; at a sixteenth they are noise.
+"""
 MIN_RATE_FACTOR, MAX_RATE_FACTOR = 0.3, 16.0
 """Bounds of measured over predicted tokens per second. Measured: an upper bound of 1.5 cost 10 % of a warm text."""
 MAX_STALL = 10.0

@@ -45,14 +45,22 @@ class Costs:
     """Forward times while the draft drafts, if measured: on one machine the two slow each other down."""
     tree_s: float = 0.0
     """Seconds that having nodes at all costs a round, beside their rows; a stream's are the target's own affair."""
+    num_sessions: int = 1
+    """Sessions that share each step, taken to run as this one does: each of its rows comes with as many of theirs."""
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
         return self.verify_concurrent if self.verify_concurrent is not None and mode in _CONCURRENT else self.verify
 
+    def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
+        """Return the seconds of a verify in `mode` by the rows of each session."""
+        return self.verify_in(mode).curve(max_rows * self.num_sessions)[:: self.num_sessions]
+
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
-        return self.draft.seconds(depth, -(-nodes // depth)) if self.draft is not None and depth else 0.0
+        if self.draft is None or not depth:
+            return 0.0
+        return self.draft.seconds(depth, -(-nodes // depth) * self.num_sessions)
 
 
 @record
@@ -105,11 +113,11 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs) -> float:
     until it is `max_unacknowledged` commits ahead.
     """
     trees = [(nodes, depth, costs.draft_s(nodes, depth))]
-    return _rounds_s(mode, trees, costs.verify_in(mode).curve(nodes + 1), costs)[0]
+    return _rounds_s(mode, trees, costs.verify_curve(mode, nodes + 1), costs)[0]
 
 
 def _rounds_s(mode: RoundMode, trees: Sequence[_Tree], verify: Sequence[float], costs: Costs) -> list[float]:
-    """Return the seconds of a round with each of the trees; `verify` is the curve of forward times by rows."""
+    """Return the seconds of a round with each of the trees; `verify` is the curve by rows of a session."""
     round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
     gap_s = round_trip_s + costs.tree_s
     if mode == "pingpong":
@@ -225,7 +233,8 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
     if costs.draft is None:
         call_s, level = 0.0, [0.0] * (limits.nodes[-1] + 1)
     else:
-        call_s, level = costs.draft.call_s, costs.draft.level.curve(limits.nodes[-1])
+        num_sessions = costs.num_sessions
+        call_s, level = costs.draft.call_s, costs.draft.level.curve(limits.nodes[-1] * num_sessions)[::num_sessions]
     return [
         (nodes, depth, call_s + depth * level[-(-nodes // depth)])
         for depth in range(1, limits.max_depth + 1)
@@ -236,7 +245,7 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
 
 def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
     """Return the best plan of one mode; of equals the smaller tree."""
-    max_nodes, verify = limits.nodes[-1], costs.verify_in(mode).curve(limits.nodes[-1] + 1)
+    max_nodes, verify = limits.nodes[-1], costs.verify_curve(mode, limits.nodes[-1] + 1)
     best_rate = 1 / _rounds_s(mode, [(0, 0, 0.0)], verify, costs)[0] if mode == "stream" else 0.0
     best_nodes = best_depth = expected_depth = 0
     expected: tuple[float, ...] = ()

@@ -114,7 +114,8 @@ class RoundPlanner:
         if not stats.times.has_seen_plain:  # plans are compared with it; most targets measure it at their start
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
-        if self._num_rounds % DECIDE_EVERY == 1 or decision is None:
+        is_turn = self._num_rounds % DECIDE_EVERY == 1
+        if decision is None or (is_turn and stats.is_decision_due(modes, self._limits, has_draft=has_draft)):
             decision = stats.decide(modes, self._limits, has_draft=has_draft)
         if decision is None:
             return _PLAIN
@@ -140,7 +141,7 @@ class RoundPlanner:
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        return stats.probes.pays_for(stats.times.draft_s(first.max_new_nodes, first.max_depth))
+        return stats.probes.take(stats.times.draft_s(first.max_new_nodes, first.max_depth))
 
 
 def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:

@@ -13,20 +13,12 @@ from functools import partial
 from specsplit.core.types import Timings
 from specsplit.speculation.acceptance import Acceptance, DepthProfile
 from specsplit.speculation.constants import (
+    DECIDE_EVERY,
     DRAFTLESS_STREAM_GAP,
     FIRST_HIT_RATE,
-    FORGIVENESS,
     HIT_RATE_MEMORY,
-    LOOKUP_RETRY,
-    LOOKUP_YIELD,
-    LOOKUP_YIELD_STEP,
-    MAX_RATE_FACTOR,
-    MAX_STALL,
-    MIN_RATE_FACTOR,
-    PROBE_SHARE,
     PROFILE_BRANCHING,
     PROFILE_DEPTH,
-    RATE_STEP,
 )
 from specsplit.speculation.cost_model import (
     PLAIN,
@@ -36,8 +28,10 @@ from specsplit.speculation.cost_model import (
     Profile,
     RoundMode,
     choose_plan,
+    round_s,
 )
 from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.step_times import WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree
 
@@ -45,181 +39,24 @@ _NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
 
 
-class RateCorrection:
-    """Measured over predicted tokens per second of one mode, as a ratio of seconds: predicted over taken.
-
-    A ratio of means, not a mean of ratios: a slow round counts by its length.
-    """
-
-    def __init__(self, initial: float = 1.0) -> None:
-        self._initial = initial
-        self._predicted_s = self._taken_s = 0.0
-
-    def observe(self, predicted_s: float, taken_s: float) -> None:
-        """Count a round; both times are positive."""
-        if not self._predicted_s:
-            # Both means begin with this round's length, so that the factor begins at its initial value.
-            self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
-        self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
-        self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
-
-    def forgive(self) -> None:
-        """Move a little back towards the model's own prediction."""
-        self._taken_s += FORGIVENESS * (self._predicted_s - self._taken_s)
-
-    @property
-    def factor(self) -> float:
-        """The factor on the next prediction."""
-        if not self._predicted_s:
-            return self._initial
-        return min(max(self._predicted_s / self._taken_s, MIN_RATE_FACTOR), MAX_RATE_FACTOR)
+_DecisionKey = tuple[bool, tuple[RoundMode, ...], Limits]
+"""Whether there is a draft, the modes on offer and the limits: sessions that differ in them decide apart."""
 
 
-class RateCorrections:
-    """The corrections by mode.
+class _Learned:
+    """Corrections and decisions made while about the same number of sessions share the target's steps."""
 
-    Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
-    with the smallest factor of those that were, and never above 1.
-    """
+    def __init__(self, predictors: dict[bool, RatePredictor]) -> None:
+        self.predictors = predictors
+        """With and without a draft."""
+        self.decisions: dict[_DecisionKey, Decision] = {}
+        self.decided_at: dict[_DecisionKey, int] = {}
+        """The round, counted over all sessions, of each decision."""
 
-    def __init__(self) -> None:
-        self._by_mode: dict[RoundMode, RateCorrection] = {}
-
-    def observe(self, mode: RoundMode, predicted_s: float, taken_s: float) -> None:
-        """Count a round of `mode`; both times are positive."""
-        correction = self._by_mode.get(mode)
-        if correction is None:
-            correction = self._by_mode[mode] = RateCorrection(self._untried(mode))
-        correction.observe(predicted_s, taken_s)
-
-    def forgive(self, current: RoundMode | None) -> None:
-        """Forgive all modes but the current one, so that what was left is tried again in time."""
-        for mode, correction in self._by_mode.items():
-            if mode != current:
-                correction.forgive()
-
-    def factor(self, mode: RoundMode) -> float:
-        """Return the factor on a predicted rate of `mode`."""
-        correction = self._by_mode.get(mode)
-        return correction.factor if correction is not None else self._untried(mode)
-
-    def is_tried(self, mode: RoundMode) -> bool:
-        """Return whether rounds of this mode were counted."""
-        return mode in self._by_mode
-
-    def _untried(self, mode: RoundMode) -> float:
-        drafted = [correction.factor for tried, correction in self._by_mode.items() if tried != PLAIN]
-        return 1.0 if mode == PLAIN else min([1.0, *drafted])
-
-
-class LookupShare:
-    """The share of a text that lookup takes over, and how quickly; means over rounds, an older one counts less."""
-
-    def __init__(self) -> None:
-        self._num_alone = self._num_taken = self._taken_s = 0.0
-
-    def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:
-        """Count a round: its tokens without lookup, and those that lookup takes over in `taken_s`."""
-        self._num_alone += RATE_STEP * (num_alone - self._num_alone)
-        self._num_taken += RATE_STEP * (num_taken - self._num_taken)
-        self._taken_s += RATE_STEP * (taken_s - self._taken_s)
-
-    def tokens_per_s(self, alone: float) -> float:
-        """Return the rate of a mode that has `alone` tokens per second where lookup finds nothing."""
-        if not self._taken_s:
-            return alone
-        # Tokens over seconds, of the rounds that lookup takes over and of the others.
-        return max(alone, (self._num_alone + self._num_taken) / (self._num_alone / alone + self._taken_s))
-
-
-class LookupYield:
-    """The tokens that a lookup in a plain round brings, by the longest n-gram that had occurred before.
-
-    Where they are few (its trees do not fit the text, or the target cuts them since many sessions share it), few rounds
-    look up, and the others cost what plain decoding does.
-    """
-
-    def __init__(self) -> None:
-        self._num_tokens: dict[int, float] = {}
-        """Accepted nodes of a lookup, the mean by kind of hit; older lookups count less."""
-        self._num_skipped: dict[int, int] = {}
-
-    def is_worth_asking(self, longest_hit: int) -> bool:
-        """Return whether to look up in a plain round; a kind of hit that does not pay is tried now and then."""
-        if not longest_hit:
-            return False
-        if self._num_tokens.get(longest_hit, 1.0) >= LOOKUP_YIELD:
-            return True
-        num_skipped = self._num_skipped.get(longest_hit, 0) + 1
-        self._num_skipped[longest_hit] = num_skipped % LOOKUP_RETRY
-        return num_skipped == LOOKUP_RETRY
-
-    def observe(self, longest_hit: int, num_accepted: int) -> None:
-        """Count a lookup in a plain round: the nodes that were verified and accepted."""
-        mean = self._num_tokens.get(longest_hit, 1.0)
-        self._num_tokens[longest_hit] = mean + LOOKUP_YIELD_STEP * (num_accepted - mean)
-
-
-class ProbeAllowance:
-    """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took."""
-
-    def __init__(self) -> None:
-        self._left_s = 0.0
-        self._counted_until_s = -math.inf
-
-    def earn(self, began_s: float, ended_s: float) -> None:
-        """Count a round without the draft; of rounds that run at once their common time counts once."""
-        self._left_s += PROBE_SHARE * max(0.0, ended_s - max(began_s, self._counted_until_s))
-        self._counted_until_s = max(ended_s, self._counted_until_s)
-
-    def spend(self, probe_s: float) -> None:
-        """Count a probe, with all the text that the draft had to take in for it."""
-        self._left_s -= probe_s
-
-    def pays_for(self, probe_s: float) -> bool:
-        """Return whether there is enough for a probe; one that took longer has the next ones wait."""
-        return self._left_s >= probe_s
-
-
-class RatePredictor:
-    """Predicts tokens per second of each mode: the cost model's rate, corrected by its rounds, and lookup's share.
-
-    Each mode has two corrections. One is learned from all rounds planned in the mode, those that lookup took over
-    included; the other from the rest, and gives the rate that lookup has to beat. Decisions with and without a draft
-    have a predictor each, since a mode's rate differs between them; lookup's share is common to both.
-    """
-
-    def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
-        self._lookup_share, self._has_draft = lookup_share, has_draft
-        self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
-
-    def observe_round(self, planned: RoundMode, ran: RoundMode, predicted_s: float, taken_s: float) -> None:
-        """Count a round that was planned in one mode and ran in it, or as lookup's; both times are positive."""
-        self._all_rounds.observe(planned, predicted_s, taken_s)
-        if ran == planned:
-            self._own_rounds.observe(planned, predicted_s, taken_s)
-
-    def forgive(self, current: RoundMode | None) -> None:
-        """Move the modes other than the current one back towards the model, once a decision."""
-        self._all_rounds.forgive(current)
-        self._own_rounds.forgive(current)
-
-    def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
-        """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
-        corrected = predicted * self._all_rounds.factor(mode)
-        # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
-        # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
-        if mode == "stream" and (self._has_draft or self._all_rounds.is_tried(mode)):
-            return corrected
-        with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
-        if mode != current:
-            return with_lookup
-        # The current mode's rounds say what it makes of this text; without a draft it may have been left for long.
-        return corrected if self._has_draft else max(corrected, with_lookup)
-
-    def predict_without_lookup(self, mode: RoundMode, predicted: float) -> float:
-        """Return the same for rounds that lookup does not take over."""
-        return predicted * self._own_rounds.factor(mode)
+    def copy(self) -> _Learned:
+        other = _Learned({has_draft: predictor.copy() for has_draft, predictor in self.predictors.items()})
+        other.decisions, other.decided_at = dict(self.decisions), dict(self.decided_at)
+        return other
 
 
 class SpeculationStats:
@@ -238,11 +75,14 @@ class SpeculationStats:
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
         self._lookup_share = LookupShare()
-        self._predictors = {
-            has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)
-        }
-        self._decisions: dict[tuple[bool, tuple[RoundMode, ...], Limits], Decision] = {}
-        """The last decision by the modes on offer, with or without a draft: sessions without one decide apart."""
+        self._learned = _Learned(
+            {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
+        )
+        self._learned_by_load = {0: self._learned}
+        """Keys are the doublings of the number of sessions in a step."""
+        self._num_rounds = 0
+        self.counts_plain = True
+        """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
 
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
@@ -269,12 +109,19 @@ class SpeculationStats:
         self, decision: Decision, mode: RoundMode, num_tokens: int, began_s: float, ended_s: float
     ) -> None:
         """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
+        is_counted = self.counts_plain or mode != PLAIN or decision.nodes > 0
+        self._num_rounds += 1
+        num_sessions = int(self.times.sessions.value)
+        # Sessions that share steps take turns; the stride has no common divisor with their number.
+        self.counts_plain = num_sessions == 1 or self._num_rounds % (num_sessions + 1) == 0
+        if not is_counted:
+            return
         seconds = ended_s - began_s
         if not decision.nodes:
             self.probes.earn(began_s, ended_s)
         if mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
-            self._predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
+            self._learned.predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
 
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
@@ -288,9 +135,9 @@ class SpeculationStats:
         paths: list[float] = []
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
-        ranked, gap_s = sorted(paths, reverse=True), self.times.gap_s
-        plain = 1 / (verify.curve(1)[1] + gap_s)
-        count = verify.count_worth_verifying(ranked, plain)
+        ranked, gap_s, num_sessions = sorted(paths, reverse=True), self.times.gap_s, int(self.times.sessions.value)
+        plain = 1 / (verify.curve(num_sessions)[num_sessions] + gap_s)
+        count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
             self._lookup_share.observe(1, 0, 0.0)
             return
@@ -298,7 +145,8 @@ class SpeculationStats:
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
         num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))
-        taken_s = (verify.curve(count + 1)[count + 1] + gap_s + self.times.tree_s) * num_taken / (num_right + 1)
+        rows = count + num_sessions
+        taken_s = (verify.curve(rows)[rows] + gap_s + self.times.tree_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
@@ -309,29 +157,45 @@ class SpeculationStats:
         times = self.times
         if times.verify is None:
             return None
-        last = self._decisions.get((has_draft, modes, limits))
+        self._follow_load()
+        learned, key = self._learned, (has_draft, modes, limits)
+        last = learned.decisions.get(key)
         current = last.mode if last is not None else None
-        predictor, gap_s = self._predictors[has_draft], times.gap_s
+        predictor, gap_s = learned.predictors[has_draft], times.gap_s
         predictor.forgive(current)
         concurrent = times.verify_concurrent if has_draft else None
         costs = Costs(
-            times.verify, times.draft, gap_s, self._hit_rate, verify_concurrent=concurrent, tree_s=times.tree_s
+            times.verify,
+            times.draft,
+            gap_s,
+            self._hit_rate,
+            verify_concurrent=concurrent,
+            tree_s=times.tree_s,
+            num_sessions=int(times.sessions.value),
         )
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
         without_lookup = max(
             predictor.predict_without_lookup(decision.mode, decision.predicted_tokens_per_s),
-            1 / (times.verify.seconds(1) + gap_s),
+            1 / round_s(PLAIN, 0, 0, costs),
         )
-        self._decisions[has_draft, modes, limits] = decision = replace(
-            decision, without_lookup=without_lookup, has_draft=has_draft
-        )
+        predictor.decided(current, decision.mode)
+        learned.decisions[key] = decision = replace(decision, without_lookup=without_lookup, has_draft=has_draft)
+        learned.decided_at[key] = self._num_rounds
         return decision
+
+    def _follow_load(self) -> None:
+        """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
+        doublings = int(self.times.sessions.value).bit_length() - 1
+        learned = self._learned_by_load.get(doublings)
+        if learned is None:
+            learned = self._learned_by_load[doublings] = self._learned.copy()
+        self._learned = learned
 
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
-            is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(1)
+            is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
             return dict.fromkeys(modes, _NO_TREES) if is_far else {}
         if costs.draft is None or not self.times.num_proposals:
             return {}
@@ -340,20 +204,26 @@ class SpeculationStats:
 
     def last_decision(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
         """Return what was decided last among plain decoding and `modes`, with or without a draft."""
-        return self._decisions.get((has_draft, modes, limits))
+        return self._learned.decisions.get((has_draft, modes, limits))
+
+    def is_decision_due(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> bool:
+        """Return whether a session whose turn it is decides: of those that share steps, one in as many rounds does."""
+        since = self._num_rounds - self._learned.decided_at.get((has_draft, modes, limits), 0)
+        return since >= DECIDE_EVERY * (int(self.times.sessions.value) - 1)
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
-        """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate."""
-        verify = self.times.verify
+        """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
+        verify, num_sessions = self.times.verify, int(self.times.sessions.value)
         if verify is None:
             return len(path_log_probs)
-        return verify.count_worth_verifying(path_log_probs, tokens_per_s)
+        # A further row makes all wait that share the step.
+        return verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
 
     def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
-        """Return the tokens per second of verifying these nodes at once."""
-        times, rows = self.times, len(path_log_probs) + 1
+        """Return the tokens per second of verifying these nodes at once: the mean over the sessions of the step."""
+        times, num_nodes, num_sessions = self.times, len(path_log_probs), int(self.times.sessions.value)
         if times.verify is None:
             return 0.0
-        expected = 1 + sum(map(math.exp, path_log_probs))
-        tree_s = times.tree_s if rows > 1 else 0.0
+        expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
+        tree_s, rows = times.tree_s if num_nodes else 0.0, num_nodes + num_sessions
         return expected / (times.verify.curve(rows)[rows] + times.gap_s + tree_s)

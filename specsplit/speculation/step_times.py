@@ -197,10 +197,12 @@ class WorkerTimes:
         self.num_proposals = 0
         """Proposes that were answered."""
         self._round_trip = RunningMedian()
-        self._has_round_trip = False
-        self._least_ping_s = math.inf
+        self._least_ping_s: float | None = math.inf
+        """None as soon as a verify has measured the round trip better."""
         self._overhead = RunningMedian()
         self._has_plain_gap = False
+        self.sessions = RunningMedian(1)
+        """Sessions that share the target's steps."""
         self._tree, self._behind_tree = RunningMedian(), RunningMedian()
 
     @property
@@ -230,9 +232,10 @@ class WorkerTimes:
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
         # A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
-        rows, device_s = timings.num_tokens, (timings.device_ms + timings.sampling_ms) / 1e3
+        rows, device_s = _step_rows(timings), (timings.device_ms + timings.sampling_ms) / 1e3
         if rows <= 0 or device_s <= 0:
             return
+        self.sessions.observe(timings.batch_size)
         if self.verify is None:
             one_row_s = device_s / (1 + ROW_COST * (rows - 1))
             self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
@@ -242,14 +245,14 @@ class WorkerTimes:
             self.verify_concurrent.observe(rows, device_s)
         else:
             self.verify.observe(rows, device_s)
-        self.has_seen_plain |= rows == 1
+        self.has_seen_plain |= timings.num_tokens == 1
         if wall_s is not None:
-            self._has_round_trip = True
+            self._least_ping_s = None
             self._round_trip.observe(max(wall_s - device_s, 0.0))
 
     def observe_ping(self, wall_s: float) -> None:
         """Count a ping of the target: its round trip, as long as no verify was measured."""
-        if not self._has_round_trip:  # the least of them, since the first one may have had a connection to make
+        if self._least_ping_s is not None:  # the least of them, since the first one may have had a connection to make
             self._least_ping_s = min(wall_s, self._least_ping_s)
             self._round_trip = RunningMedian(self._least_ping_s)
 
@@ -259,7 +262,7 @@ class WorkerTimes:
         levels, device_s = timings.num_forwards, (timings.device_ms + timings.sampling_ms) / 1e3
         if levels <= 0 or device_s <= 0:
             return
-        rows = max(timings.num_tokens / levels, 1.0)
+        rows = max(_step_rows(timings) / levels, 1.0)
         if self.draft is None:
             self.draft = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
         self.draft.observe(levels, rows, device_s, wall_s)
@@ -270,7 +273,8 @@ class WorkerTimes:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
         overhead_s = max(overhead_s, 0.0)
         if course == "behind tree" and self._has_plain_gap and self.verify is not None:
-            self._behind_tree.observe(verify_s + overhead_s - self.verify.seconds(1) - self.gap_s)
+            self.sessions.observe(timings.batch_size)
+            self._behind_tree.observe(verify_s + overhead_s - self.verify.seconds(self.sessions.value) - self.gap_s)
             return
         # What a plain round has beside its forward is measured in plain rounds, as soon as there was one.
         is_gap = course == "plain" or not self._has_plain_gap
@@ -287,12 +291,17 @@ class WorkerTimes:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
         if self.verify is None:
             return 0
-        forwards = self._round_trip.value / self.verify.seconds(nodes + 1)
+        forwards = self._round_trip.value / self.verify.seconds((nodes + 1) * self.sessions.value)
         return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds in which the draft's device grows a tree of so many nodes, evenly over its levels."""
         return depth * self.draft.level.seconds(-(-nodes // depth)) if self.draft is not None and depth else 0.0
+
+
+def _step_rows(timings: Timings) -> int:
+    """Return the rows of the steps that served a call, if each session in them had as many as this one."""
+    return timings.num_tokens * max(timings.batch_size, 1)
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

@@ -210,6 +210,16 @@ class SpeculationTree:
     def __len__(self) -> int:
         return len(self.cells)
 
+    def begin_anew(self, root_position: int) -> None:
+        """Drop all nodes, and root the tree at a token that was not in it."""
+        self.root_position = root_position
+        drafted = self.drafted
+        if self.cells:
+            self.nodes, self.drafted = TokenTree(), DraftNumbers()
+            self.cells, self.agreed_cells, self.sent_numbers = [], [], []
+        elif drafted.epoch or drafted.root != UNNUMBERED:
+            self.drafted = DraftNumbers()
+
     def take(self, proposal: Proposal, max_nodes: int, epoch: int) -> int:
         """Add a proposal's first `max_nodes` nodes if their parents are here; return how many drafted nodes are new.
 

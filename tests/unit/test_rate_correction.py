@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specsplit.speculation.cost_model import RoundMode
-from specsplit.speculation.statistics import LookupShare, RateCorrections
+from specsplit.speculation.rates import LookupShare, RateCorrections
 
 
 def corrected_after(num_rounds: int, taken_s: float, mode: RoundMode = "stream") -> RateCorrections:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from specsplit.core.types import Identity, Timings
+from specsplit.core.types import ROOT, Identity, Proposal, Timings
 from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.constants import LOOKUP_RETRY
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.statistics import LookupYield, ProbeAllowance, SpeculationStats
+from specsplit.speculation.options import Speculation
+from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.step_times import StepTimes, WorkerTimes
-from specsplit.speculation.token_tree import TokenTree
+from specsplit.speculation.token_tree import SpeculationTree, TokenTree
 
 TARGET = Identity(
     role="target",
@@ -37,6 +41,9 @@ def path() -> LookupTree:
 
 
 PATH = path()
+STEEP = ((1, 0.003), (17, 0.019), (33, 0.035))
+"""Seconds of a forward to which each row adds a millisecond."""
+TIMES = StepTimes(dict(STEEP))
 
 
 def decided(stats: SpeculationStats) -> Decision:
@@ -101,8 +108,112 @@ def test_rounds_at_the_same_time_pay_for_probes_once():
     for number in range(16):
         together.earn(number / 16, 10.0)
     for allowance in (alone, together):
-        assert allowance.pays_for(0.1)
-        assert not allowance.pays_for(0.101)
+        assert not allowance.take(0.101)
+        assert allowance.take(0.1)
+
+
+def test_of_many_sessions_one_begins_the_probe_that_is_paid_for():
+    allowance = ProbeAllowance()
+    allowance.earn(0.0, 10.0)
+    assert [allowance.take(0.06) for _ in range(8)].count(True) == 1
+
+
+def shared(num_sessions: int, num_rounds: int = 20) -> SpeculationStats:
+    """Return the statistics of a good draft, after plain rounds in steps of so many sessions."""
+    stats = SpeculationStats()
+    stats.times.adopt(replace(TARGET, step_times=STEEP), None)
+    for _ in range(num_rounds):
+        stats.times.observe_propose(Timings(device_ms=4 * 0.4, num_forwards=4, num_tokens=4), 0.0016)
+        stats.observe_tree(drafted_chain(stats), range(4))
+        verify_ms = TIMES.seconds(num_sessions) * 1e3
+        stats.times.observe_round(
+            Timings(device_ms=verify_ms, num_forwards=1, num_tokens=1, batch_size=num_sessions),
+            verify_ms / 1e3,
+            0.0,
+            "plain",
+            is_concurrent=False,
+        )
+    return stats
+
+
+def drafted_chain(stats: SpeculationStats) -> SpeculationTree:
+    tree = SpeculationTree(0, 8, stats.acceptance)
+    tree.take(Proposal(1, 0, tuple(range(4)), (ROOT, 1, 2, 3), (-0.1875,) * 4), 8, 0)
+    return tree
+
+
+def test_a_tree_pays_alone_and_not_where_many_sessions_share_a_step():
+    alone, many = decided(shared(1)), decided(shared(16))
+    assert (alone.mode, many.mode) == ("pingpong", "plain")
+    plain = {plan.mode: plan.tokens_per_s for plan in many.alternatives}["plain"]
+    assert plain == pytest.approx(1 / TIMES.seconds(16), rel=0.01), "the rate of a session, whose step has 16 rows"
+
+
+def test_a_row_has_to_pay_for_all_that_share_the_step():
+    alone, many = shared(1), shared(16)
+    ranked = [math.log(0.9 ** (depth + 1)) for depth in range(6)]
+    rate = 1 / TIMES.seconds(16)
+    assert many.count_worth_verifying(ranked, rate) < alone.count_worth_verifying(ranked, rate) == 6
+    gain = many.predict_tokens_per_s(ranked) - many.predict_tokens_per_s([])
+    assert gain < (alone.predict_tokens_per_s(ranked) - alone.predict_tokens_per_s([])) / 4
+
+
+def test_what_was_learned_at_one_load_stands_when_it_comes_back():
+    stats = shared(1)
+    before = decided(stats)
+    for _ in range(60):
+        stats.observe_round(before, "pingpong", 1, 0.0, 0.1)
+    slow = decided(stats).alternatives
+    for num_sessions in (16, 1):
+        for _ in range(9):
+            stats.times.observe_verify(
+                Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions), 0.01
+            )
+        decision = decided(stats)
+        if num_sessions == 16:
+            for _ in range(60):
+                stats.observe_round(decision, decision.mode, 4, 0.0, 0.01)
+    factor = {plan.mode: plan.tokens_per_s / plan.predicted_tokens_per_s for plan in decision.alternatives}
+    before_factor = {plan.mode: plan.tokens_per_s / plan.predicted_tokens_per_s for plan in slow}
+    assert factor["pingpong"] == pytest.approx(before_factor["pingpong"], rel=0.05)
+
+
+def test_sessions_that_share_steps_decide_together_as_often_as_one_alone():
+    assert count_decisions(1, num_rounds=160) == pytest.approx(count_decisions(8, num_rounds=160), abs=2)
+
+
+def count_decisions(num_sessions: int, num_rounds: int) -> int:
+    """Return how often sessions that run in step decide anew while each of them has so many rounds."""
+    stats = shared(num_sessions)
+    speculation = Speculation(mode="auto", nodes=None, depth=None, branching=2)
+    planners = [RoundPlanner(speculation, "auto", ("pingpong",), stats, 1000, 16) for _ in range(num_sessions)]
+    seen: list[Decision] = []
+    for _ in range(num_rounds):
+        for planner in planners:
+            plan = planner.plan_round(10, 1000)
+            if plan.decision is None:
+                continue
+            if not seen or plan.decision is not seen[-1]:
+                seen.append(plan.decision)
+            stats.observe_round(plan.decision, plan.mode, 1, 0.0, 0.01)
+    return len(seen)
+
+
+def test_trials_in_vain_become_rarer():
+    predictor = RatePredictor(LookupShare(), has_draft=True)
+    rounds: list[int] = []
+    for _ in range(3):
+        for _ in range(60):
+            predictor.observe_round("pingpong", "pingpong", 0.01, 0.02)
+        predictor.decided("plain", "pingpong")
+        predictor.decided("pingpong", "plain")
+        rounds.append(0)
+        while predictor.predict_without_lookup("pingpong", 1.0) < 0.8:
+            predictor.forgive("plain")
+            predictor.decided("plain", "plain")
+            rounds[-1] += 1
+    assert rounds[0] * 1.8 < rounds[1]
+    assert rounds[1] * 1.8 < rounds[2]
 
 
 def test_slow_trees_do_not_make_a_plain_forward_look_slow():

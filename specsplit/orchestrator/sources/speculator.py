@@ -20,6 +20,8 @@ from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import SpeculationTree
 
+_NOTHING_FOUND = LookupTree()
+
 
 class Speculator:
     """One session's tree, and all that feeds and judges it."""
@@ -77,7 +79,7 @@ class Speculator:
         if plan.budget is not None or self._is_lookup_worth_asking():
             self.look_up(limit)
         else:
-            self._trial.begin(LookupTree())
+            self._trial.begin(_NOTHING_FOUND)
             if not self.tree.cells:
                 return [], False
         tokens_per_s = decision.without_lookup
@@ -166,7 +168,7 @@ class Speculator:
         now_s, waits = self._loop.time(), self.waits
         # The prompt's round comes before the first one that counts.
         has_nodes = bool(result.verdict.verified)
-        if waits.round_ended_s is not None and self.stats.plans:
+        if waits.round_ended_s is not None and self.stats.plans and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = now_s - waits.round_ended_s - result.verify_s - waits.waited_s
             self.stats.times.observe_round(
@@ -198,7 +200,7 @@ class Speculator:
         found = self._trial.end(token_ids, waits_for_more=is_streamed)
         if found is not None:
             stats.observe_lookup(found, self._trial.committed)
-        path = tree.nodes.walk(token_ids)
+        path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
         task = background.task if background is not None else None
@@ -210,7 +212,7 @@ class Speculator:
         if is_hit:
             self.tree = tree.below(path)
         else:
-            self.tree = SpeculationTree(len(self._history.ids) - 1, tree.vocab_size, stats.acceptance)
+            tree.begin_anew(len(self._history.ids) - 1)
             if background is not None and task is not None:
                 background.cut()
 

@@ -1,0 +1,234 @@
+"""Rates that modes are expected to have: the cost model's, corrected by measured rounds, and what lookup takes over.
+
+Also the allowance that probes of an unused draft are paid from. Knows no session and no decision.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+from specsplit.speculation.constants import (
+    FORGIVENESS,
+    LOOKUP_RETRY,
+    LOOKUP_YIELD,
+    LOOKUP_YIELD_STEP,
+    MAX_HALVINGS,
+    MAX_RATE_FACTOR,
+    MAX_STALL,
+    MIN_RATE_FACTOR,
+    PROBE_SHARE,
+    RATE_STEP,
+    TRIAL_DECISIONS,
+)
+from specsplit.speculation.cost_model import PLAIN, RoundMode
+
+
+class RateCorrection:
+    """Measured over predicted tokens per second of one mode, as a ratio of seconds: predicted over taken.
+
+    A ratio of means, not a mean of ratios: a slow round counts by its length.
+    """
+
+    def __init__(self, initial: float = 1.0) -> None:
+        self.num_failed = 0
+        """Trials in a row in which the mode did not pay: each halves what is forgiven."""
+        self._initial = initial
+        self._predicted_s = self._taken_s = 0.0
+
+    def observe(self, predicted_s: float, taken_s: float) -> None:
+        """Count a round; both times are positive."""
+        if not self._predicted_s:
+            # Both means begin with this round's length, so that the factor begins at its initial value.
+            self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
+        self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
+        self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
+
+    def forgive(self) -> None:
+        """Move a little back towards the model's own prediction."""
+        share = FORGIVENESS / 2 ** min(self.num_failed, MAX_HALVINGS)
+        self._taken_s += share * (self._predicted_s - self._taken_s)
+
+    @property
+    def factor(self) -> float:
+        """The factor on the next prediction."""
+        if not self._predicted_s:
+            return self._initial
+        return min(max(self._predicted_s / self._taken_s, MIN_RATE_FACTOR), MAX_RATE_FACTOR)
+
+
+class RateCorrections:
+    """The corrections by mode.
+
+    Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
+    with the smallest factor of those that were, and never above 1.
+    """
+
+    def __init__(self) -> None:
+        self._by_mode: dict[RoundMode, RateCorrection] = {}
+
+    def observe(self, mode: RoundMode, predicted_s: float, taken_s: float) -> None:
+        """Count a round of `mode`; both times are positive."""
+        correction = self._by_mode.get(mode)
+        if correction is None:
+            correction = self._by_mode[mode] = RateCorrection(self._untried(mode))
+        correction.observe(predicted_s, taken_s)
+
+    def forgive(self, current: RoundMode | None) -> None:
+        """Forgive all modes but the current one, so that what was left is tried again in time."""
+        for mode, correction in self._by_mode.items():
+            if mode != current:
+                correction.forgive()
+
+    def leave(self, mode: RoundMode, *, is_failed: bool) -> None:
+        """Count that `mode` was left for another, after a trial in vain or after it had paid for long."""
+        correction = self._by_mode.get(mode)
+        if correction is not None:
+            correction.num_failed = correction.num_failed + 1 if is_failed else 0
+
+    def factor(self, mode: RoundMode) -> float:
+        """Return the factor on a predicted rate of `mode`."""
+        correction = self._by_mode.get(mode)
+        return correction.factor if correction is not None else self._untried(mode)
+
+    def is_tried(self, mode: RoundMode) -> bool:
+        """Return whether rounds of this mode were counted."""
+        return mode in self._by_mode
+
+    def _untried(self, mode: RoundMode) -> float:
+        drafted = [correction.factor for tried, correction in self._by_mode.items() if tried != PLAIN]
+        return 1.0 if mode == PLAIN else min([1.0, *drafted])
+
+
+class LookupShare:
+    """The share of a text that lookup takes over, and how quickly; means over rounds, an older one counts less."""
+
+    def __init__(self) -> None:
+        self._num_alone = self._num_taken = self._taken_s = 0.0
+
+    def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:
+        """Count a round: its tokens without lookup, and those that lookup takes over in `taken_s`."""
+        self._num_alone += RATE_STEP * (num_alone - self._num_alone)
+        self._num_taken += RATE_STEP * (num_taken - self._num_taken)
+        self._taken_s += RATE_STEP * (taken_s - self._taken_s)
+
+    def tokens_per_s(self, alone: float) -> float:
+        """Return the rate of a mode that has `alone` tokens per second where lookup finds nothing."""
+        if not self._taken_s:
+            return alone
+        # Tokens over seconds, of the rounds that lookup takes over and of the others.
+        return max(alone, (self._num_alone + self._num_taken) / (self._num_alone / alone + self._taken_s))
+
+
+class LookupYield:
+    """The tokens that a lookup in a plain round brings, by the longest n-gram that had occurred before.
+
+    Where they are few (its trees do not fit the text, or the target cuts them since many sessions share it), few rounds
+    look up, and the others cost what plain decoding does.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[int, float] = {}
+        """Accepted nodes of a lookup, the mean by kind of hit; older lookups count less."""
+        self._num_skipped: dict[int, int] = {}
+
+    def is_worth_asking(self, longest_hit: int) -> bool:
+        """Return whether to look up in a plain round; a kind of hit that does not pay is tried now and then."""
+        if not longest_hit:
+            return False
+        if self._num_tokens.get(longest_hit, 1.0) >= LOOKUP_YIELD:
+            return True
+        num_skipped = self._num_skipped.get(longest_hit, 0) + 1
+        self._num_skipped[longest_hit] = num_skipped % LOOKUP_RETRY
+        return num_skipped == LOOKUP_RETRY
+
+    def observe(self, longest_hit: int, num_accepted: int) -> None:
+        """Count a lookup in a plain round: the nodes that were verified and accepted."""
+        mean = self._num_tokens.get(longest_hit, 1.0)
+        self._num_tokens[longest_hit] = mean + LOOKUP_YIELD_STEP * (num_accepted - mean)
+
+
+class ProbeAllowance:
+    """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took."""
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+        self._counted_until_s = -math.inf
+
+    def earn(self, began_s: float, ended_s: float) -> None:
+        """Count a round without the draft; of rounds that run at once their common time counts once."""
+        self._left_s += PROBE_SHARE * max(0.0, ended_s - max(began_s, self._counted_until_s))
+        self._counted_until_s = max(ended_s, self._counted_until_s)
+
+    def spend(self, probe_s: float) -> None:
+        """Count a probe that was answered, with all the text that the draft had to take in for it."""
+        self._left_s -= probe_s
+
+    def take(self, probe_s: float) -> bool:
+        """Return whether there is enough for a probe, and put that much aside: of many sessions one begins.
+
+        A probe that took longer, for it had text to take in, has the next ones wait.
+        """
+        if self._left_s < probe_s:
+            return False
+        self._left_s -= probe_s
+        return True
+
+
+class RatePredictor:
+    """Predicts tokens per second of each mode: the cost model's rate, corrected by its rounds, and lookup's share.
+
+    Each mode has two corrections. One is learned from all rounds planned in the mode, those that lookup took over
+    included; the other from the rest, and gives the rate that lookup has to beat. Decisions with and without a draft
+    have a predictor each, since a mode's rate differs between them; lookup's share is common to both.
+    """
+
+    def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
+        self._lookup_share, self._has_draft = lookup_share, has_draft
+        self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
+        self._num_stayed = 0
+        """Decisions in a row for the present mode."""
+
+    def copy(self) -> RatePredictor:
+        """Return one that begins with what this one has learned, and shares lookup's share with it."""
+        other = RatePredictor(self._lookup_share, has_draft=self._has_draft)
+        other._all_rounds, other._own_rounds = deepcopy(self._all_rounds), deepcopy(self._own_rounds)
+        other._num_stayed = self._num_stayed
+        return other
+
+    def observe_round(self, planned: RoundMode, ran: RoundMode, predicted_s: float, taken_s: float) -> None:
+        """Count a round that was planned in one mode and ran in it, or as lookup's; both times are positive."""
+        self._all_rounds.observe(planned, predicted_s, taken_s)
+        if ran == planned:
+            self._own_rounds.observe(planned, predicted_s, taken_s)
+
+    def forgive(self, current: RoundMode | None) -> None:
+        """Move the modes other than the current one back towards the model, once a decision."""
+        self._all_rounds.forgive(current)
+        self._own_rounds.forgive(current)
+
+    def decided(self, current: RoundMode | None, mode: RoundMode) -> None:
+        """Count a decision for `mode` after one for `current`; a mode that is soon left again is forgiven less."""
+        if current is None or mode == current:
+            self._num_stayed += 1
+            return
+        for corrections in (self._all_rounds, self._own_rounds):
+            corrections.leave(current, is_failed=self._num_stayed < TRIAL_DECISIONS)
+        self._num_stayed = 1
+
+    def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
+        """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
+        corrected = predicted * self._all_rounds.factor(mode)
+        # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
+        # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
+        if mode == "stream" and (self._has_draft or self._all_rounds.is_tried(mode)):
+            return corrected
+        with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
+        if mode != current:
+            return with_lookup
+        # The current mode's rounds say what it makes of this text; without a draft it may have been left for long.
+        return corrected if self._has_draft else max(corrected, with_lookup)
+
+    def predict_without_lookup(self, mode: RoundMode, predicted: float) -> float:
+        """Return the same for rounds that lookup does not take over."""
+        return predicted * self._own_rounds.factor(mode)
