@@ -12,6 +12,7 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.sections import LinkSettings
 from specsplit.core.settings import EffectiveSettings
 from specsplit.engine import event_loop
+from specsplit.gateway.keys import KeyRing
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import Certificate
 from specsplit.rpc.credentials import open_security
@@ -33,7 +34,20 @@ def check_links(effective: EffectiveSettings) -> list[Check]:
             detail = "links may leave this machine without certificates: others can read and change what they carry"
             checks.append(Check(f"{role} links", True, detail, is_warning=True))
     keys_file = effective.settings.gateway.api_key_file
-    return [*checks, *_private("API keys", keys_file), *_ports(effective)]
+    return [*checks, *_api_keys(keys_file), *_private("API keys", keys_file), *_ports(effective)]
+
+
+def _api_keys(path: str | None) -> Iterator[Check]:
+    """Check that a gateway can read its file of keys, and that it lets somebody in."""
+    if path is None:
+        return
+    try:
+        count = len(KeyRing.from_file(Path(path)))
+    except SpecSplitError as error:
+        yield Check("API keys", False, str(error))
+        return
+    nobody = "none, so nobody is let in: add the line of specsplit keys new NAME"
+    yield Check("API keys", True, f"{count} in {path}" if count else nobody, is_warning=not count)
 
 
 def _certificate(role: LinkRole, settings: LinkSettings) -> Iterator[Check]:

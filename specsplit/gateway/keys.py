@@ -57,6 +57,9 @@ class KeyRing:
             names[match[2]] = match[1]
         return cls(names)
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def caller(self, authorization: str) -> str | None:
         """Return the name of the key in an Authorization header, None if it is not let in."""
         scheme, _, key = authorization.partition(" ")
