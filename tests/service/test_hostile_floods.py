@@ -16,7 +16,7 @@ from specsplit.core.types import SessionParams
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.rpc.pb import common_pb2, stage_pb2, target_pb2
-from specsplit.rpc.server import serving
+from specsplit.rpc.server import Service, serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.speculation.options import Speculation
 from specsplit.stages.wire.frames import DRAINING, error_frame
@@ -131,7 +131,7 @@ async def test_a_text_over_streams_that_flood_is_true_or_ends_in_time(name: str)
     after, flood = TARGETS[name]
     service = Flooding(TargetService(FakeTarget()), "VerifyStream", flood, after)
     speculation = Speculation(mode="stream", lookup=False, nodes=4, depth=2, branching=2)
-    async with serving(LOOPBACK, [service]) as server, verifier_at(server) as target:
+    async with serving(LOOPBACK, [cast(Service, service)]) as server, verifier_at(server) as target:
         orchestrator = Orchestrator(target, FakeDraft(), FakeTokenizer(), speculation)
         request = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=8, seed=1, ignore_eos=True, timeout_s=3.0)
         before = resident_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ ALSO = [
 
 
 @asynccontextmanager
-async def hostile(ends: EndsAt, index: int, lie: Lie) -> AsyncIterator[tuple[RemoteOpen, asyncio.Event]]:
+async def hostile(ends: EndsAt, index: int, lie: Lie) -> AsyncGenerator[tuple[RemoteOpen, asyncio.Event]]:
     """Open a target over three stages, of which one lies until the event is set."""
     parts = await asyncio.to_thread(shards, ends)
     options = {"call_timeout_s": ANSWER_S, "reconnect_s": 5.0}
@@ -121,7 +121,7 @@ async def hostile(ends: EndsAt, index: int, lie: Lie) -> AsyncIterator[tuple[Rem
             true = await forward(packet)
             return true if is_honest.is_set() else lie(true)
 
-        engine.forward = lying  # type: ignore[method-assign]
+        engine.forward = lying
         yield chain, is_honest
 
 
