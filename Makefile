@@ -16,12 +16,11 @@ RUNS   := $(VENV)/.runs
 BENCH  := $(VENV)/.bench
 TOOLS  := $(VENV)/.tools
 JOBS   ?= 2
-MINUTES ?= 60
 # A file's tests stay in one process, where they share what they set up; the long files of tests/service come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom chaos fuzz client-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom chaos soak rolling fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -100,7 +99,13 @@ fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each 
 	SPECSPLIT_TEST_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
 
 chaos: $(TOOLS)  ## Let faults happen to every part of a service under load (make chaos MINUTES=5; 60 by default; not part of CI)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60)
+
+soak: $(TOOLS)  ## Put a steady mixed load on a service, and see whether a process grows (make soak MINUTES=5; 40 by default; not part of CI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),40)
+
+rolling: $(TOOLS)  ## Restart every process of a service in turn under load, beginning with the previous commit's (not part of CI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.rolling --previous $(or $(PREVIOUS),HEAD~1)
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,11 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from specsplit.orchestrator.request import Chunk, Result, RoundFacts
-from specsplit.telemetry.prometheus import PREFIX, page_of
+from specsplit.telemetry.prometheus import PREFIX, add_process_metrics, page_of
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
@@ -117,7 +117,7 @@ class Metrics:
         if others is not None:
             registry.register(others)
         self._page = partial(page_of, registry, has_vllm_names=has_vllm_names)
-        ProcessCollector(registry=registry)
+        add_process_metrics(registry)
         make = _Instruments(registry)
         self.waiting = make.gauge("num_requests_waiting", "Answers without a token yet.")
         self.running = make.gauge("num_requests_running", "Answers under way, with a token at least.")

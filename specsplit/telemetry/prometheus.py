@@ -5,6 +5,7 @@ Whoever counts is asked at each scrape, so that a page and `specsplit top` show 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 
@@ -93,7 +94,7 @@ class WorkerMetrics(Collector):
         self._role: StatisticsRole = role
         self._read, self._has_vllm_names = read, has_vllm_names
         self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
+        add_process_metrics(self._registry)
         self._registry.register(self)
 
     def page(self) -> bytes:
@@ -143,6 +144,19 @@ def _sampled(family: Metric, labels: dict[str, str], value: float) -> Metric:
     suffix = "_total" if family.type == "counter" else ""
     family.add_sample(family.name + suffix, labels, value)
     return family
+
+
+def add_process_metrics(registry: CollectorRegistry) -> None:
+    """Have a registry tell of its process, too: memory, CPU seconds, descriptors, and tasks of its event loop."""
+    ProcessCollector(registry=registry)
+    registry.register(_EventLoopTasks())
+
+
+class _EventLoopTasks(Collector):
+    """Counts the tasks of the loop that answers the scrape; one more each day is a leak."""
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(PREFIX + "event_loop_tasks", "Tasks of the event loop.", len(asyncio.all_tasks()))
 
 
 def page_of(registry: CollectorRegistry, *, has_vllm_names: bool) -> bytes:

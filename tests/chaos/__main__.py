@@ -47,7 +47,7 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
         async with Farm(Path(folder)) as farm:
             has_ended, began_s = asyncio.Event(), time.monotonic()
             readers = [
-                asyncio.create_task(read_on(farm.gateway.url, expected, notes, has_ended, seed * 1000 + number))
+                asyncio.create_task(read_on([farm.gateway.url], expected, notes, has_ended, seed * 1000 + number))
                 for number in range(num_readers)
             ]
             await _disturb(farm, random.Random(seed), began_s + length_s, every_s, notes, happened)
@@ -66,7 +66,9 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
         "untyped": notes.untyped[:5],
         "longest_silence_s": round(longest_s, 2),
         "num_silences": sum(length > SILENT_S for _, length in notes.silences),
-        "is_well": not notes.wrong and not notes.untyped and longest_s <= SILENT_S and notes.num_right > 0,
+        "is_well": not (notes.wrong or notes.untyped or notes.num_refused)
+        and longest_s <= SILENT_S
+        and notes.num_right > 0,
         "faults": happened,
     }
 

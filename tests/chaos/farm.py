@@ -16,11 +16,13 @@ from pathlib import Path
 from tests.support.bad_network import BadNetwork
 from tests.support.certificates import Authority, Paths
 from tests.support.gateways import GatewayProcess
-from tests.support.processes import WorkerProcess
+from tests.support.processes import ROOT, WorkerProcess
+from tests.support.stage_processes import local_pids
 
 MODEL = "code"
 STAGED = "staged"
 """The target that is cut into two stages."""
+_OPTIONS = ("--dtype", "fp32", "--sessions", "8", "--threads", "1", "--metrics", "127.0.0.1:0")
 ROLES = ("draft", "target", STAGED)
 _LONGEST_S = 3.0
 """The longest that a fault lasts."""
@@ -42,11 +44,12 @@ class Fault:
 class Farm:
     """A draft, a target, and a target in two stages that is its replica, behind a gateway; every link is bad at times.
 
-    Links have certificates, so a flipped bit is noticed, as TCP's checksum notices it elsewhere.
+    Links have certificates, so a flipped bit is noticed, as TCP's checksum notices it elsewhere. Fresh processes
+    start as a user's do, instead of being forked from one that has the imports.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stack = folder, AsyncExitStack()
+    def __init__(self, folder: Path, *, is_fresh: bool = False) -> None:
+        self._folder, self._stack, self._is_fresh = folder, AsyncExitStack(), is_fresh
         self._authority = Authority(folder / "certificates")
         self._certificates: dict[str, Paths] = {}
         self.workers: dict[str, WorkerProcess] = {}
@@ -59,15 +62,16 @@ class Farm:
         for part in ROLES:
             (own := self._folder / part).mkdir()
             role = "draft" if part == "draft" else "target"
-            arguments = (*self._identity(part, role).options(), "--sessions", "8", "--threads", "1", *options[part])
-            self.workers[part] = WorkerProcess(role, own, "--dtype", "fp32", *arguments)
+            arguments = (*self._identity(part, role).options(), *_OPTIONS, *options[part])
+            self.workers[part] = WorkerProcess(role, own, *arguments, is_fresh=self._is_fresh)
         for part, worker in self.workers.items():
             address = await asyncio.to_thread(lambda worker=worker: worker.address)
             self.networks[part] = await self._stack.enter_async_context(BadNetwork(address))
         places = {part: f"{MODEL}={network.address}" for part, network in self.networks.items()}
         named = ("--draft", places["draft"], "--target", places["target"], "--target", places[STAGED])
         (own := self._folder / "gateway").mkdir()
-        self.gateway = GatewayProcess(own, *named, *self._identity("gateway", "gateway").options())
+        identity = self._identity("gateway", "gateway").options()
+        self.gateway = GatewayProcess(own, *named, *identity, tree=ROOT if self._is_fresh else None)
         await asyncio.to_thread(lambda: self.gateway.ready)
         return self
 
@@ -76,6 +80,19 @@ class Farm:
         await self._stack.aclose()
         for worker in self.workers.values():
             worker.close()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each part, and of each stage."""
+        stages = {f"stage {index}": pid for index, pid in local_pids(self.workers[STAGED]).items()}
+        workers = {part: worker.pid for part, worker in self.workers.items()}
+        return {"gateway": self.gateway.process.pid, **workers, **stages}
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """The address of each part's metrics."""
+        workers = {part: str(worker.ready["metrics"]) for part, worker in self.workers.items()}
+        return {"gateway": str(self.gateway.ready["address"]), **workers}
 
     def _identity(self, part: str, role: str) -> Paths:
         self._certificates[part] = self._authority.role(role, part)  # type: ignore[arg-type]
@@ -91,7 +108,8 @@ class Farm:
             "silence": ROLES,
             "delay": ROLES,
             "corrupt": ROLES,
-            "kill a stage of": (STAGED,),
+            "kill stage 0 of": (STAGED,),
+            "kill stage 1 of": (STAGED,),
             "restart": ROLES,
             "rotate certificates of": (*ROLES, "gateway"),
         }
@@ -124,8 +142,8 @@ class Farm:
             case "stop":
                 os.kill(worker.pid, signal.SIGSTOP)
                 return lambda: _signal(worker.pid, signal.SIGCONT)
-            case "kill a stage of":
-                await _signal(self._stage_pid(worker), signal.SIGKILL)
+            case "kill stage 0 of" | "kill stage 1 of":
+                await _signal(local_pids(worker)[int(fault.kind.split()[2])], signal.SIGKILL)
                 return _nothing
             case "cut":
                 await network.cut()
@@ -161,12 +179,6 @@ class Farm:
             await asyncio.to_thread(lambda: worker.address)
         except queue.Empty as error:
             raise TimeoutError(f"The {worker.role} does not serve again: {worker.stderr}") from error
-
-    @staticmethod
-    def _stage_pid(worker: WorkerProcess) -> int:
-        """Return the process of the stage that was started last."""
-        lines = [line for line in worker.stderr.splitlines() if ", process " in line]
-        return int(lines[-1].rstrip(".").rpartition(" ")[2])
 
 
 async def _nothing() -> None:

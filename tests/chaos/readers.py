@@ -23,6 +23,8 @@ _PROMPTS = (
 )
 _LENGTHS, _TEMPERATURES = (16, 48, 96), (0.0, 1.0)
 _LIMIT_S = 120.0
+_NOBODY = "connection refused"
+"""The error of a request for which nobody listened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +70,38 @@ class Notes:
     wrong: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     failures: Counter[str] = field(default_factory=Counter[str])
     """Requests that ended with an error, by its code."""
+    num_refused: int = 0
+    """Connections that nobody accepted."""
     untyped: list[str] = field(default_factory=list[str])
+    num_requests: int = 0
+    """Requests that have come to their end, well or not."""
     silences: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """When a reader had a word again, and after how many seconds."""
 
 
-async def read_on(url: str, expected: Mapping[Kind, str], notes: Notes, has_ended: asyncio.Event, seed: int) -> None:
-    """Send requests one after the other until the end, and compare their texts."""
+async def read_on(
+    urls: Sequence[str],
+    expected: Mapping[Kind, str],
+    notes: Notes,
+    has_ended: asyncio.Event,
+    seed: int,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Send requests one after the other until the end, and compare their texts.
+
+    Each goes to one of `urls`, and to the next one only if nobody listens there; nothing else is tried again.
+    """
     rng, kinds = random.Random(seed), sorted(expected, key=repr)
-    async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S) as client:
+    async with httpx.AsyncClient(timeout=_LIMIT_S, headers=headers) as client:
         while not has_ended.is_set():
             kind = rng.choice(kinds)
-            texts, error = await _read(client, kind, notes)
+            texts, error = [], None
+            for url in rng.sample(urls, len(urls)):
+                texts, error = await _read(client, url, kind, notes)
+                if error != _NOBODY:
+                    break
+                notes.num_refused += 1
+            notes.num_requests += 1
             if error is not None:
                 notes.failures[error] += 1
                 await asyncio.sleep(rng.uniform(0.1, 0.5))
@@ -91,12 +113,12 @@ async def read_on(url: str, expected: Mapping[Kind, str], notes: Notes, has_ende
                 notes.wrong.append({"request": kind.body(), "beginning": "".join(texts), "expected": expected[kind]})
 
 
-async def _read(client: httpx.AsyncClient, kind: Kind, notes: Notes) -> tuple[Sequence[str], str | None]:
+async def _read(client: httpx.AsyncClient, url: str, kind: Kind, notes: Notes) -> tuple[Sequence[str], str | None]:
     """Return the pieces of the text, and the code of the error that ended it, if one did."""
     loop, texts = asyncio.get_running_loop(), list[str]()
     last_s, reason = loop.time(), None
     try:
-        async with client.stream("POST", "/v1/completions", json=kind.body()) as answer:
+        async with client.stream("POST", f"{url}/v1/completions", json=kind.body()) as answer:
             if answer.status_code != 200:
                 return [], _code(json.loads(await answer.aread()), notes)
             async for line in answer.aiter_lines():
@@ -112,6 +134,8 @@ async def _read(client: httpx.AsyncClient, kind: Kind, notes: Notes) -> tuple[Se
                 for choice in event["choices"]:
                     texts.append(choice["text"])
                     reason = choice["finish_reason"] or reason
+    except httpx.ConnectError:
+        return [], _NOBODY
     except (httpx.HTTPError, ValueError) as error:
         notes.untyped.append(f"{type(error).__name__}: {error}")
         return texts, type(error).__name__

@@ -10,21 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forked import ForkedProcess
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S, environment, start_from
 
 
 class GatewayProcess:
-    """One gateway; `ready` waits for its line, and `close` ends it with its workers."""
+    """One gateway; `ready` waits for its line, and `close` ends it with its workers.
 
-    def __init__(self, folder: Path, *arguments: str, **changes: str) -> None:
+    It is forked from a process that has the imports (see `forked`), or is a user's with the code of `tree`.
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, http: str = "127.0.0.1:0", tree: Path | None = None, **changes: str
+    ) -> None:
         self._log = folder / "gateway.err"
+        words, env = ("serve", "--http", http, *arguments), environment(OMP_NUM_THREADS="1", **changes)
         with self._log.open("wb") as log:
-            self.process = ForkedProcess(
-                "specsplit",
-                *("serve", "--http", "127.0.0.1:0", *arguments),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment(OMP_NUM_THREADS="1", **changes),
+            self.process = (
+                ForkedProcess("specsplit", *words, stdout=subprocess.PIPE, stderr=log, env=env)
+                if tree is None
+                else start_from(tree, words, env, log)
             )
         self._ready: dict[str, Any] | None = None
 

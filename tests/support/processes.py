@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.support.forked import ROOT, ForkedProcess
 
@@ -44,15 +45,24 @@ def run(*arguments: str, stdin: bytes = b"", **changes: str) -> tuple[int, str, 
     return process.wait(), out.decode(), err.decode()
 
 
+def start_from(
+    tree: Path, arguments: Sequence[str], env: Mapping[str, str], stderr: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start `specsplit` as a user does, with the code that lies in `tree`."""
+    places = {**env, "PYTHONPATH": str(tree)}
+    return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=stderr, env=places, cwd=tree)
+
+
 class WorkerProcess:
     """A worker of the embedded pair; it keeps its port over restarts. Starting does not wait, `address` does.
 
-    It is forked from a process that has the imports (see `forked`); if it `is_fresh`, its first start is a user's.
+    It is forked from a process that has the imports (see `forked`); if it `is_fresh`, its first start is a user's, with
+    the code of `tree`.
     """
 
-    def __init__(self, role: str, folder: Path, *arguments: str, is_fresh: bool = False) -> None:
+    def __init__(self, role: str, folder: Path, *arguments: str, is_fresh: bool = False, tree: Path = ROOT) -> None:
         self.role = role
-        self._is_fresh = is_fresh
+        self._is_fresh, self._tree = is_fresh, tree
         self._folder = folder
         self._arguments = arguments
         self._listen = "127.0.0.1:0"
@@ -68,7 +78,7 @@ class WorkerProcess:
             arguments = (self.role, "--listen", self._listen, *self._arguments, "--trace-file", str(self.trace))
             env = environment(OMP_NUM_THREADS="1")
             self._process = (
-                subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=log, env=env)
+                start_from(self._tree, arguments, env, log)
                 if self._is_fresh and self._num_starts == 1
                 else ForkedProcess("specsplit", *arguments, stdout=subprocess.PIPE, stderr=log, env=env)
             )

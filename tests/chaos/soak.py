@@ -1,0 +1,141 @@
+"""`make soak`: a steady mixed load on a whole service, and whether any of its processes grows.
+
+It fails if memory, descriptors, threads, sessions, slots or tasks of a process grow, if something is still held once
+the load is over, or if a request fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.farm import Farm
+from tests.chaos.load import Counts, load
+from tests.chaos.readings import Reading, read
+from tests.chaos.slopes import slope_of
+
+PERIOD_S = 10.0
+LIMITS = {"RSS MB": 1.0}
+"""The growth in ten minutes that a quantity may have; a count may have LIMIT."""
+LIMIT = 0.25
+HELD = ("descriptors", "sessions", "waiting", "slots", "work", "tasks")
+"""Quantities that are the same whenever the service is at rest; warm slots are kept, and pools of threads fill up."""
+REST_S = 20.0
+Samples = list[tuple[float, Mapping[str, Reading]]]
+"""Seconds since the start, and the readings of all processes."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run, print a table, write the report; return the exit code."""
+    parser = ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument(
+        "--warm-up", type=float, metavar="MINUTES", help="of these, not measured (a quarter, at most 10)"
+    )
+    parser.add_argument("--requests-per-s", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, default=Path("soak.json"))
+    chosen = parser.parse_args(arguments)
+    warm_up = min(10.0, chosen.minutes / 4) if chosen.warm_up is None else chosen.warm_up
+    lengths_s = (warm_up * 60, (chosen.minutes - warm_up) * 60)
+    found = asyncio.run(run(lengths_s, chosen.requests_per_s, chosen.seed))
+    chosen.report.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(_table(found) + f"\nEvery sample stands in {chosen.report}.\n")
+    return 0 if found["is_well"] else 1
+
+
+async def run(lengths_s: tuple[float, float], requests_per_s: float, seed: int) -> dict[str, Any]:
+    """Return the report of a load of so many seconds: warming up, and measured every PERIOD_S."""
+    rng, counts, samples = random.Random(seed), Counts(), Samples()
+    with tempfile.TemporaryDirectory(prefix="specsplit-soak-") as folder:
+        async with Farm(Path(folder), is_fresh=True) as farm:
+            began_s = time.monotonic()
+            await load(farm.gateway.url, rng, requests_per_s, lengths_s[0], counts)
+            before = await _at_rest(farm)
+            sampling = asyncio.create_task(_sample(farm, began_s, samples))
+            await load(farm.gateway.url, rng, requests_per_s, lengths_s[1], counts)
+            sampling.cancel()
+            await asyncio.wait({sampling})
+            left = _still_held(before, await _at_rest(farm))
+            seconds = time.monotonic() - began_s
+    slopes = _slopes(samples)
+    return {
+        "seconds": round(seconds, 1),
+        "warm_up_s": lengths_s[0],
+        "num_samples": len(samples),
+        "requests_by_kind": dict(counts.ended),
+        "failures": dict(counts.failures),
+        "still_held": left,
+        "slopes": slopes,
+        "is_well": not counts.failures and not left and all(each["verdict"] != "grows" for each in slopes),
+        "samples": samples,
+    }
+
+
+async def _sample(farm: Farm, began_s: float, samples: Samples) -> None:
+    """Read all processes once a period, for ever."""
+    while True:
+        samples.append((round(time.monotonic() - began_s, 2), await _read(farm)))
+        sys.stderr.write(f"{samples[-1][0]:.0f} s\n")
+        await asyncio.sleep(PERIOD_S)
+
+
+async def _read(farm: Farm) -> Mapping[str, Reading]:
+    pids, pages = farm.pids, farm.pages
+    return {part: await read(pid, pages.get(part)) for part, pid in pids.items()}
+
+
+async def _at_rest(farm: Farm) -> Mapping[str, Reading]:
+    """Return the least that each process holds in REST_S seconds without a load."""
+    end_s, least = time.monotonic() + REST_S, dict(await _read(farm))
+    while time.monotonic() < end_s:
+        await asyncio.sleep(1.0)
+        for part, reading in (await _read(farm)).items():
+            least[part] = {name: min(value, least[part].get(name, value)) for name, value in reading.items()}
+    return least
+
+
+def _still_held(before: Mapping[str, Reading], after: Mapping[str, Reading]) -> dict[str, float]:
+    """Return what a process at rest holds beyond what it held at rest before."""
+    return {
+        f"{part}: {name}": reading[name] - before[part][name]
+        for part, reading in after.items()
+        for name in HELD
+        if name in reading and reading[name] > before[part][name]
+    }
+
+
+def _slopes(samples: Samples) -> list[dict[str, Any]]:
+    """Return the line through each quantity of each process."""
+    at_s = [at for at, _ in samples]
+    found: list[dict[str, Any]] = []
+    for part, first in samples[0][1].items():
+        for name in first:
+            values = [readings[part][name] for _, readings in samples]
+            slope = slope_of(at_s, values)
+            own = {"process": part, "quantity": name, "first": values[0], "last": values[-1], "most": max(values)}
+            growth = {"per_10_minutes": slope.per_period, "half_width": slope.half_width}
+            found.append({**own, **growth, "verdict": slope.verdict(LIMITS.get(name, LIMIT))})
+    return found
+
+
+def _table(found: Mapping[str, Any]) -> str:
+    lines = [f"{'process':10}{'quantity':13}{'first':>9}{'last':>9}{'most':>9}  in 10 minutes"]
+    for each in found["slopes"]:
+        numbers = "".join(f"{each[name]:9.1f}" for name in ("first", "last", "most"))
+        growth = f"{each['per_10_minutes']:+8.3f} +- {each['half_width']:.3f}"
+        lines.append(f"{each['process']:10}{each['quantity']:13}{numbers}  {growth}  {each['verdict']}")
+    sums = {name: found[name] for name in ("seconds", "requests_by_kind", "failures", "still_held", "is_well")}
+    return "\n".join(lines) + "\n" + json.dumps(sums, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
