@@ -28,6 +28,8 @@ from specsplit.orchestrator.audit_counts import AuditCounts
 
 PING_S = 1.0
 """Period of pings, and the time for an answer."""
+MOST_UNFREED = 256
+"""Ended sessions that are remembered for a replica that is silent."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +56,8 @@ class Replica:
         """Audits that found it wrong, or in which nobody could tell whether it or the other target was."""
         self.is_ready = True
         """Whether it answered the last ping, and was not lost since."""
+        self.unfreed: dict[str, None] = {}
+        """Ended sessions whose slots it may still hold, since it was silent when they ended."""
         self.is_quarantined = False
         """Whether an audit found it wrong. No ping tells that it is well again, so it stays so."""
 
@@ -63,6 +67,17 @@ class Replica:
         if not self.is_quarantined:
             self.is_quarantined, self.is_ready = True, False
             _log.error("the target at %s computes wrong results and is quarantined: %s", self.name, why)
+
+    def owe(self, session: str) -> None:
+        """Note an ended session for `free`; beyond MOST_UNFREED the target's own time limit frees the oldest."""
+        self.unfreed[session] = None
+        if len(self.unfreed) > MOST_UNFREED:
+            del self.unfreed[next(iter(self.unfreed))]
+
+    async def free(self) -> None:
+        """End the sessions that ended while it was silent."""
+        sessions, self.unfreed = self.unfreed, {}
+        await asyncio.gather(*map(self.verifier.close, sessions))
 
     def say(self, *, is_ready: bool, why: str = "") -> None:
         """Note whether it can be used; a change is logged."""
@@ -150,6 +165,9 @@ class Replicas:
             member.say(is_ready=False, why=str(error) or "it does not answer.")
         else:
             member.say(is_ready=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PING_S):
+                    await member.free()
 
     async def meet(self, member: Replica) -> Identity:
         """Ask a replica who it is.
@@ -209,6 +227,8 @@ class ReplicaSession:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self._left: list[Replica] = []
+        self._used: set[Replica] = set()
+        """Replicas that may hold a slot of it."""
         self._replica = self.answered = replicas.least_loaded()
         """`answered` gave the last verdict."""
         self._replica.num_sessions += 1
@@ -250,9 +270,14 @@ class ReplicaSession:
             return await member.verifier.tokenizer_files(known_hash)
 
     async def close(self, session: str) -> None:
-        """Free the session's slots: one that was left may have come back, with what it held."""
-        used = {self._replica, *(member for member in self._left if member.is_ready)}
-        await asyncio.gather(*(member.verifier.close(session) for member in used))
+        """Free the session's slots: a replica that was left may have come back, with what it held, or does later."""
+        used, self._used = self._used | {self._replica}, set[Replica]()
+        # Nobody waits for a replica that is silent, unless it is the last one that was asked.
+        asked = [member for member in used if member.is_ready or member is self._replica]
+        await asyncio.gather(*(member.verifier.close(session) for member in asked))
+        for member in used:
+            if not member.is_ready:
+                member.owe(session)
 
     def leave(self) -> None:
         """Count the session no more."""
@@ -297,6 +322,7 @@ class ReplicaSession:
         """Go to another replica, unless the session has left this one already."""
         if member is not self._replica:
             return
+        self._used.add(member)
         with suppress(ValueError):
             self._left.remove(member)
         self._left.append(member)

@@ -20,6 +20,7 @@ from specsplit.orchestrator.replicas import Replicas
 from specsplit.orchestrator.request import Request, RetryPolicy
 from specsplit.speculation.options import Speculation
 from specsplit.target.stream import TargetStream
+from tests.contract.session_contract import Script
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.fakes import FakeDraft, FakeTarget
@@ -226,3 +227,23 @@ async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.Monk
             await until(lambda is_lost=is_lost: together.members[0].is_ready != is_lost)
             assert together.num_ready == 2 - is_lost
     watching.cancel()
+
+
+async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:
+    """Its request went on elsewhere, and ended while it was silent: it hears of that once it answers."""
+    targets = [Killable(), Killable()]
+    together, script = Replicas(dict(zip("ab", targets, strict=True))), Script((1, 2, 3))
+    turn, proposal = script.first((1, 2, 3)), Proposal(first_node=1, root_position=2)
+    with together.session() as session:
+        await session.verify(turn, proposal)
+        targets[0].faults.gate = asyncio.Event()
+        waiting = asyncio.create_task(session.verify(script.turn((1, 2, 3), 2), proposal))
+        await asyncio.sleep(0)
+        together.members[0].say(is_ready=False, why="it does not answer.")
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await session.close(script.session)
+    assert targets[0].slots, "nobody waits for a silent replica"
+    targets[0].faults.gate = None
+    await together.check()
+    assert not targets[0].slots
