@@ -22,6 +22,7 @@ from tests.chaos.readers import Notes, expected_texts, read_on
 
 SILENT_S = 5.0
 _MOST_AT_ONCE = 2
+_LOOK_S = 0.25
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +46,8 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
     expected, notes, happened = await asyncio.to_thread(expected_texts), Notes(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="specsplit-chaos-") as folder:
         async with Farm(Path(folder)) as farm:
-            has_ended, began_s = asyncio.Event(), time.monotonic()
+            has_ended, began_s, stalls = asyncio.Event(), time.monotonic(), list[float]()
+            measuring = asyncio.create_task(_measure_stalls(stalls))
             readers = [
                 asyncio.create_task(read_on([farm.gateway.url], expected, notes, has_ended, seed * 1000 + number))
                 for number in range(num_readers)
@@ -53,6 +55,7 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
             await _disturb(farm, random.Random(seed), began_s + length_s, every_s, notes, happened)
             has_ended.set()
             await asyncio.gather(*readers)
+            measuring.cancel()
     longest_s = max((length for _, length in notes.silences), default=0.0)
     return {
         "seconds": round(time.monotonic() - began_s, 1),
@@ -65,12 +68,22 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
         "failures_by_code": dict(notes.failures),
         "untyped": notes.untyped[:5],
         "longest_silence_s": round(longest_s, 2),
+        "longest_own_stall_s": round(max(stalls, default=0.0), 2),
         "num_silences": sum(length > SILENT_S for _, length in notes.silences),
         "is_well": not (notes.wrong or notes.untyped or notes.num_refused)
         and longest_s <= SILENT_S
         and notes.num_right > 0,
         "faults": happened,
     }
+
+
+async def _measure_stalls(stalls: list[float]) -> None:
+    """Note for how long this process, readers and network, did nothing: a silence as long as that tells nothing."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + _LOOK_S
+        await asyncio.sleep(_LOOK_S)
+        stalls.append(loop.time() - due_s)
 
 
 async def _disturb(
