@@ -95,8 +95,9 @@ sbom: $(TOOLS)  ## Write dist/specsplit-IMAGE.cdx.json, the CycloneDX list of ea
 client-test: $(TOOLS)  ## Run lm-eval, LangChain, LlamaIndex, guidellm and AIPerf on a gateway (installs them; not part of CI)
 	$(BIN)/python -m pytest -q tests/clients
 
-fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, the same ones each time (not part of CI)
+fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, and 20,000 messages a method to each kind of worker (not part of CI)
 	SPECSPLIT_TEST_NUM_FUZZED=50000 $(BIN)/python -m pytest -q tests/service/test_gateway.py -k fuzzed
+	SPECSPLIT_TEST_NUM_MESSAGES=20000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/service/test_fuzz.py -o log_cli=true -o log_cli_level=INFO
 
 chaos: $(TOOLS)  ## Let faults happen to every part of a service under load (make chaos MINUTES=5; 60 by default; not part of CI)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60)

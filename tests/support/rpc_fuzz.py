@@ -92,6 +92,8 @@ def _scramble(message: Any, rng: random.Random) -> None:
     field = rng.choice(message.DESCRIPTOR.fields)
     if rng.random() < 0.15:
         message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, field.name)[_wild_word(rng)] = _wild_word(rng)
     elif field.is_repeated:
         values = getattr(message, field.name)
         for _ in range(rng.choice((1, 1, 2, 5, 70))):
@@ -108,7 +110,11 @@ def _scramble(message: Any, rng: random.Random) -> None:
 
 def _wild(field: FieldDescriptor, rng: random.Random) -> Any:
     if field.type == FieldDescriptor.TYPE_STRING:
-        return rng.choice(("", "fuzzed", "x" * 64, "x" * 65, "\0", "../x", "\U0001f600"))
+        return _wild_word(rng)
     if field.type == FieldDescriptor.TYPE_BYTES:
         return rng.randbytes(rng.choice((0, 1, 4, 100)))
     return rng.choice(_WILD[field.cpp_type])
+
+
+def _wild_word(rng: random.Random) -> str:
+    return rng.choice(("", "fuzzed", "x" * 64, "x" * 65, "\0", "../x", "\U0001f600"))
