@@ -48,7 +48,7 @@ class VerificationBudget:
     def __init__(self, times: StepTimes | None = None) -> None:
         self.times = times
         """Seconds of a forward of one session by its rows."""
-        self._session_s = RunningMedian()
+        self._session_s = RunningMedian(0.0)
         self.tree_s = 0.0
         """Seconds that a session's having a tree takes, beside its rows."""
         self._last_end_s = -math.inf

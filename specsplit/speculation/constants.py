@@ -58,6 +58,8 @@ ROW_COST = 0.04
 """Forwards of one row that a further row adds before anything is known. Measured: 10 to 20 rows double it on a CPU."""
 PLAIN_FORGIVENESS = 0.999
 """Factor on the correction of a plain forward for each forward of another size. Chosen: it halves in 700 rounds."""
+MAX_STEP_SESSIONS = 1024
+"""Sessions in a step that a worker is believed. Chosen: beyond any batch, and a plan costs no more than with it."""
 RATIO_WINDOW = 5
 """Observations whose median corrects a point of the curve. Chosen: outlasts two stalls in a row."""
 MIN_OBSERVED = 3

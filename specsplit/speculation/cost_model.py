@@ -54,7 +54,7 @@ class Costs:
 
     def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
         """Return the seconds of a verify in `mode` by the rows of each session."""
-        return self.verify_in(mode).curve(max_rows * self.num_sessions)[:: self.num_sessions]
+        return self.verify_in(mode).shared_curve(max_rows, self.num_sessions)
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
@@ -233,8 +233,7 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
     if costs.draft is None:
         call_s, level = 0.0, [0.0] * (limits.nodes[-1] + 1)
     else:
-        num_sessions = costs.num_sessions
-        call_s, level = costs.draft.call_s, costs.draft.level.curve(limits.nodes[-1] * num_sessions)[::num_sessions]
+        call_s, level = costs.draft.call_s, costs.draft.level.shared_curve(limits.nodes[-1], costs.num_sessions)
     return [
         (nodes, depth, call_s + depth * level[-(-nodes // depth)])
         for depth in range(1, limits.max_depth + 1)

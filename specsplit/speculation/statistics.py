@@ -111,7 +111,7 @@ class SpeculationStats:
         """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
         is_counted = self.counts_plain or mode != PLAIN or decision.nodes > 0
         self._num_rounds += 1
-        num_sessions = int(self.times.sessions.value)
+        num_sessions = self.times.sessions.value
         # Sessions that share steps take turns; the stride has no common divisor with their number.
         self.counts_plain = num_sessions == 1 or self._num_rounds % (num_sessions + 1) == 0
         if not is_counted:
@@ -135,7 +135,7 @@ class SpeculationStats:
         paths: list[float] = []
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
-        ranked, gap_s, num_sessions = sorted(paths, reverse=True), self.times.gap_s, int(self.times.sessions.value)
+        ranked, gap_s, num_sessions = sorted(paths, reverse=True), self.times.gap_s, self.times.sessions.value
         plain = 1 / (verify.curve(num_sessions)[num_sessions] + gap_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
@@ -171,7 +171,7 @@ class SpeculationStats:
             self._hit_rate,
             verify_concurrent=concurrent,
             tree_s=times.tree_s,
-            num_sessions=int(times.sessions.value),
+            num_sessions=times.sessions.value,
         )
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
@@ -186,7 +186,7 @@ class SpeculationStats:
 
     def _follow_load(self) -> None:
         """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
-        doublings = int(self.times.sessions.value).bit_length() - 1
+        doublings = self.times.sessions.value.bit_length() - 1
         learned = self._learned_by_load.get(doublings)
         if learned is None:
             learned = self._learned_by_load[doublings] = self._learned.copy()
@@ -209,11 +209,11 @@ class SpeculationStats:
     def is_decision_due(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> bool:
         """Return whether a session whose turn it is decides: of those that share steps, one in as many rounds does."""
         since = self._num_rounds - self._learned.decided_at.get((has_draft, modes, limits), 0)
-        return since >= DECIDE_EVERY * (int(self.times.sessions.value) - 1)
+        return since >= DECIDE_EVERY * (self.times.sessions.value - 1)
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
-        verify, num_sessions = self.times.verify, int(self.times.sessions.value)
+        verify, num_sessions = self.times.verify, self.times.sessions.value
         if verify is None:
             return len(path_log_probs)
         # A further row makes all wait that share the step.
@@ -221,7 +221,7 @@ class SpeculationStats:
 
     def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
         """Return the tokens per second of verifying these nodes at once: the mean over the sessions of the step."""
-        times, num_nodes, num_sessions = self.times, len(path_log_probs), int(self.times.sessions.value)
+        times, num_nodes, num_sessions = self.times, len(path_log_probs), self.times.sessions.value
         if times.verify is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import le, mul
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
     MAX_PENDING,
+    MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
@@ -30,21 +31,22 @@ from specsplit.speculation.constants import (
     STEPS_AWAY_SLACK,
 )
 
+_Number = TypeVar("_Number", int, float)
 RoundCourse = Literal["plain", "tree", "behind tree"]
 """A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
 
 
-class RunningMedian:
+class RunningMedian(Generic[_Number]):
     """The median of the last few values, so that a machine that stalls now and then changes nothing."""
 
     __slots__ = ("_recent", "value")
 
-    def __init__(self, initial: float = 0.0, window: int = MEDIAN_WINDOW) -> None:
-        self._recent: deque[float] = deque(maxlen=window)
+    def __init__(self, initial: _Number, window: int = MEDIAN_WINDOW) -> None:
+        self._recent: deque[_Number] = deque(maxlen=window)
         self.value = initial
         """The median, of two middle values the lower; `initial` before the first value."""
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: _Number) -> None:
         """Count a value, unless it is infinite or no number."""
         if math.isfinite(value):
             self._recent.append(value)
@@ -107,6 +109,14 @@ class StepTimes:
         if len(curve) <= max_rows:
             curve += _interpolate(self._rows, self._seconds, range(len(curve), max_rows + 1))
         return curve
+
+    def shared_curve(self, max_rows: int, num_sessions: int) -> Sequence[float]:
+        """Return the seconds by the rows of each of so many sessions that share the forward; entry 0 as in `curve`."""
+        if num_sessions == 1:
+            return self.curve(max_rows)
+        if self._pending:
+            self._catch_up()
+        return _interpolate(self._rows, self._seconds, range(0, (max_rows + 1) * num_sessions, num_sessions))
 
     def count_worth_verifying(self, log_probs: Sequence[float], tokens_per_s: float, rows: int = 1) -> int:
         """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
@@ -196,14 +206,14 @@ class WorkerTimes:
         self.draft: DraftTimes | None = None
         self.num_proposals = 0
         """Proposes that were answered."""
-        self._round_trip = RunningMedian()
+        self._round_trip = RunningMedian(0.0)
         self._least_ping_s: float | None = math.inf
         """None as soon as a verify has measured the round trip better."""
-        self._overhead = RunningMedian()
+        self._overhead = RunningMedian(0.0)
         self._has_plain_gap = False
         self.sessions = RunningMedian(1)
         """Sessions that share the target's steps."""
-        self._tree, self._behind_tree = RunningMedian(), RunningMedian()
+        self._tree, self._behind_tree = RunningMedian(0.0), RunningMedian(0.0)
 
     @property
     def gap_s(self) -> float:
@@ -235,7 +245,7 @@ class WorkerTimes:
         rows, device_s = _step_rows(timings), (timings.device_ms + timings.sampling_ms) / 1e3
         if rows <= 0 or device_s <= 0:
             return
-        self.sessions.observe(timings.batch_size)
+        self.sessions.observe(_step_sessions(timings))
         if self.verify is None:
             one_row_s = device_s / (1 + ROW_COST * (rows - 1))
             self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
@@ -273,13 +283,13 @@ class WorkerTimes:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
         overhead_s = max(overhead_s, 0.0)
         if course == "behind tree" and self._has_plain_gap and self.verify is not None:
-            self.sessions.observe(timings.batch_size)
+            self.sessions.observe(_step_sessions(timings))
             self._behind_tree.observe(verify_s + overhead_s - self.verify.seconds(self.sessions.value) - self.gap_s)
             return
         # What a plain round has beside its forward is measured in plain rounds, as soon as there was one.
         is_gap = course == "plain" or not self._has_plain_gap
         if course == "plain" and not self._has_plain_gap:
-            self._has_plain_gap, self._overhead, self._round_trip = True, RunningMedian(), RunningMedian()
+            self._has_plain_gap, self._overhead, self._round_trip = True, RunningMedian(0.0), RunningMedian(0.0)
         self.observe_verify(timings, verify_s if is_gap else None, is_concurrent=is_concurrent)
         if is_gap:
             self._overhead.observe(overhead_s)
@@ -301,7 +311,12 @@ class WorkerTimes:
 
 def _step_rows(timings: Timings) -> int:
     """Return the rows of the steps that served a call, if each session in them had as many as this one."""
-    return timings.num_tokens * max(timings.batch_size, 1)
+    return timings.num_tokens * _step_sessions(timings)
+
+
+def _step_sessions(timings: Timings) -> int:
+    """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
+    return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

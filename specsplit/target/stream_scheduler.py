@@ -36,7 +36,7 @@ class StreamScheduler:
         self._tokens_per_s = 0.0
         self._misses: dict[int, _Miss] = {}
         """The misses that are not settled, by the commit's position."""
-        self._response_s = RunningMedian()
+        self._response_s = RunningMedian(0.0)
         self._expected = self._num_nodes = 0.0
         """Means over the answers to misses: E[A], and nodes."""
 

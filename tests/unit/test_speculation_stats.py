@@ -10,7 +10,7 @@ import pytest
 
 from specsplit.core.types import ROOT, Identity, Proposal, Timings
 from specsplit.speculation.acceptance import lookup_cells
-from specsplit.speculation.constants import LOOKUP_RETRY
+from specsplit.speculation.constants import LOOKUP_RETRY, MAX_STEP_SESSIONS
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.options import Speculation
@@ -147,6 +147,15 @@ def test_a_tree_pays_alone_and_not_where_many_sessions_share_a_step():
     assert (alone.mode, many.mode) == ("pingpong", "plain")
     plain = {plan.mode: plan.tokens_per_s for plan in many.alternatives}["plain"]
     assert plain == pytest.approx(1 / TIMES.seconds(16), rel=0.01), "the rate of a session, whose step has 16 rows"
+
+
+@pytest.mark.parametrize("num_sessions", [-1, 0, 2**31 - 1])
+def test_what_a_worker_says_of_its_steps_is_believed_within_bounds(num_sessions: int):
+    stats = shared(1)
+    for _ in range(20):
+        stats.times.observe_verify(Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions), 0.01)
+    assert decided(stats).tokens_per_s > 0
+    assert stats.times.sessions.value in (1, MAX_STEP_SESSIONS)
 
 
 def test_a_row_has_to_pay_for_all_that_share_the_step():
