@@ -52,7 +52,9 @@ class DraftClient:
         self._cooldown = Cooldown()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
-        self._largest_token = max(contract.history.ids)
+        self._largest_token = 0
+        self._num_weighed = 0
+        """Committed tokens of which the largest is known."""
         self._verify = _MeanVerify()
 
     def enter(self) -> None:
@@ -101,6 +103,9 @@ class DraftClient:
         """
         draft = self._peer.identity
         if draft is not None:
+            unweighed = self.contract.history.ids[self._num_weighed :]
+            self._largest_token = max(self._largest_token, *unweighed, 0)
+            self._num_weighed += len(unweighed)
             if self._largest_token >= draft.vocab_size:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
@@ -219,9 +224,8 @@ class DraftClient:
         assert identity is not None, "met before it is asked"
         return replace(params, sampling=params.sampling.within(identity.vocab_size), top_logprobs=None)
 
-    def observe(self, token_ids: Sequence[int], scored: tuple[int, ...], verify_s: float) -> None:
-        """Count a round: what was committed, which of the draft's nodes were scored, how long the verify took."""
-        self._largest_token = max(self._largest_token, *token_ids)
+    def observe(self, scored: tuple[int, ...], verify_s: float) -> None:
+        """Count a round: which of the draft's nodes were scored, how long the verify took."""
         self.scored = scored
         self._verify.observe(verify_s)
 

@@ -47,6 +47,8 @@ Measured: with 16 sessions at a target the work for an offered tree takes a fift
 """
 LOOKUP_RETRY = 16
 """Rounds from one lookup to the next where it brings less. Chosen: hardly costs, and a changed text is noticed."""
+REST_YIELD_STEP = 0.05
+"""Weight of one plain round in what lookup brings to them. Chosen: one good lookup keeps it awake for 20 rounds."""
 LOOKUP_YIELD_STEP = 0.1
 """Weight of one lookup in that mean. Chosen: a memory of 10 lookups; after 14 in vain there are few."""
 

@@ -19,6 +19,7 @@ from specsplit.speculation.constants import (
     MIN_RATE_FACTOR,
     PROBE_SHARE,
     RATE_STEP,
+    REST_YIELD_STEP,
     TRIAL_DECISIONS,
 )
 from specsplit.speculation.cost_model import PLAIN, RoundMode
@@ -131,16 +132,33 @@ class LookupYield:
         self._num_tokens: dict[int, float] = {}
         """Accepted nodes of a lookup, the mean by kind of hit; older lookups count less."""
         self._num_skipped: dict[int, int] = {}
+        self._per_round = 1.0
+        """Accepted nodes of a plain round, the mean over those that could look up; older ones count less."""
 
-    def is_worth_asking(self, longest_hit: int) -> bool:
-        """Return whether to look up in a plain round; a kind of hit that does not pay is tried now and then."""
+    def is_worth_asking(self, longest_hit: int, num_rounds: int = 1) -> bool:
+        """Return whether to look up in a plain round; a kind of hit that does not pay is tried now and then.
+
+        The round stands for `num_rounds` if the others of as many rest.
+        """
         if not longest_hit:
             return False
         if self._num_tokens.get(longest_hit, 1.0) >= LOOKUP_YIELD:
             return True
-        num_skipped = self._num_skipped.get(longest_hit, 0) + 1
-        self._num_skipped[longest_hit] = num_skipped % LOOKUP_RETRY
-        return num_skipped == LOOKUP_RETRY
+        num_skipped = self._num_skipped.get(longest_hit, 0) + num_rounds
+        is_retried = num_skipped >= LOOKUP_RETRY
+        self._num_skipped[longest_hit] = 0 if is_retried else num_skipped
+        return is_retried
+
+    def may_rest(self, num_sessions: int) -> bool:
+        """Return whether plain rounds bring too little of lookup to be more than plain decoding.
+
+        With several sessions in a step an offered tree costs more: all of them wait for it.
+        """
+        return self._per_round < (LOOKUP_YIELD if num_sessions > 1 else LOOKUP_YIELD / 2)
+
+    def observe_round(self, num_accepted: int) -> None:
+        """Count a plain round that could look up, whether it did or not."""
+        self._per_round += REST_YIELD_STEP * (num_accepted - self._per_round)
 
     def observe(self, longest_hit: int, num_accepted: int) -> None:
         """Count a lookup in a plain round: the nodes that were verified and accepted."""

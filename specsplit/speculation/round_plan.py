@@ -41,6 +41,8 @@ class RoundPlan:
     """None in a fixed mode."""
     probe: Budget | None = None
     """A tree that the draft is asked for and nobody waits for, to learn what the draft is worth."""
+    may_rest: bool = False
+    """Whether speculation may be left alone in this round: `auto` decodes plainly, and lookup brings nothing here."""
 
 
 # The last token leaves no room for a tree; a session in a stream takes it from there, so that nothing is reopened.
@@ -79,7 +81,7 @@ class RoundPlanner:
         self._without_draft = (
             RoundPlan("lookup", self._fixed.budget, self._fixed.limit) if speculation.lookup else _PLAIN
         )
-        self._decided_plan = _PLAIN
+        self._decided_plan = self._resting_plan = _PLAIN
         self._num_rounds = 0
         self._num_without_draft = 0
         self._is_streaming = mode == "stream"
@@ -122,11 +124,14 @@ class RoundPlanner:
         # A decision stands for several rounds, so its plan is built once.
         if decision is not self._decided_plan.decision:
             self._decided_plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
+            self._resting_plan = replace(self._decided_plan, may_rest=True)
         if decision.nodes == 0:
             self._num_without_draft += 1
             if has_draft and modes and self._is_probe_due():
                 self._num_without_draft = 0
                 return replace(self._decided_plan, probe=self._first)
+            if not is_turn and stats.may_rest:
+                return self._resting_plan
         return self._decided_plan
 
     def _plan_of(self, decision: Decision, *, has_draft: bool) -> RoundPlan:

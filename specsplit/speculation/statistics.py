@@ -211,6 +211,11 @@ class SpeculationStats:
         since = self._num_rounds - self._learned.decided_at.get((has_draft, modes, limits), 0)
         return since >= DECIDE_EVERY * (self.times.sessions.value - 1)
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether a session that decodes plainly may leave speculation alone until its next decision."""
+        return self.lookup_yield.may_rest(self.times.sessions.value)
+
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
         verify, num_sessions = self.times.verify, self.times.sessions.value

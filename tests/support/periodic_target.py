@@ -10,10 +10,13 @@ from tests.support.timed_workers import TimedTarget
 class PeriodicTarget(FakeTarget):
     """A target whose text has a period of seven tokens."""
 
+    def _pick(self, token_ids: list[int]) -> int:
+        return token_ids[-7]
+
     def _walk(self, slot: FakeSlot, proposal: Proposal, parents: list[int]) -> Verdict:  # type: ignore[override]
         at, accepted, token_ids = -1, list[int](), list[int]()
         while True:
-            pick = slot.ids[-7]
+            pick = self._pick(slot.ids)
             token_ids.append(pick)
             at = next((n for n in range(len(proposal)) if parents[n] == at and proposal.token_ids[n] == pick), -2)
             if at < 0:

@@ -116,3 +116,18 @@ def test_beyond_the_drafts_context_the_target_goes_on_by_itself():
     assert beyond.token_ids == alone.token_ids
     assert rate(beyond) > 0.95 * rate(alone), beyond.rounds_by_mode
     assert max(draft.lengths) <= draft.context
+
+
+class TurningTarget(TimedPeriodicTarget):
+    """A target whose text repeats itself from its 300th token on."""
+
+    def _pick(self, token_ids: list[int]) -> int:
+        return super()._pick(token_ids) if len(token_ids) > 300 else len(token_ids) ** 2 % 251
+
+
+def test_rounds_rest_where_lookup_brings_nothing_and_wake_where_it_does():
+    request = replace(REQUEST, max_new_tokens=701)
+    lookup, auto = (serve(mode, 0.0, request, target_type=TurningTarget)[0] for mode in (LOOKUP, AUTO))
+    assert auto.token_ids == lookup.token_ids
+    assert auto.speculative_decoding.num_spec_steps < lookup.speculative_decoding.num_spec_steps
+    assert rate(auto) > 0.93 * rate(lookup), auto.rounds_by_mode

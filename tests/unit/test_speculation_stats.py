@@ -98,8 +98,23 @@ def test_a_kind_of_hit_that_brings_nothing_is_looked_up_now_and_then():
     assert [lookup_yield.is_worth_asking(1) for _ in range(2 * LOOKUP_RETRY)].count(True) == 2
     assert all(lookup_yield.is_worth_asking(2) for _ in range(LOOKUP_RETRY)), "other kinds are not touched"
     assert not lookup_yield.is_worth_asking(0), "there is nothing to look up"
+    assert [lookup_yield.is_worth_asking(1, 8) for _ in range(8)].count(True) == 4, "a round stands for those that rest"
     lookup_yield.observe(1, 3)
     assert lookup_yield.is_worth_asking(1), "one good lookup is enough to come back"
+
+
+def test_rounds_rest_while_lookup_brings_them_nothing():
+    lookup_yield = LookupYield()
+    assert not lookup_yield.may_rest(1), "nothing is known yet"
+    for number in range(100):
+        lookup_yield.observe_round(number % 14 == 0)
+    assert not lookup_yield.may_rest(1)
+    assert lookup_yield.may_rest(8), "what pays for one does not pay where eight wait for it"
+    for _ in range(100):
+        lookup_yield.observe_round(0)
+    assert lookup_yield.may_rest(1)
+    lookup_yield.observe_round(2)
+    assert not lookup_yield.may_rest(1), "one good lookup is enough to come back"
 
 
 def test_rounds_at_the_same_time_pay_for_probes_once():

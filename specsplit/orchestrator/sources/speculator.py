@@ -15,6 +15,7 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.speculation.constants import DECIDE_EVERY
 from specsplit.speculation.lookup import LookupIndex, LookupTree
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
@@ -95,12 +96,37 @@ class Speculator:
         numbers = self.tree.drafted.numbers
         return nodes, 0 in [numbers[node] for node in nodes]
 
+    @property
+    def can_rest(self) -> bool:
+        """Whether a round may pass by: no nodes are there or on their way, and no trial of lookup is under way."""
+        is_drafting = self.background is not None and self.background.is_running
+        return not (is_drafting or self.tree.cells or self._trial.is_under_way)
+
+    def rest(self) -> None:
+        """Let a plain round pass by; `wake` makes up for it before the next that does not rest."""
+        self.waits.round_ended_s, self.waits.had_nodes = self._loop.time(), False
+
+    def wake(self) -> None:
+        """Take in what was committed while rounds passed by."""
+        root_position = len(self._history.ids) - 1
+        if self.tree.root_position < root_position:
+            self.tree.begin_anew(root_position)
+            self._is_kept = None
+            if self.draft is not None:
+                self.draft.scored = ()
+            if self._lookup is not None:
+                self._extend_lookup(self._lookup)
+
+    def _extend_lookup(self, lookup: LookupIndex) -> None:
+        lookup.extend(self._history.ids[len(lookup) :])
+
     def _is_lookup_worth_asking(self) -> bool:
         """Return whether a plain round looks up; `advance` counts what that brings."""
         if self._lookup is None:
             return False
         longest_hit = self._lookup.longest_hit
-        is_asked = self.stats.lookup_yield.is_worth_asking(longest_hit)
+        stats = self.stats
+        is_asked = stats.lookup_yield.is_worth_asking(longest_hit, DECIDE_EVERY if stats.may_rest else 1)
         self._trial.longest_hit = longest_hit if is_asked else None
         return is_asked
 
@@ -114,6 +140,10 @@ class Speculator:
         ranked = sorted([paths[node] for node in nodes], reverse=True)
         count = self.stats.count_worth_verifying(ranked, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, limit.max_depth)
+
+    def plain_input(self, first_node: int) -> SpeculationInput:
+        """Return the input of a round that rests: what plain decoding offers."""
+        return SpeculationInput(Proposal(first_node, len(self._history.ids) - 1))
 
     def make_input(self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False) -> SpeculationInput:
         """Return `nodes`, which form a tree, as a round's input."""
@@ -188,12 +218,15 @@ class Speculator:
             if len(scored) < len(numbers):
                 first = result.speculation.proposal.first_node
                 numbers = [numbers[number - first] for number in scored]
-            self.draft.observe(token_ids, tuple(filter(None, numbers)), result.verify_s)
+            self.draft.observe(tuple(filter(None, numbers)), result.verify_s)
         if self._lookup is not None:
-            self._lookup.extend(token_ids)
+            self._extend_lookup(self._lookup)
             if self._trial.longest_hit is not None:
                 stats.lookup_yield.observe(self._trial.longest_hit, result.num_accepted)
                 self._trial.longest_hit = None
+        decision = result.plan.decision
+        if decision is not None and not decision.nodes:
+            stats.lookup_yield.observe_round(result.num_accepted)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
@@ -287,6 +320,11 @@ class _LookupTrial:
         self.longest_hit: int | None = None
         """The hit of a lookup for a plain plan, until its round has ended; None without one."""
         self._found: LookupTree | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the trial waits for more tokens."""
+        return self._found is not None
 
     def begin(self, found: LookupTree) -> None:
         """Try what was found, unless a trial is under way."""
