@@ -217,7 +217,7 @@ def serve(
     """Serve OpenAI's HTTP API over workers elsewhere, or over workers that it starts here and keeps running."""
     from specsplit.cli.gateway import run
 
-    raise typer.Exit(_interruptible(run, ctx))
+    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 @app.command()
@@ -240,7 +240,7 @@ def lmtp(
     """Speak LMTP with one client over stdin and stdout, one frame a line, until stdin ends; see also serve --lmtp."""
     from specsplit.cli.lmtp import run
 
-    raise typer.Exit(_interruptible(run, ctx))
+    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 @app.command(cls=Command, epilog=examples.STAGE)

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from specsplit.assembly.models import LoadedDraft, Models, check_models, load_local
 from specsplit.assembly.opening import open_workers
@@ -24,6 +23,7 @@ from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.prompt import read_prompt, with_prompt
+from specsplit.cli.torch_free import spare_torch
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
@@ -92,7 +92,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         how = "guessing from the text alone" if settings.speculates else "decoding plainly"
         render.note(f"No draft for this target: {how}; name one with {option}.")
     if not settings.has_local_model and owns_process:
-        _spare_torch()
+        spare_torch()
     with tracing(given, "orchestrator"):
         job = _Job(
             prompt,
@@ -119,12 +119,6 @@ class _Job:
     compares: bool
     explains: bool
     started_s: float = field(default_factory=time.perf_counter)
-
-
-def _spare_torch() -> None:
-    """Keep transformers from importing torch for a tokenizer, which takes a second: this process runs no model."""
-    # `import torch` fails where sys.modules says None, and transformers then goes on without it.
-    cast("dict[str, ModuleType | None]", sys.modules).setdefault("torch", None)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, Overloaded, SlotBehind, SpecSplitError
@@ -52,9 +51,6 @@ class DraftClient:
         self._cooldown = Cooldown()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
-        self._largest_token = 0
-        self._num_weighed = 0
-        """Committed tokens of which the largest is known."""
         self._verify = _MeanVerify()
 
     def enter(self) -> None:
@@ -103,10 +99,7 @@ class DraftClient:
         """
         draft = self._peer.identity
         if draft is not None:
-            unweighed = self.contract.history.ids[self._num_weighed :]
-            self._largest_token = max(self._largest_token, *unweighed, 0)
-            self._num_weighed += len(unweighed)
-            if self._largest_token >= draft.vocab_size:
+            if self.contract.history.largest >= draft.vocab_size:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
                 budget = replace(budget, max_new_nodes=draft.max_nodes)

@@ -107,7 +107,7 @@ class Session:
                 self._draft = DraftClient(context.draft, contract, retrier, stats)
             lookup = LookupIndex(history.ids, eos_ids=params.eos_ids) if speculation.lookup else None
             self._speculator = Speculator(history, identity.vocab_size, stats, self._draft, lookup)
-            sources = _sources(self._speculator, self._target)
+            sources = _sources(self._speculator, self._target, PlainSource(history))
 
         end, max_nodes = params.prompt_length + params.max_tokens, identity.max_nodes
         planner = RoundPlanner(speculation, mode, context.modes, stats, end=end, max_nodes=max_nodes)
@@ -226,9 +226,9 @@ def _session_params(context: SessionContext, request: Request) -> SessionParams:
     )
 
 
-def _sources(speculator: Speculator, target: TargetClient) -> Mapping[RoundMode, Source]:
+def _sources(speculator: Speculator, target: TargetClient, plain: PlainSource) -> Mapping[RoundMode, Source]:
     """Return the source of every mode that a session with trees may come to."""
-    lookup = LookupSource(speculator)
+    lookup = LookupSource(speculator, plain)
     sources: dict[RoundMode, Source] = {
         "plain": lookup,
         "lookup": lookup,

@@ -27,6 +27,7 @@ class TokenHistory:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids: list[int] = []
+        self.largest = 0
         self.hashes = [0]
         """`hashes[n]` is the prefix hash of the first n tokens."""
         self.extend(prompt_ids)
@@ -40,6 +41,7 @@ class TokenHistory:
         for token_id in token_ids:
             hashes.append(crc32(token_id.to_bytes(4, "little"), hashes[-1]))
         self.ids.extend(token_ids)
+        self.largest = max(self.largest, 0, *token_ids)
 
 
 class SessionContract:

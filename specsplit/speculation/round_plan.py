@@ -81,7 +81,8 @@ class RoundPlanner:
         self._without_draft = (
             RoundPlan("lookup", self._fixed.budget, self._fixed.limit) if speculation.lookup else _PLAIN
         )
-        self._decided_plan = self._resting_plan = _PLAIN
+        self._decided_plans = (_PLAIN, _PLAIN)
+        """The plan of the last decision, and that of a round that may rest."""
         self._num_rounds = 0
         self._num_without_draft = 0
         self._is_streaming = mode == "stream"
@@ -122,17 +123,19 @@ class RoundPlanner:
         if decision is None:
             return _PLAIN
         # A decision stands for several rounds, so its plan is built once.
-        if decision is not self._decided_plan.decision:
-            self._decided_plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
-            self._resting_plan = replace(self._decided_plan, may_rest=True)
+        plan, resting_plan = self._decided_plans
+        if decision is not plan.decision:
+            plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
+            resting_plan = replace(plan, may_rest=True)
+            self._decided_plans = plan, resting_plan
         if decision.nodes == 0:
             self._num_without_draft += 1
             if has_draft and modes and self._is_probe_due():
                 self._num_without_draft = 0
-                return replace(self._decided_plan, probe=self._first)
+                return replace(plan, probe=self._first)
             if not is_turn and stats.may_rest:
-                return self._resting_plan
-        return self._decided_plan
+                return resting_plan
+        return plan
 
     def _plan_of(self, decision: Decision, *, has_draft: bool) -> RoundPlan:
         """Return the plan that follows `decision`; lookup may add nodes up to its own limit, even to a plain one."""

@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from specsplit.gateway.keys import new_key
+from tests.support.forked import ROOT
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import LIMIT_S, WorkerProcess, run
 
@@ -138,6 +139,17 @@ def test_a_new_key_is_printed_once_apart_from_its_line() -> None:
     assert line.startswith("bob:")
     assert key not in line
     assert hashlib.sha256(key.encode()).hexdigest() in line
+
+
+def test_its_process_has_no_torch(target: WorkerProcess, tmp_path: Path) -> None:
+    started = GatewayProcess(tmp_path, "--target", target.address, tree=ROOT)
+    try:
+        assert started.ready["models"]
+        libraries = Path(f"/proc/{started.process.pid}/maps").read_text(encoding="utf-8")
+        assert "grpc" in libraries
+        assert "libtorch" not in libraries
+    finally:
+        started.close()
 
 
 def test_it_listens_for_others_only_with_keys() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.orchestrator.sources.plain import PlainSource
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.speculation.round_plan import RoundPlan
 
@@ -10,8 +11,9 @@ from specsplit.speculation.round_plan import RoundPlan
 class LookupSource(TreeSource):
     """Serves lookup rounds, and the plain rounds of sessions that may speculate."""
 
-    def __init__(self, speculator: Speculator) -> None:
+    def __init__(self, speculator: Speculator, resting: PlainSource) -> None:
         super().__init__(speculator)
+        self._resting = resting
         self._has_rested = False
         """Whether the last round passed the speculator by."""
 
@@ -21,7 +23,7 @@ class LookupSource(TreeSource):
         background = speculator.background
         if plan.may_rest and (self._has_rested or speculator.can_rest):
             self._has_rested = True
-            return speculator.plain_input(first_node)
+            return await self._resting.next_input(plan, first_node)
         await self.leave()
         if plan.budget is None and background is not None:
             background.cut()  # an earlier decision may still have the draft at work
@@ -36,7 +38,7 @@ class LookupSource(TreeSource):
     def observe(self, result: RoundResult) -> None:
         """Learn from a round that did not rest."""
         if self._has_rested:
-            self._speculator.rest()
+            self._speculator.end_round(had_nodes=False)
         else:
             super().observe(result)
 

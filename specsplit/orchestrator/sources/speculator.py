@@ -15,13 +15,11 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.speculation.constants import DECIDE_EVERY
-from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.orchestrator.sources.session_lookup import SessionLookup
+from specsplit.speculation.lookup import LookupIndex
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import SpeculationTree
-
-_NOTHING_FOUND = LookupTree()
 
 
 class Speculator:
@@ -44,9 +42,8 @@ class Speculator:
         self.is_concurrent = False
         """Whether the draft is at work while the target verifies."""
         self.stats = stats
-        self._history, self._lookup = history, lookup
+        self._history, self._lookup = history, SessionLookup(lookup, history, stats)
         self._loop = asyncio.get_running_loop()
-        self._trial = _LookupTrial()
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
 
@@ -59,10 +56,9 @@ class Speculator:
 
     def look_up(self, limit: Budget) -> None:
         """Add lookup's nodes to the tree."""
-        if self._lookup is not None:
-            found = self._lookup.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
+        found = self._lookup.candidates(limit)
+        if found is not None:
             self.tree.merge(found.nodes, found.cells)
-            self._trial.begin(found)
 
     def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
         """Add lookup's nodes; in `auto`, return nodes to verify at once, without waiting for the draft.
@@ -77,10 +73,10 @@ class Speculator:
         if decision is None:
             self.look_up(limit)
             return [], False
-        if plan.budget is not None or self._is_lookup_worth_asking():
+        if plan.budget is not None or self._lookup.is_worth_asking():
             self.look_up(limit)
         else:
-            self._trial.begin(_NOTHING_FOUND)
+            self._lookup.pass_by()
             if not self.tree.cells:
                 return [], False
         tokens_per_s = decision.without_lookup
@@ -100,35 +96,17 @@ class Speculator:
     def can_rest(self) -> bool:
         """Whether a round may pass by: no nodes are there or on their way, and no trial of lookup is under way."""
         is_drafting = self.background is not None and self.background.is_running
-        return not (is_drafting or self.tree.cells or self._trial.is_under_way)
-
-    def rest(self) -> None:
-        """Let a plain round pass by; `wake` makes up for it before the next that does not rest."""
-        self.waits.round_ended_s, self.waits.had_nodes = self._loop.time(), False
+        return not (is_drafting or self.tree.cells or self._lookup.is_on_trial)
 
     def wake(self) -> None:
-        """Take in what was committed while rounds passed by."""
+        """Take in what was committed in rounds that rested."""
         root_position = len(self._history.ids) - 1
         if self.tree.root_position < root_position:
             self.tree.begin_anew(root_position)
             self._is_kept = None
             if self.draft is not None:
                 self.draft.scored = ()
-            if self._lookup is not None:
-                self._extend_lookup(self._lookup)
-
-    def _extend_lookup(self, lookup: LookupIndex) -> None:
-        lookup.extend(self._history.ids[len(lookup) :])
-
-    def _is_lookup_worth_asking(self) -> bool:
-        """Return whether a plain round looks up; `advance` counts what that brings."""
-        if self._lookup is None:
-            return False
-        longest_hit = self._lookup.longest_hit
-        stats = self.stats
-        is_asked = stats.lookup_yield.is_worth_asking(longest_hit, DECIDE_EVERY if stats.may_rest else 1)
-        self._trial.longest_hit = longest_hit if is_asked else None
-        return is_asked
+            self._lookup.catch_up()
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
         """Return the nodes to verify; with a rate, only those that are worth their rows at it."""
@@ -140,10 +118,6 @@ class Speculator:
         ranked = sorted([paths[node] for node in nodes], reverse=True)
         count = self.stats.count_worth_verifying(ranked, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, limit.max_depth)
-
-    def plain_input(self, first_node: int) -> SpeculationInput:
-        """Return the input of a round that rests: what plain decoding offers."""
-        return SpeculationInput(Proposal(first_node, len(self._history.ids) - 1))
 
     def make_input(self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False) -> SpeculationInput:
         """Return `nodes`, which form a tree, as a round's input."""
@@ -206,9 +180,9 @@ class Speculator:
             )
         waits.round_ended_s, waits.waited_s, waits.had_nodes = now_s, 0.0, has_nodes
 
-    def end_round(self) -> None:
-        """Restart the clock of rounds after a streamed one, of which the stream source counts the times."""
-        self.waits.round_ended_s, self.waits.waited_s = self._loop.time(), 0.0
+    def end_round(self, *, had_nodes: bool) -> None:
+        """Restart the clock of rounds after one whose times are not counted here: it was streamed, or rested."""
+        self.waits.round_ended_s, self.waits.waited_s, self.waits.had_nodes = self._loop.time(), 0.0, had_nodes
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
@@ -219,20 +193,12 @@ class Speculator:
                 first = result.speculation.proposal.first_node
                 numbers = [numbers[number - first] for number in scored]
             self.draft.observe(tuple(filter(None, numbers)), result.verify_s)
-        if self._lookup is not None:
-            self._extend_lookup(self._lookup)
-            if self._trial.longest_hit is not None:
-                stats.lookup_yield.observe(self._trial.longest_hit, result.num_accepted)
-                self._trial.longest_hit = None
         decision = result.plan.decision
-        if decision is not None and not decision.nodes:
-            stats.lookup_yield.observe_round(result.num_accepted)
+        self._lookup.observe(result.num_accepted, is_plain=decision is not None and not decision.nodes)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
-        found = self._trial.end(token_ids, waits_for_more=is_streamed)
-        if found is not None:
-            stats.observe_lookup(found, self._trial.committed)
+        self._lookup.end_trial(token_ids, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
@@ -306,38 +272,3 @@ class DraftWaits:
         before_s = max(0.0, self.began_s - asked_s)
         worked_ms = self.device_ms + max(0.0, device_ms - before_s * 1e3)
         self.device_ms = min(worked_ms, waited_s * 1e3)
-
-
-class _LookupTrial:
-    """Lookup's tree as it was when asked for, kept until the committed tokens show how much of it was right.
-
-    One round's tokens decide that, except in a stream: there the trial goes on until the text has left the tree.
-    """
-
-    def __init__(self) -> None:
-        self.committed: list[int] = []
-        """Tokens committed since lookup was asked."""
-        self.longest_hit: int | None = None
-        """The hit of a lookup for a plain plan, until its round has ended; None without one."""
-        self._found: LookupTree | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the trial waits for more tokens."""
-        return self._found is not None
-
-    def begin(self, found: LookupTree) -> None:
-        """Try what was found, unless a trial is under way."""
-        if self._found is None:
-            self._found, self.committed = found, []
-
-    def end(self, token_ids: Sequence[int], *, waits_for_more: bool) -> LookupTree | None:
-        """Return what was found if `token_ids` decide the trial, None if it goes on or there is none."""
-        found = self._found
-        if found is None:
-            return None
-        self.committed += token_ids
-        if waits_for_more and found.num_spelled(self.committed) == len(self.committed):
-            return None
-        self._found = None
-        return found
