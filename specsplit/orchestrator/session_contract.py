@@ -28,6 +28,7 @@ class TokenHistory:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids: list[int] = []
         self.largest = 0
+        """The largest of the ids; a draft whose vocabulary has fewer cannot follow."""
         self.hashes = [0]
         """`hashes[n]` is the prefix hash of the first n tokens."""
         self.extend(prompt_ids)
