@@ -25,7 +25,7 @@ LEAST_PROMPT_ROWS = 8
 MOST_SLOWDOWN = 2.0
 """Times as long as its rounds alone that a step with prompts may take."""
 LEAST_STEP_S = 0.03
-"""Seconds that a step with prompts may take in any case. Chosen: nobody reads 33 tokens a second.
+"""Seconds that a step with prompts of sessions may take in any case. Chosen: nobody reads 33 tokens a second.
 
 Measured: with small chunks beside quick rounds, sessions wait for their prompts while steps run half empty; eight
 clients of a target of 8 ms lost a tenth of their tokens.
@@ -137,8 +137,11 @@ class PromptBudget:
         least = LEAST_PROMPT_ROWS if any(task.can_be_cut for task in tasks) else 0
         return max(0, self.max_rows - least)
 
-    def prompt_rows(self, rounds: Sequence[Cuttable], context: int = 0) -> int:
-        """Return how many rows of prompts, behind a context of so many tokens, may go with these rounds."""
+    def prompt_rows(self, rounds: Sequence[Cuttable], context: int = 0, least_s: float = LEAST_STEP_S) -> int:
+        """Return how many rows of prompts, behind a context of so many tokens, may go with these rounds.
+
+        The step may take `least_s`, however much slower than its rounds alone that is.
+        """
         round_rows = sum(task.num_rows for task in rounds)
         most = MAX_STEP_ROWS
         if self.max_rows is not None:
@@ -146,7 +149,7 @@ class PromptBudget:
         if not rounds or self.times is None:
             return most
         # The longest context of all prompts that wait counts: which of them the turn is on is not known yet.
-        longest_s = max(MOST_SLOWDOWN * self._seconds(rounds, 0, context), LEAST_STEP_S)
+        longest_s = max(MOST_SLOWDOWN * self._seconds(rounds, 0, context), least_s)
         fitting = (rows for rows in _HALVINGS if self._seconds(rounds, rows, context) <= longest_s)
         return min(next(fitting, LEAST_PROMPT_ROWS), most)
 
@@ -162,13 +165,15 @@ class PromptBudget:
     def share_out(self, tasks: Sequence[P]) -> dict[P, int]:
         """Return how many of their next rows the prompts among the tasks take; 0 for one that waits.
 
-        Tasks that cannot be cut go whole. Those of no session take what the others leave.
+        Tasks that cannot be cut go whole. Those of no session take what the others leave of a step that keeps the pace
+        of its rounds: they may come without end, and nobody waits for their next token.
         """
         prompts = [task for task in tasks if task.can_be_cut]
         if not prompts:
             return {}
         rounds = [task for task in tasks if not task.can_be_cut]
-        room = self.prompt_rows(rounds, max(task.context for task in prompts))
+        context = max(task.context for task in prompts)
+        room = self.prompt_rows(rounds, context)
         # [ rounds, whole | room: caller a's prompts by rank | caller b's | ... ]; a turn may go on in the next step.
         by_caller: dict[str, list[P]] = {}
         for task in sorted((task for task in prompts if task.session is not None), key=self._rank):
@@ -180,9 +185,10 @@ class PromptBudget:
             for task in own:
                 shares[task] = min(self._chunk(task), granted[caller])
                 granted[caller] -= shares[task]
-        left = room - sum(shares.values())
-        for task in prompts:
-            if task.session is None:
+        outside = [task for task in prompts if task.session is None]
+        if outside:
+            left = max(self.prompt_rows(rounds, context, 0.0) - sum(shares.values()), 0)
+            for task in outside:
                 shares[task] = min(self._chunk(task), left)
                 left -= shares[task]
         return {task: shares[task] for task in prompts}

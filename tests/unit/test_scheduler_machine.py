@@ -24,7 +24,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
 from specsplit.speculation.step_times import StepTimes
 
-LINEAR = {1: 0.001, 33: 0.033}
+LINEAR = {1: 0.01, 33: 0.33}
 
 
 class NotingRunner:
