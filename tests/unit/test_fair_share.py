@@ -141,7 +141,7 @@ def test_of_one_caller_the_older_or_more_urgent_prompt_goes_first() -> None:
         assert shares == {usual: 0 if is_first else LEAST_PROMPT_ROWS, urgent: LEAST_PROMPT_ROWS if is_first else 0}
 
 
-def test_beside_quick_rounds_prompts_of_sessions_are_not_cut_small_but_others_are() -> None:
+def test_beside_quick_rounds_only_prompts_of_sessions_may_take_longer() -> None:
     quick = {1: 0.001, 33: 0.005}
     running, prompt, score = Waiting(1, can_be_cut=False), Waiting(300, "asked", 0.0), Waiting(300)
     assert budget(quick, asked=PARAMS).share_out([running, prompt, score]) == {prompt: 128, score: 0}
