@@ -15,11 +15,13 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.orchestrator.sources.session_lookup import SessionLookup
-from specsplit.speculation.lookup import LookupIndex
+from specsplit.speculation.constants import DECIDE_EVERY
+from specsplit.speculation.lookup import LookupIndex, LookupTree
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import SpeculationTree
+
+_NOTHING_FOUND = LookupTree()
 
 
 class Speculator:
@@ -56,8 +58,8 @@ class Speculator:
 
     def look_up(self, limit: Budget) -> None:
         """Add lookup's nodes to the tree."""
-        found = self._lookup.candidates(limit)
-        if found is not None:
+        if self._lookup.index is not None:
+            found = self._lookup.candidates(limit)
             self.tree.merge(found.nodes, found.cells)
 
     def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
@@ -193,12 +195,12 @@ class Speculator:
                 first = result.speculation.proposal.first_node
                 numbers = [numbers[number - first] for number in scored]
             self.draft.observe(tuple(filter(None, numbers)), result.verify_s)
-        decision = result.plan.decision
-        self._lookup.observe(result.num_accepted, is_plain=decision is not None and not decision.nodes)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
-        self._lookup.end_trial(token_ids, waits_for_more=is_streamed)
+        decision = result.plan.decision
+        is_plain = decision is not None and not decision.nodes
+        self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
@@ -272,3 +274,71 @@ class DraftWaits:
         before_s = max(0.0, self.began_s - asked_s)
         worked_ms = self.device_ms + max(0.0, device_ms - before_s * 1e3)
         self.device_ms = min(worked_ms, waited_s * 1e3)
+
+
+class SessionLookup:
+    """A session's lookup, and its trial: the tree as it was found, until the text shows how much of it was right.
+
+    One round's tokens decide a trial, except in a stream: there it goes on until the text has left the tree.
+    """
+
+    def __init__(self, index: LookupIndex | None, history: TokenHistory, stats: SpeculationStats) -> None:
+        self.index = index
+        """None if the session never looks up."""
+        self._history, self._stats = history, stats
+        self._committed: list[int] = []
+        """Tokens committed since lookup was asked."""
+        self._longest_hit: int | None = None
+        """The hit of a lookup for a plain plan, until its round has ended; None without one."""
+        self._found: LookupTree | None = None
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether what was found waits for more tokens."""
+        return self._found is not None
+
+    def candidates(self, limit: Budget) -> LookupTree:
+        """Return a tree of likely continuations of the committed tokens."""
+        assert self.index is not None, "asked only then"
+        found = self.index.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
+        if self._found is None:
+            self._found, self._committed = found, []
+        return found
+
+    def pass_by(self) -> None:
+        """Count a round in which lookup is not asked as one in which it finds nothing."""
+        if self._found is None:
+            self._found, self._committed = _NOTHING_FOUND, []
+
+    def is_worth_asking(self) -> bool:
+        """Return whether a plain round looks up; `observe` counts what that brings."""
+        if self.index is None:
+            return False
+        stats, longest_hit = self._stats, self.index.longest_hit
+        is_asked = stats.lookup_yield.is_worth_asking(longest_hit, DECIDE_EVERY if stats.may_rest else 1)
+        self._longest_hit = longest_hit if is_asked else None
+        return is_asked
+
+    def catch_up(self) -> None:
+        """Take in what was committed while nothing was observed."""
+        if self.index is not None:
+            self.index.extend(self._history.ids[len(self.index) :])
+
+    def observe(self, token_ids: Sequence[int], num_accepted: int, *, is_plain: bool, waits_for_more: bool) -> None:
+        """Take in what a round committed, and learn what its lookup brought; `waits_for_more` lets a trial go on.
+
+        `is_plain` says that `auto` planned the round without nodes.
+        """
+        if self.index is not None:
+            self.index.extend(token_ids)
+        lookup_yield, found = self._stats.lookup_yield, self._found
+        if self._longest_hit is not None:
+            lookup_yield.observe(self._longest_hit, num_accepted)
+            self._longest_hit = None
+        if is_plain:
+            lookup_yield.observe_round(num_accepted)
+        if found is not None:
+            self._committed += token_ids
+            if not (waits_for_more and found.num_spelled(self._committed) == len(self._committed)):
+                self._found = None
+                self._stats.observe_lookup(found, self._committed)
