@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specsplit.assembly.models import LoadedDraft, load_local
 from specsplit.cli import render
-from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check
+from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.cli.doctor_links import check_links
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
@@ -117,7 +117,7 @@ def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     for model in models:
         if model is not None:
             here[model.role] = model.identity
-            checks += [_model(model), _exactness(model)]
+            checks += [_model(model), *revision_checks(model.role, model.identity), _exactness(model)]
     if len(here) == 2:
         checks.append(Check("vocabulary", True, "the same for draft and target"))
     elif not settings.has_draft:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specsplit.core.exactness import Computing, shown_exactness
 from specsplit.core.settings import Settings
+from specsplit.core.types import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ def exactness_check(role: str, worker: Computing, reason: str = "") -> Check:
     """Return the line about the bits of a worker's forwards; `reason` is a sentence about how that is known."""
     shown = shown_exactness(worker)
     return Check(f"{role} exactness", True, f"{shown}: {reason}" if reason else shown)
+
+
+def revision_checks(role: str, worker: Identity) -> list[Check]:
+    """Return the line about the commit that a worker's model is of, if it is from the hub and the worker says so."""
+    revision = worker.model_revision
+    return [Check(f"{role} revision", True, f"{revision} of {worker.model}")] if revision else []
 
 
 def no_draft_check(settings: Settings) -> Check:

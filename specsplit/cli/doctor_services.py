@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import specsplit
-from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check
+from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings
@@ -95,6 +95,7 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
         clock += "; set both by NTP, or spans of the two cannot be read together"
     return [
         Check(role, True, detail),
+        *revision_checks(role, identity),
         exactness_check(role, identity),
         Check(f"{role} version", True, version, is_warning=not is_same),
         Check(f"{role} clock", True, clock, is_warning=not is_close),
@@ -121,8 +122,12 @@ def _compatibility(found: Mapping[Role, Identity]) -> list[Check]:
         if is_same
         else f"the draft {small.model} and the target {large.model} have different ones; serve a draft of its family"
     )
+    checks = [Check("vocabulary", is_same, vocabulary)]
+    if small.model == large.model and small.model_revision != large.model_revision:
+        detail = f"draft and target are {large.model}, but not of one revision"
+        checks.append(Check("revision", True, detail, is_warning=True))
     is_shorter = small.context < large.context
     context = f"{large.context} tokens"
     if is_shorter:
         context += f"; the draft's is {small.context}, and beyond it there is lookup alone"
-    return [Check("vocabulary", is_same, vocabulary), Check("context", True, context, is_warning=is_shorter)]
+    return [*checks, Check("context", True, context, is_warning=is_shorter)]

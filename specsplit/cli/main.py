@@ -77,6 +77,8 @@ def orchestrate(
     explain: options.Explain = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
     draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,
@@ -109,6 +111,7 @@ def orchestrate(
 def draft(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    revision: options.Revision = None,
     vocab: options.ServedVocab = None,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
@@ -142,6 +145,7 @@ def draft(
 def target(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    revision: options.Revision = None,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
     threads: options.ServedThreads = None,
@@ -191,6 +195,8 @@ def serve(
     per_request_spec_decode_metrics: options.SpecDecodeMetrics = "none",
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
@@ -248,6 +254,7 @@ def lmtp(
 def stage(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    revision: options.Revision = None,
     layers: options.Layers = None,
     next: options.Next = None,
     ends: options.Ends = defaults.ENDS,
@@ -276,6 +283,7 @@ def stage(
 def stage_check(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    revision: options.Revision = None,
     stages: options.Stages = None,
     ends: options.Ends = defaults.ENDS,
     dtype: options.DtypeOption = None,
@@ -304,6 +312,8 @@ def doctor(
     ctx: typer.Context,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
     draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,

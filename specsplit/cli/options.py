@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode, PrefixReuse
+from specsplit.core.errors import InvalidSettings
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
@@ -105,6 +106,12 @@ TargetModel = Annotated[
 DraftModel = Annotated[
     str | None,
     _option("--draft-model -d", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
+]
+_MODELS_OF = {"revision": ("model", "target_model", "served_model"), "draft_revision": ("draft_model",)}
+_REVISION = "Branch, tag or commit of the {} on the hub."
+Revision = Annotated[str | None, _option("--revision", _MODELS, _REVISION.format("model"), "its main branch", "R")]
+DraftRevision = Annotated[
+    str | None, _option("--draft-revision", _MODELS, _REVISION.format("draft"), "its main branch", "R")
 ]
 _VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
 DraftVocab = Annotated[str | None, _option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
@@ -355,8 +362,17 @@ PrintConfig = Annotated[
 def given(ctx: typer.Context) -> dict[str, Any]:
     """Return the options that stand on the command line, by parameter name."""
     # A default shown in --help is not passed on: environment and settings file would never win over it.
-    return {
+    chosen = {
         name: value
         for name, value in ctx.params.items()
         if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
     }
+    for name, models in _MODELS_OF.items():
+        # The settings have one name for both: MODEL@REVISION.
+        if (revision := chosen.pop(name, None)) is not None:
+            model = next((each for each in models if each in chosen), None)
+            if model is None:
+                option = name.replace("_", "-")
+                raise InvalidSettings(f"--{option} is that of a model on the hub: name the model with it.")
+            chosen[model] = f"{chosen[model]}@{revision}"
+    return chosen

@@ -205,9 +205,11 @@ def _cached_path(repository: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     from specsplit.core.errors import ModelNotFound
+    from specsplit.model.source import hub_arguments
 
     try:
-        found = try_to_load_from_cache(repository, "config.json")
+        model, revision = hub_arguments(repository)
+        found = try_to_load_from_cache(model, "config.json", **revision)
     except HFValidationError as error:
         raise ModelNotFound(f"{repository} is neither a config.json, nor a model folder, nor a hub id.") from error
     if not isinstance(found, str):

@@ -311,10 +311,10 @@ class Identity:
     """Fingerprint of the arithmetic; workers of equal weights and numerics that both say "bits" have the same bits."""
     revision: int = 0
     """Changes of `exactness` or `numerics` since the worker began: a stage of a chain may be replaced."""
-    kv_bytes_per_token: int = 0
-    """Bytes of KV cache that one token takes; 0 if nobody said."""
+    kv_bytes_per_token: int = 0  # what one token takes of the KV cache; 0 if nobody said
     kv_bytes: int = 0
     """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
+    model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments
 from specsplit.model.tokenizer import TransformersTokenizer
 
 
@@ -31,7 +31,8 @@ def load_config(path: str, name: str) -> Any:
     """
     with translated(path, name):
         # Without trust_remote_code transformers would ask the terminal whether to run the repository's code.
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model, revision = hub_arguments(path)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, **revision)
 
 
 def load_weights(
@@ -52,8 +53,9 @@ def load_weights(
     transformers_logging.set_verbosity_error()
     try:
         with translated(path, name):
+            source, revision = hub_arguments(path)
             loaded: Any = load(
-                path,
+                source,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
@@ -61,6 +63,7 @@ def load_weights(
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
+                **revision,
             )
             model, info = loaded
             model = model.eval().requires_grad_(False).to(device)
@@ -95,6 +98,7 @@ _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login
 _INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.GatedRepoError, _GATED),
+    (hub_errors.RevisionNotFoundError, "There is no {name} on the hub: the model is there, but has no such revision."),
     (hub_errors.RepositoryNotFoundError, "There is no model {name} on the hub, and no folder of that name."),
     (hub_errors.HFValidationError, NO_HUB_ID),
     (hub_errors.OfflineModeIsEnabled, UNREACHABLE),
@@ -170,14 +174,17 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
         return None, eos_ids
     with translated(path, name, part="tokenizer"):
-        tokenizer = TransformersTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False), eos_ids)
+        model, revision = hub_arguments(path)
+        loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **revision)
+        tokenizer = TransformersTokenizer(loaded, eos_ids)
     return tokenizer, tokenizer.eos_ids
 
 
 def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
     # A generation config is optional and overrides the config; one that is there and broken must not be ignored.
     try:
-        ids: Any = GenerationConfig.from_pretrained(path).eos_token_id
+        model, revision = hub_arguments(path)
+        ids: Any = GenerationConfig.from_pretrained(model, **revision).eos_token_id
     except (OSError, ValueError) as error:
         if (Path(path) / "generation_config.json").is_file():
             raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({_one_line(error)}).") from error

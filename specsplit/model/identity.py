@@ -14,8 +14,6 @@ from io import FileIO
 from pathlib import Path
 from typing import TypedDict
 
-from huggingface_hub import try_to_load_from_cache
-
 from specsplit.core.errors import ModelDamaged
 from specsplit.limits import MAX_TOKENIZER_BYTES
 
@@ -52,14 +50,6 @@ class _TensorEntry(TypedDict):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
-
-
-def model_folder(path: str) -> Path | None:
-    """Return the folder with the files of a model that was loaded from `path`, a folder or a hub id."""
-    if Path(path).is_dir():
-        return Path(path)
-    config = try_to_load_from_cache(path, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:

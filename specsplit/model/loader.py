@@ -18,7 +18,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
-from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
+from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
@@ -26,7 +26,7 @@ from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
-from specsplit.model.source import resolve
+from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
@@ -84,6 +84,8 @@ class Loaded:
     threads: int | None
     weight_format: WeightFormat | None = None
     """The format that weights were rounded to, if any."""
+    model_revision: str = ""
+    """Commit of the hub that the files are of; empty if they are not from the hub."""
 
     @property
     def vocab_size(self) -> int:
@@ -135,6 +137,7 @@ class LoadedModel(Loaded):
             revision=self.runner.revision,
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
+            model_revision=self.model_revision,
         )
 
 
@@ -143,7 +146,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a decoder-only model and prepare its KV slots.
 
-    `source` is "embedded", a folder or a hub id. `progress` is called with a phase and the fraction done.
+    `source` is "embedded", a folder or a hub id, perhaps with @ and a revision. `progress` is called with a phase and
+    the fraction done.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
@@ -156,7 +160,7 @@ def load_model(
     # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
     with loading(device):
         report("config", 0.05)
-        config = load_config(path, name)
+        config, path = load_config(path, name), at_commit(path)
         refuse_by_config(config)
         tokenizer, eos_ids = load_tokenizer(path, name, config)
         report("weights", 0.15)
@@ -192,6 +196,7 @@ def load_model(
         weight_format=form,
         tokenizer_files=_tokenizer_files(path, name, tokenizer),
         weights_hash=rounded_hash(_weights_hash(path, name), form),
+        model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
     )
 

@@ -1,24 +1,28 @@
 """Finds a model by its name: the embedded pair, a folder, or a hub id. Knows neither torch nor transformers.
 
-What cannot be had is refused here, at once: before torch is imported, and without waiting for a hub that is away.
+Behind a hub id, `@` and a branch, tag or commit may name a revision of it: org/name@v1.0. What cannot be had is refused
+here, at once: before torch is imported, and without waiting for a hub that is away.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from specsplit.core.defaults import EMBEDDED
-from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported
+from specsplit.core.errors import InvalidSettings, ModelDamaged, ModelNotFound, ModelUnsupported
 from specsplit.core.paths import expanded
 
 UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
 NO_HUB_ID = "{name} is neither a model folder nor a valid hub id."
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PATIENCE_S = 2.0
 """Longest wait for the hub; without a connection by then the cache is all there is."""
 _REMEMBERED_S = 60.0
@@ -28,7 +32,7 @@ def check_source(source: str, role: str) -> None:
     """Refuse a model that is not here and cannot be fetched either.
 
     Raises:
-        ModelNotFound, ModelDamaged, ModelUnsupported.
+        ModelNotFound, ModelDamaged, ModelUnsupported, InvalidSettings.
     """
     path, name = resolve(source, role)
     if Path(path).is_dir():
@@ -40,27 +44,63 @@ def check_source(source: str, role: str) -> None:
 
 
 def resolve(source: str, role: str) -> tuple[str, str]:
-    """Return the path or hub id for transformers to open, and the name to show.
+    """Return the path of the model, a folder or a hub id with its revision if it has one, and the name to show.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported.
+        InvalidSettings: it names a revision of a model that is not on the hub.
     """
     if source == EMBEDDED:
         return str(Path(__file__).parent / "embedded" / role), EMBEDDED
+    model, revision = _parts(source)
+    if revision and (model == EMBEDDED or expanded(model).is_dir()):
+        raise InvalidSettings(
+            f"{model} is not on the hub, so it has no revision {revision}; leave the revision out, or name a hub id."
+        )
     if source.lower().endswith(".gguf"):
         raise ModelUnsupported(
             f"{source} is a GGUF file, and models are read from safetensors: name the folder or hub id of the model "
             "that it was made from."
         )
     # A hub id has one slash at most and begins with a letter or a digit.
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
     return _folder(source) if looks_local else _on_hub(source)
+
+
+def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
+    """Return what opens a path of `resolve` in transformers and on the hub: what is named, and its revision by name."""
+    model, revision = (path, "") if Path(path).is_dir() else _parts(path)
+    return model, {"revision": revision} if revision else {}
+
+
+def model_folder(path: str) -> Path | None:
+    """Return the folder with the files of a model that was loaded from a path of `resolve`, or that is cached."""
+    return Path(path) if Path(path).is_dir() else _cached(path)
+
+
+def commit_of(folder: Path | None) -> str:
+    """Return the commit of the hub whose files are in `folder`; empty if they are not from the hub."""
+    # The hub's cache: models--ORG--NAME/snapshots/COMMIT/config.json.
+    is_snapshot = folder is not None and folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
+    return folder.name if folder is not None and is_snapshot else ""
+
+
+def at_commit(path: str) -> str:
+    """Return the path with the commit that its files in the cache are of, so that later files are of no other one."""
+    commit = "" if Path(path).is_dir() else commit_of(_cached(path))
+    return f"{_parts(path)[0]}@{commit}" if commit else path
 
 
 def public_name(source: str) -> str:
     """Return the name by which clients may know a model: a hub id, or a folder without the path to it."""
     folder = Path(source).expanduser()
-    return folder.resolve().name if folder.is_dir() and source != EMBEDDED else source
+    return folder.resolve().name if folder.is_dir() and source != EMBEDDED else _parts(source)[0]
+
+
+def _parts(source: str) -> tuple[str, str]:
+    """Return a name of a model and the revision behind it; empty if there is none, or the whole is a path."""
+    model, _, revision = source.partition("@")
+    return (source, "") if Path(source).exists() else (model, revision)
 
 
 def _folder(source: str) -> tuple[str, str]:
@@ -94,15 +134,16 @@ def _on_hub(source: str) -> tuple[str, str]:
     return str(cached), source
 
 
-def _cached(repository: str) -> Path | None:
+def _cached(source: str) -> Path | None:
     """Return the folder of a hub model's files in the cache, if its config is there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        config = try_to_load_from_cache(repository, "config.json")
+        repository, options = hub_arguments(source)
+        config = try_to_load_from_cache(repository, "config.json", **options)
     except HFValidationError as error:
-        raise ModelNotFound(NO_HUB_ID.format(name=repository)) from error
+        raise ModelNotFound(NO_HUB_ID.format(name=source)) from error
     return Path(config).parent if isinstance(config, str) else None
 
 

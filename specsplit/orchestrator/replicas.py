@@ -368,4 +368,5 @@ def _decides(identity: Identity) -> tuple[object, ...]:
 
 
 def _shown(identity: Identity) -> str:
-    return f"{identity.model} ({identity.dtype}, context {identity.context})"
+    revision = f", revision {identity.model_revision}" if identity.model_revision else ""
+    return f"{identity.model} ({identity.dtype}, context {identity.context}{revision})"

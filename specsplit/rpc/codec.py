@@ -322,6 +322,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         step_times=[common_pb2.StepTime(rows=rows, seconds=seconds) for rows, seconds in identity.step_times],
         exactness=identity.exactness,
         numerics=identity.numerics,
+        model_revision=identity.model_revision,
     )
 
 
@@ -359,6 +360,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
+        model_revision=_checked_hash(message.model_revision),
     )
 
 

@@ -51,6 +51,8 @@ class StageIdentity:
     """Rows of all slots together that may hold memory; 0 if unknown."""
     hidden_dtype: str = ""
     """Number format of its hidden states; empty if it is that of the weights."""
+    model_revision: str = ""
+    """Commit of the hub that the files are of; empty if they are not from the hub, or unknown."""
 
     @property
     def layers(self) -> str:
@@ -77,6 +79,8 @@ class ExpectedChain:
     """Hashes the same tensors in the coordinator's own files; None if it has no weights, and stages are believed."""
     hidden_dtype: str = ""
     """Number format of hidden states; empty if it is that of the weights."""
+    model_revision: str = ""
+    """Commit of the hub that the coordinator's files are of; empty if they are not from the hub."""
 
     def check_chain(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
         """Check that stages, each with its address, make up the model in this order.
@@ -160,6 +164,13 @@ class ExpectedChain:
                 )
 
     def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
+        commits = {identity.model_revision, self.model_revision}
+        # Equal weights may be of two commits, but here nothing else shows whether they are equal.
+        if self.weights_hash is None and "" not in commits and len(commits) == 2:
+            raise PeerMismatch(
+                f"{peer} has {identity.model} of revision {identity.model_revision}, and the coordinator of "
+                f"{self.model_revision}; start both with the same --revision."
+            )
         wanted = self.weights_hash(identity) if self.weights_hash is not None else identity.weights_hash
         if identity.weights_hash != wanted:
             raise PeerMismatch(

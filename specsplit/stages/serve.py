@@ -184,8 +184,7 @@ def _default_dtype(settings: TargetSettings) -> str:
 
 def _has_weights(source: str) -> bool:
     """Return whether the model's weights are here, so that those of stages can be compared with them."""
-    from specsplit.model.identity import model_folder
-    from specsplit.model.source import resolve
+    from specsplit.model.source import model_folder, resolve
 
     folder = model_folder(resolve(source, "target")[0])
     return folder is not None and any(folder.glob("*.safetensors"))

@@ -78,13 +78,9 @@ identities = st.builds(
     Identity,
     role=st.sampled_from(["draft", "target"]),
     model=names,
-    vocab_size=uint32,
     vocab_hash=names,
-    context=uint32,
-    max_nodes=uint32,
     tokenizer_hash=hashes,
     weights_hash=hashes,
-    protocol_version=uint32,
     dtype=names,
     device=names,
     step_times=st.dictionaries(
@@ -92,7 +88,8 @@ identities = st.builds(
     ).map(lambda times: tuple(sorted(times.items()))),
     exactness=st.sampled_from(["bits", "near ties"]),
     numerics=st.text("0123456789abcdef", max_size=16),
-    revision=uint32,
+    **dict.fromkeys(("vocab_size", "context", "max_nodes", "protocol_version", "revision"), uint32),
+    model_revision=hashes,
 )
 
 

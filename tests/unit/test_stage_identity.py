@@ -102,3 +102,12 @@ def test_a_spare_needs_memory_for_the_rows_of_the_lost_stage() -> None:
         WANTED.check_memory("spare:1", replace(STAGE, kv_rows=rows), replace(STAGE, kv_rows=like))
     with pytest.raises(PeerMismatch, match="spare:1 has KV memory for 499 rows, and 500 are needed"):
         WANTED.check_memory("spare:1", replace(STAGE, kv_rows=499), replace(STAGE, kv_rows=500))
+
+
+def test_stages_that_are_believed_are_of_the_coordinators_commit() -> None:
+    (stage,) = stages("0:6", model_revision="1" * 40)
+    believing = replace(WANTED, weights_hash=None, model_revision="2" * 40)
+    with pytest.raises(PeerMismatch, match=r"host0:1 has llama of revision 1{40}, and the coordinator of 2{40}; start"):
+        believing.check_chain([stage])
+    replace(believing, model_revision="").check_chain([stage])
+    replace(WANTED, model_revision="2" * 40).check_chain([stage])

@@ -19,9 +19,10 @@ from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
 from specsplit.model import identity, tokenizer_cache
-from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
+from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
 from specsplit.model.loader import load_model
 from specsplit.model.sent_tokenizer import tokenizer_from_files
+from specsplit.model.source import model_folder
 from specsplit.model.tokenizer_cache import held_tokenizer_hash
 from specsplit.target.engine import TargetEngine
 from tests.support.model_zoo import FAMILIES, save_model

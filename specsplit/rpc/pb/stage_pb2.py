@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from specsplit.rpc.pb import common_pb2 as specsplit_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specsplit/v1/stage.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\".\n\x07\x43hainId\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\xa7\x01\n\x10\x43onfigureRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nnum_stages\x18\x03 \x01(\r\x12\x14\n\x0cnext_address\x18\x04 \x01(\t\x12\x12\n\nkeep_slots\x18\x05 \x01(\x08\x12\x10\n\x08takeover\x18\x06 \x01(\x08\x12\x0e\n\x06secret\x18\x07 \x01(\x0c\"!\n\x11\x43onfigureResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08\"U\n\x05Hello\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.specsplit.v1.StreamRole\"\x07\n\x05Ready\"T\n\x0bPacketError\x12\x17\n\nrequest_id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x42\r\n\x0b_request_id\"\xf3\x01\n\x05\x46rame\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\x12\x0e\n\x06packet\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12$\n\x05hello\x18\x04 \x01(\x0b\x32\x13.specsplit.v1.HelloH\x00\x12$\n\x05ready\x18\x05 \x01(\x0b\x32\x13.specsplit.v1.ReadyH\x00\x12*\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x19.specsplit.v1.PacketErrorH\x00\x12\x12\n\x08\x64raining\x18\x07 \x01(\x08H\x00\x12\x11\n\x07leaving\x18\x08 \x01(\x08H\x00\x12\x13\n\x0btraceparent\x18\t \x03(\tB\x07\n\x05other\"\xc0\x03\n\rStageIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x15\n\rhas_embedding\x18\x05 \x01(\x08\x12\x10\n\x08has_head\x18\x06 \x01(\x08\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x0f\n\x07\x63ontext\x18\n \x01(\r\x12\x12\n\nnode_limit\x18\x0b \x01(\r\x12\x11\n\tnum_slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\x12\x13\n\x0b\x63onfig_hash\x18\x0e \x01(\t\x12\x14\n\x0cweights_hash\x18\x0f \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x10 \x01(\t\x12\x18\n\x10protocol_version\x18\x11 \x01(\r\x12\x11\n\texactness\x18\x12 \x01(\t\x12\x10\n\x08numerics\x18\x13 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x14 \x01(\r\x12\x0f\n\x07kv_rows\x18\x15 \x01(\x04\x12\x14\n\x0chidden_dtype\x18\x16 \x01(\t\"\xb7\x01\n\x11StagePingResponse\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.specsplit.v1.StageIdentity\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07process\x18\x03 \x01(\t\x12\x0f\n\x07time_us\x18\x04 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x63omputing_us\x18\x07 \x01(\x04\"b\n\x0e\x45ndSlotRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\x05\x65poch\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\x11\n\x0f\x45ndSlotResponse\"E\n\x0f\x45xportKVRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\x0c\n\x04slot\x18\x02 \x01(\r\"?\n\tSlotPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12$\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x15.specsplit.v1.ChainId\"\x12\n\x10ImportKVResponse*`\n\nStreamRole\x12\x1b\n\x17STREAM_ROLE_UNSPECIFIED\x10\x00\x12\x1b\n\x17STREAM_ROLE_COORDINATOR\x10\x01\x12\x18\n\x14STREAM_ROLE_PREVIOUS\x10\x02\x32\xf5\x03\n\x0cStageService\x12L\n\tConfigure\x12\x1e.specsplit.v1.ConfigureRequest\x1a\x1f.specsplit.v1.ConfigureResponse\x12\x37\n\x07\x46orward\x12\x13.specsplit.v1.Frame\x1a\x13.specsplit.v1.Frame(\x01\x30\x01\x12I\n\nEndSession\x12\x1c.specsplit.v1.EndSlotRequest\x1a\x1d.specsplit.v1.EndSlotResponse\x12\x42\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1f.specsplit.v1.StagePingResponse\x12@\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x1b.specsplit.v1.StatsResponse\x12\x44\n\x08\x45xportKV\x12\x1d.specsplit.v1.ExportKVRequest\x1a\x17.specsplit.v1.SlotPiece0\x01\x12G\n\x08ImportKV\x12\x17.specsplit.v1.SlotPiece\x1a\x1e.specsplit.v1.ImportKVResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specsplit/v1/stage.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\".\n\x07\x43hainId\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\xa7\x01\n\x10\x43onfigureRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nnum_stages\x18\x03 \x01(\r\x12\x14\n\x0cnext_address\x18\x04 \x01(\t\x12\x12\n\nkeep_slots\x18\x05 \x01(\x08\x12\x10\n\x08takeover\x18\x06 \x01(\x08\x12\x0e\n\x06secret\x18\x07 \x01(\x0c\"!\n\x11\x43onfigureResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08\"U\n\x05Hello\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.specsplit.v1.StreamRole\"\x07\n\x05Ready\"T\n\x0bPacketError\x12\x17\n\nrequest_id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x42\r\n\x0b_request_id\"\xf3\x01\n\x05\x46rame\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\x12\x0e\n\x06packet\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12$\n\x05hello\x18\x04 \x01(\x0b\x32\x13.specsplit.v1.HelloH\x00\x12$\n\x05ready\x18\x05 \x01(\x0b\x32\x13.specsplit.v1.ReadyH\x00\x12*\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x19.specsplit.v1.PacketErrorH\x00\x12\x12\n\x08\x64raining\x18\x07 \x01(\x08H\x00\x12\x11\n\x07leaving\x18\x08 \x01(\x08H\x00\x12\x13\n\x0btraceparent\x18\t \x03(\tB\x07\n\x05other\"\xd8\x03\n\rStageIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x15\n\rhas_embedding\x18\x05 \x01(\x08\x12\x10\n\x08has_head\x18\x06 \x01(\x08\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x0f\n\x07\x63ontext\x18\n \x01(\r\x12\x12\n\nnode_limit\x18\x0b \x01(\r\x12\x11\n\tnum_slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\x12\x13\n\x0b\x63onfig_hash\x18\x0e \x01(\t\x12\x14\n\x0cweights_hash\x18\x0f \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x10 \x01(\t\x12\x18\n\x10protocol_version\x18\x11 \x01(\r\x12\x11\n\texactness\x18\x12 \x01(\t\x12\x10\n\x08numerics\x18\x13 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x14 \x01(\r\x12\x0f\n\x07kv_rows\x18\x15 \x01(\x04\x12\x14\n\x0chidden_dtype\x18\x16 \x01(\t\x12\x16\n\x0emodel_revision\x18\x17 \x01(\t\"\xb7\x01\n\x11StagePingResponse\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.specsplit.v1.StageIdentity\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07process\x18\x03 \x01(\t\x12\x0f\n\x07time_us\x18\x04 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x63omputing_us\x18\x07 \x01(\x04\"b\n\x0e\x45ndSlotRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\x05\x65poch\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\x11\n\x0f\x45ndSlotResponse\"E\n\x0f\x45xportKVRequest\x12$\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.ChainId\x12\x0c\n\x04slot\x18\x02 \x01(\r\"?\n\tSlotPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12$\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x15.specsplit.v1.ChainId\"\x12\n\x10ImportKVResponse*`\n\nStreamRole\x12\x1b\n\x17STREAM_ROLE_UNSPECIFIED\x10\x00\x12\x1b\n\x17STREAM_ROLE_COORDINATOR\x10\x01\x12\x18\n\x14STREAM_ROLE_PREVIOUS\x10\x02\x32\xf5\x03\n\x0cStageService\x12L\n\tConfigure\x12\x1e.specsplit.v1.ConfigureRequest\x1a\x1f.specsplit.v1.ConfigureResponse\x12\x37\n\x07\x46orward\x12\x13.specsplit.v1.Frame\x1a\x13.specsplit.v1.Frame(\x01\x30\x01\x12I\n\nEndSession\x12\x1c.specsplit.v1.EndSlotRequest\x1a\x1d.specsplit.v1.EndSlotResponse\x12\x42\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1f.specsplit.v1.StagePingResponse\x12@\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x1b.specsplit.v1.StatsResponse\x12\x44\n\x08\x45xportKV\x12\x1d.specsplit.v1.ExportKVRequest\x1a\x17.specsplit.v1.SlotPiece0\x01\x12G\n\x08ImportKV\x12\x17.specsplit.v1.SlotPiece\x1a\x1e.specsplit.v1.ImportKVResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specsplit.rpc.pb.stage_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STREAMROLE']._serialized_start=1662
-  _globals['_STREAMROLE']._serialized_end=1758
+  _globals['_STREAMROLE']._serialized_start=1686
+  _globals['_STREAMROLE']._serialized_end=1782
   _globals['_CHAINID']._serialized_start=69
   _globals['_CHAINID']._serialized_end=115
   _globals['_CONFIGUREREQUEST']._serialized_start=118
@@ -49,19 +49,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRAME']._serialized_start=505
   _globals['_FRAME']._serialized_end=748
   _globals['_STAGEIDENTITY']._serialized_start=751
-  _globals['_STAGEIDENTITY']._serialized_end=1199
-  _globals['_STAGEPINGRESPONSE']._serialized_start=1202
-  _globals['_STAGEPINGRESPONSE']._serialized_end=1385
-  _globals['_ENDSLOTREQUEST']._serialized_start=1387
-  _globals['_ENDSLOTREQUEST']._serialized_end=1485
-  _globals['_ENDSLOTRESPONSE']._serialized_start=1487
-  _globals['_ENDSLOTRESPONSE']._serialized_end=1504
-  _globals['_EXPORTKVREQUEST']._serialized_start=1506
-  _globals['_EXPORTKVREQUEST']._serialized_end=1575
-  _globals['_SLOTPIECE']._serialized_start=1577
-  _globals['_SLOTPIECE']._serialized_end=1640
-  _globals['_IMPORTKVRESPONSE']._serialized_start=1642
-  _globals['_IMPORTKVRESPONSE']._serialized_end=1660
-  _globals['_STAGESERVICE']._serialized_start=1761
-  _globals['_STAGESERVICE']._serialized_end=2262
+  _globals['_STAGEIDENTITY']._serialized_end=1223
+  _globals['_STAGEPINGRESPONSE']._serialized_start=1226
+  _globals['_STAGEPINGRESPONSE']._serialized_end=1409
+  _globals['_ENDSLOTREQUEST']._serialized_start=1411
+  _globals['_ENDSLOTREQUEST']._serialized_end=1509
+  _globals['_ENDSLOTRESPONSE']._serialized_start=1511
+  _globals['_ENDSLOTRESPONSE']._serialized_end=1528
+  _globals['_EXPORTKVREQUEST']._serialized_start=1530
+  _globals['_EXPORTKVREQUEST']._serialized_end=1599
+  _globals['_SLOTPIECE']._serialized_start=1601
+  _globals['_SLOTPIECE']._serialized_end=1664
+  _globals['_IMPORTKVRESPONSE']._serialized_start=1666
+  _globals['_IMPORTKVRESPONSE']._serialized_end=1684
+  _globals['_STAGESERVICE']._serialized_start=1785
+  _globals['_STAGESERVICE']._serialized_end=2286
 # @@protoc_insertion_point(module_scope)

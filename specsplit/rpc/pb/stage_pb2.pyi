@@ -278,6 +278,7 @@ class StageIdentity(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     KV_ROWS_FIELD_NUMBER: _builtins.int
     HIDDEN_DTYPE_FIELD_NUMBER: _builtins.int
+    MODEL_REVISION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     num_layers: _builtins.int
     """Of the whole model."""
@@ -305,6 +306,8 @@ class StageIdentity(_message.Message):
     kv_rows: _builtins.int
     hidden_dtype: _builtins.str
     """Number format of the hidden states where it is not that of the weights; empty if it is."""
+    model_revision: _builtins.str
+    """As in Identity."""
     def __init__(
         self,
         *,
@@ -330,10 +333,11 @@ class StageIdentity(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         kv_rows: _builtins.int = ...,
         hidden_dtype: _builtins.str = ...,
+        model_revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_dtype", b"hidden_dtype", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_rows", b"kv_rows", "model", b"model", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_dtype", b"hidden_dtype", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_rows", b"kv_rows", "model", b"model", "model_revision", b"model_revision", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

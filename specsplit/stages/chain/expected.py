@@ -39,4 +39,5 @@ def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -
         config_hash=model.config_hash,
         tokenizer_hash=model.tokenizer_files.hash if model.tokenizer_files else "",
         weights_hash=weights_hash if source is not None else None,
+        model_revision=model.model_revision,
     )

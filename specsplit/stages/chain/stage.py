@@ -255,4 +255,5 @@ def identity_of(shard: LoadedShard) -> StageIdentity:
         numerics=shard.runner.numerics,
         kv_bytes_per_token=shard.kv_bytes_per_token,
         kv_rows=shard.runner.cache.row_limit,
+        model_revision=shard.model_revision,
     )

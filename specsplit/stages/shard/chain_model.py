@@ -11,11 +11,11 @@ import torch
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.files import load_config, load_tokenizer
-from specsplit.model.identity import files_hash, model_folder, read_tokenizer_files, weights_hash
+from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
 from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
-from specsplit.model.source import resolve
+from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import find_outline
@@ -42,6 +42,7 @@ class ChainModel:
     weights_hash: str
     config_hash: str
     """Hash of config.json, as a LoadedShard has it."""
+    model_revision: str
 
     def loaded(self, runner: Runner) -> LoadedModel:
         """Return the model as an engine takes it."""
@@ -58,6 +59,7 @@ class ChainModel:
             weight_format=self.weight_format,
             tokenizer_files=self.tokenizer_files,
             weights_hash=self.weights_hash,
+            model_revision=self.model_revision,
         )
 
 
@@ -78,7 +80,7 @@ def load_chain_model(
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     # The same checks as a worker makes at load, so that a model that cannot be cut is refused before any stage starts.
     path, name = resolve(source, "target")
-    config = load_config(path, name)
+    config, path = load_config(path, name), at_commit(path)
     refuse_by_config(config)
     outline = find_outline(path, name, config)
     computed, form = as_dtype(dtype, torch.device("cpu"), config), weight_format(dtype)
@@ -100,6 +102,7 @@ def load_chain_model(
         tokenizer_files=_tokenizer_files(folder, name, tokenizer),
         weights_hash=rounded_hash(_hash(folder, name), form),
         config_hash=_config_hash(folder, name),
+        model_revision=commit_of(folder),
     )
 
 

@@ -44,7 +44,7 @@ from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
-from specsplit.model.source import resolve
+from specsplit.model.source import at_commit, commit_of, resolve
 from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
@@ -306,7 +306,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         raise InvalidRequest(f"max_sessions must be at least 1, not {options.max_sessions}.", param="max_sessions")
     path, name = resolve(source, "target")
     with loading(device):
-        config = load_config(path, name)
+        config, path = load_config(path, name), at_commit(path)
         refuse_by_config(config)
         outline = find_outline(path, name, config)
         held.check(outline.num_layers, name)
@@ -328,6 +328,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             threads=options.threads,
             weight_format=form,
             weights_hash=rounded_hash(tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)), form),
+            model_revision=commit_of(checkpoint.config_file().parent),
             config_hash=hashlib.sha256(checkpoint.config_file().read_bytes()).hexdigest()[:16],
             read_bytes=sum(read.values()),
         )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specsplit.core.errors import ModelDamaged
 from specsplit.model.files import load_config, load_weights, translated
 from specsplit.model.probe import refuse_by_config
-from specsplit.model.source import resolve
+from specsplit.model.source import at_commit, hub_arguments, resolve
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline, shard_class
 
 _SINGLE = "model.safetensors"
@@ -57,7 +57,8 @@ class Checkpoint:
     def _locate(self, file_name: str) -> Path:
         if Path(self.path).is_dir():
             return Path(self.path) / file_name
-        return Path(hf_hub_download(self.path, file_name))
+        model, revision = hub_arguments(self.path)
+        return Path(hf_hub_download(model, file_name, **revision))
 
     def _read_index(self) -> dict[str, str]:
         single = self._find_single()
@@ -189,7 +190,7 @@ def shard_hash(folder: str | Path, spec: ShardSpec) -> str:
         ModelNotFound, ModelDamaged, ModelUnsupported.
     """
     path, name = resolve(str(folder), "target")
-    config = load_config(path, name)
+    config, path = load_config(path, name), at_commit(path)
     refuse_by_config(config)
     outline = find_outline(path, name, config)
     spec.check(outline.num_layers, name)
