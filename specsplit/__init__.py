@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 # gRPC's own log lines stay off stderr: our errors say what they say. It reads this once, when it is imported; who has
 # set it wants the lines, and who has imported grpc before has chosen.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# Its support of forks starts threads in a child that is about to become another program, and these crash it at times:
+# a stage or worker that is started while calls are under way ended before it began (grpc/grpc issue 43055).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 __all__ = [
     "AccessDenied",
