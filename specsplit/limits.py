@@ -74,6 +74,11 @@ MAX_STAGES = 1024
 MAX_COORDINATOR = 64
 MAX_SECRET_BYTES = 64
 MAX_PACKET_BYTES = 512 << 20
+MAX_UNFINISHED_BYTES = 512 << 20
+"""Sum over the packets that have not come whole, of all streams to a stage, and of all of a chain's to its target.
+
+Slots that are imported have their own room: that of the largest one of the stage.
+"""
 MAX_PACKET_ROWS = 1 << 16
 """Rows of one session in one packet: indices of rows fit two bytes."""
 HELLO_S = 2.0

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.core import errors
-from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StageBehind, WorkerFailed
+from specsplit.core.errors import CorruptPacket, InvalidPacket, NoFreeSlot, SpecSplitError, StageBehind, WorkerFailed
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Packet, PacketSession, PayloadType, StepKind
-from specsplit.stages.wire.frames import PIECE_BYTES, FrameReader, error_frame, error_in, packet_frames
+from specsplit.stages.wire.frames import PIECE_BYTES, FrameReader, PieceRoom, error_frame, error_in, packet_frames
 from specsplit.telemetry import spans
 from specsplit.telemetry.setup import trace_to_file
 
@@ -115,6 +115,22 @@ def test_a_packet_that_never_ends_is_refused_and_the_next_one_is_read(monkeypatc
     monkeypatch.setattr("specsplit.stages.wire.frames.PIECE_BYTES", 10)
     with pytest.raises(InvalidPacket, match="exceeds the limit"):
         list(packet_frames(packet(1)))
+
+
+def test_links_share_the_room_for_what_has_not_come_whole() -> None:
+    room = PieceRoom(100)
+    first, second = FrameReader("a link", room), FrameReader("another link", room)
+    piece = stage_pb2.Frame(packet=b"x" * 60, more=True).SerializeToString()
+    last = stage_pb2.Frame(packet=b"y").SerializeToString()
+    assert (first.read(piece), second.read(piece), second.read(piece)) == (None, None, None)
+    with pytest.raises(NoFreeSlot, match="no room for another large packet"):
+        second.read(last)
+    assert second.read(last) == b"y", "a packet in one piece takes no room"
+    assert first.read(last) == b"x" * 60 + b"y"
+    assert second.read(piece) is None
+    second.close()
+    assert first.read(piece) is None, "the room of a stream that ends is free"
+    assert first.read(last) == b"x" * 60 + b"y"
 
 
 def test_an_empty_piece_is_refused_and_kept_nowhere() -> None:

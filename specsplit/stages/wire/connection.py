@@ -13,6 +13,7 @@ from typing import Any
 from specsplit.core.errors import (
     CorruptPacket,
     InvalidPacket,
+    NoFreeSlot,
     PeerMismatch,
     SpecSplitError,
     StaleEpoch,
@@ -22,7 +23,7 @@ from specsplit.rpc.channel import Duplex
 from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.codec import decode
 from specsplit.stages.packet import Buffer, Packet
-from specsplit.stages.wire.frames import LEAVING, ChainId, FrameReader, error_in, packet_frames
+from specsplit.stages.wire.frames import LEAVING, ChainId, FrameReader, PieceRoom, error_in, packet_frames
 from specsplit.stages.wire.next_stage import NextUnreachable
 from specsplit.stages.wire.peer import StagePeer
 
@@ -39,7 +40,8 @@ class Connection:
         self.num_late = 0
         """Answers and errors that came when nobody waited any more."""
         self.sent_bytes = 0
-        self.readers = [FrameReader(f"the link from stage {index} to the coordinator") for index in range(len(peers))]
+        links, room = [f"the link from stage {index} to the coordinator" for index in range(len(peers))], PieceRoom()
+        self.readers = [FrameReader(link, room) for link in links]
         self._on_draining = on_draining
         self._in_flight: dict[int, asyncio.Future[Packet]] = {}
         """Answers awaited, by request id, in the order in which the packets were sent."""
@@ -167,7 +169,7 @@ class Connection:
                 self._take_frame(self.peers[index], received)
             elif received is not None:
                 self._take_answer(index, received, reader.link)
-        except (CorruptPacket, InvalidPacket) as error:
+        except (CorruptPacket, InvalidPacket, NoFreeSlot) as error:
             self._fail_after(self._last_answered, error)
 
     def _take_answer(self, index: int, data: Buffer, link: str) -> None:

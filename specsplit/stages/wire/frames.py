@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError
-from specsplit.limits import MAX_PACKET_BYTES
+from specsplit.core.errors import CorruptPacket, InvalidPacket, NoFreeSlot, SpecSplitError
+from specsplit.limits import MAX_PACKET_BYTES, MAX_UNFINISHED_BYTES
 from specsplit.rpc.pb import stage_pb2
 from specsplit.rpc.status import error_said, status_of
 from specsplit.stages.codec import encode
@@ -90,29 +90,62 @@ def _varint(number: int) -> bytes:
     return bytes(written)
 
 
-class FrameReader:
-    """Turns the frames of one stream into packets' bytes and other frames; `link` names the stream in errors."""
+class PieceRoom:
+    """Bytes that pieces may take until what they are of has come whole, over all streams of one end."""
 
-    def __init__(self, link: str) -> None:
+    def __init__(self, num_bytes: int = MAX_UNFINISHED_BYTES) -> None:
+        self._num_free = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Take room for a piece, to be given back when the whole is here or given up.
+
+        Raises:
+            NoFreeSlot: there is none.
+        """
+        if num_bytes > self._num_free:
+            raise NoFreeSlot("There is no room for another large packet or slot until others have come whole.")
+        self._num_free -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Give back the room of pieces."""
+        self._num_free += num_bytes
+
+
+class FrameReader:
+    """Turns the frames of one stream into packets' bytes and other frames; `link` names the stream in errors.
+
+    Pieces take room in `room`, which readers may share.
+    """
+
+    def __init__(self, link: str, room: PieceRoom | None = None) -> None:
         self.link = link
         self.num_bytes = 0
         """Bytes of packets read."""
         self.traces: tuple[str, ...] = ()
         """Trace contexts beside the packet that came last."""
+        self._room = room or PieceRoom()
         self._pieces: list[Buffer] = []
-        self._piece_bytes = 0
+        self._piece_bytes = self._held_bytes = 0
+        self._refusal: SpecSplitError | None = None
+        """The reason why the packet that is coming is not kept."""
 
     @property
     def num_pieces(self) -> int:
         """Return the pieces at hand of a packet that has not come whole."""
         return len(self._pieces)
 
+    def close(self) -> None:
+        """Give up the pieces at hand, and their room."""
+        self._room.give_back(self._held_bytes)
+        self._pieces, self._held_bytes = [], 0
+
     def read(self, data: bytes) -> Buffer | stage_pb2.Frame | None:
         """Return a packet's bytes, a view of `data` where it came whole; another frame; None where more follows.
 
         Raises:
             CorruptPacket: it is no frame.
-            InvalidPacket: the packet is too large, and what follows of it is dropped; or a piece of it is empty.
+            InvalidPacket: the packet was too large, or a piece of it is empty.
+            NoFreeSlot: there was no room for its pieces.
         """
         found = _split(data)
         if found is None:
@@ -132,19 +165,33 @@ class FrameReader:
         if has_more and not num_bytes:
             raise InvalidPacket(f"An empty piece of a stage packet came over {self.link}.")
         self.num_bytes += num_bytes
+        if not (has_more or self._piece_bytes):
+            return piece
         self._piece_bytes += num_bytes
-        # A packet that is too large is read to its end without keeping it: the stream stays in step.
-        is_too_large = self._piece_bytes > MAX_PACKET_BYTES
-        if is_too_large:
-            self._pieces.clear()
-        else:
-            self._pieces.append(piece)
+        # A packet that is refused is read to its end without keeping it: the stream stays in step.
+        if self._refusal is None:
+            self._keep(piece, num_bytes)
         if has_more:
             return None
-        pieces, self._pieces, self._piece_bytes = self._pieces, [], 0
-        if is_too_large:
-            raise InvalidPacket(f"A stage packet over {self.link} exceeds the limit of {MAX_PACKET_BYTES} bytes.")
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces, refusal = self._pieces, self._refusal
+        self.close()
+        self._piece_bytes, self._refusal = 0, None
+        if refusal is not None:
+            raise refusal
+        return b"".join(pieces)
+
+    def _keep(self, piece: Buffer, num_bytes: int) -> None:
+        """Keep a piece until its packet is whole, or note why the packet is refused."""
+        try:
+            if self._piece_bytes > MAX_PACKET_BYTES:
+                raise InvalidPacket(f"A stage packet over {self.link} exceeds the limit of {MAX_PACKET_BYTES} bytes.")
+            self._room.take(num_bytes)
+        except SpecSplitError as error:
+            self._refusal = error
+            self.close()
+        else:
+            self._held_bytes += num_bytes
+            self._pieces.append(piece)
 
 
 def _split(data: bytes) -> tuple[memoryview, bool, tuple[str, ...]] | None:

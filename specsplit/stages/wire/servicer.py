@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidPacket,
     InvalidRequest,
+    NoFreeSlot,
     SpecSplitError,
     WorkerUnreachable,
 )
@@ -34,7 +35,7 @@ from specsplit.rpc.servicers import VERSION
 from specsplit.rpc.worker_statistics import encode_statistics
 from specsplit.stages.ports import Stage
 from specsplit.stages.wire.claim import NextAddresses
-from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, error_frame
+from specsplit.stages.wire.frames import DRAINING, READY, ChainId, FrameReader, PieceRoom, error_frame
 from specsplit.stages.wire.messages import decode_slot, encode_identity, encode_slot, slot_pieces
 from specsplit.stages.wire.pipeline_stage import Inlet, Outbox, PipelineStage
 from specsplit.stages.wire.statistics import stage_statistics
@@ -71,6 +72,7 @@ class StageService:
         self._following = following or NextAddresses()
         self._process = secrets.token_hex(8)
         self._received_bytes, self._began_s = 0, time.monotonic()
+        self._packet_room, self._slot_room = PieceRoom(), PieceRoom(stage.identity.slot_bytes)
 
     @property
     def num_sessions(self) -> int:
@@ -181,22 +183,22 @@ class StageService:
         has_packets: bool,
     ) -> None:
         """Take packets in until the other end says that it leaves, or is lost."""
-        reader = FrameReader(inlet.link)
-        async for data in requests:
-            try:
-                packet = reader.read(data)
-                if packet is None:
+        with closing(FrameReader(inlet.link, self._packet_room if has_packets else PieceRoom(0))) as reader:
+            async for data in requests:
+                try:
+                    packet = reader.read(data)
+                    if packet is None:
+                        continue
+                    if isinstance(packet, stage_pb2.Frame) and packet.leaving:
+                        self._tenancy.abandon(position, outbox, 0.0)
+                        return
+                    if isinstance(packet, stage_pb2.Frame) or not has_packets:
+                        raise InvalidPacket(f"Something that is no packet came over {inlet.link}.")
+                except (CorruptPacket, InvalidPacket, NoFreeSlot) as error:
+                    position.report(error, after=inlet.last_id)
                     continue
-                if isinstance(packet, stage_pb2.Frame) and packet.leaving:
-                    self._tenancy.abandon(position, outbox, 0.0)
-                    return
-                if isinstance(packet, stage_pb2.Frame) or not has_packets:
-                    raise InvalidPacket(f"Something that is no packet came over {inlet.link}.")
-            except (CorruptPacket, InvalidPacket) as error:
-                position.report(error, after=inlet.last_id)
-                continue
-            self._received_bytes += len(data)
-            await position.take(packet, inlet, reader.traces)
+                self._received_bytes += len(data)
+                await position.take(packet, inlet, reader.traces)
 
     async def _export(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
         request = calls.parse(stage_pb2.ExportKVRequest, data)
@@ -207,38 +209,55 @@ class StageService:
                 yield piece
 
     async def _import(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
-        tenancy = self._tenancy
-        content, chain, refused, is_first = bytearray(), ChainId("", 0), None, True
-        # Read to the end even what is refused: gRPC may lose the reason of a call that is cut while the other writes.
-        async for data in _timely(requests):
-            if refused is None:
-                try:
-                    piece = self._checked(data, len(content), is_first=is_first)
-                    chain = ChainId.of(piece.chain) if is_first else chain
-                    content += piece.data
-                    tenancy.start_grace(tenancy.grace_s)
-                except SpecSplitError as error:
-                    refused = error
-                    content.clear()
-            is_first = False
-        if refused is not None:
-            raise refused
-        state = await decode_slot(content, "the link that a slot came over")
-        async with tenancy.changing:
-            # Checked again under the lock: nothing of an old coordinator lands in the slots of a new one.
-            tenancy.position_in(chain)
-            await self._stage.import_kv(state)
-            tenancy.start_grace(tenancy.grace_s)
+        tenancy, chain, refused, is_first = self._tenancy, ChainId("", 0), None, True
+        with closing(_ArrivingSlot(self._slot_room, self._stage.identity.slot_bytes)) as arriving:
+            # Read to the end even what is refused: gRPC may lose the reason of a call that is cut while the other
+            # writes.
+            async for data in _timely(requests):
+                if refused is None:
+                    try:
+                        piece = calls.parse(stage_pb2.SlotPiece, data)
+                        if is_first:
+                            chain = ChainId.of(piece.chain)
+                            tenancy.position_in(chain)
+                        arriving.add(piece.data)
+                        tenancy.start_grace(tenancy.grace_s)
+                    except SpecSplitError as error:
+                        refused = error
+                        arriving.close()
+                is_first = False
+            if refused is not None:
+                raise refused
+            state = await decode_slot(arriving.content, "the link that a slot came over")
+            async with tenancy.changing:
+                # Checked again under the lock: nothing of an old coordinator lands in the slots of a new one.
+                tenancy.position_in(chain)
+                await self._stage.import_kv(state)
+                tenancy.start_grace(tenancy.grace_s)
         yield stage_pb2.ImportKVResponse().SerializeToString()
 
-    def _checked(self, data: bytes, num_bytes: int, *, is_first: bool) -> stage_pb2.SlotPiece:
-        """Return a piece of a slot, behind `num_bytes` of it; the first one must name a chain of the coordinator."""
-        piece, limit = calls.parse(stage_pb2.SlotPiece, data), self._stage.identity.slot_bytes
-        if is_first:
-            self._tenancy.position_in(ChainId.of(piece.chain))
-        if num_bytes + len(piece.data) > limit:
-            raise InvalidPacket(f"An exported slot exceeds the {limit} bytes that one of this stage can have.")
-        return piece
+
+class _ArrivingSlot:
+    """The bytes of a slot that is imported, as its pieces come; `close` gives up them and their room."""
+
+    def __init__(self, room: PieceRoom, limit: int) -> None:
+        self.content = bytearray()
+        self._room, self._limit = room, limit
+
+    def add(self, piece: bytes) -> None:
+        """Add a piece.
+
+        Raises:
+            InvalidPacket: it is more than a slot can have; NoFreeSlot: there is no room for it.
+        """
+        if len(self.content) + len(piece) > self._limit:
+            raise InvalidPacket(f"An exported slot exceeds the {self._limit} bytes that one of this stage can have.")
+        self._room.take(len(piece))
+        self.content += piece
+
+    def close(self) -> None:
+        self._room.give_back(len(self.content))
+        self.content = bytearray()
 
 
 def _close(outbox: Outbox, reading: asyncio.Task[None]) -> None:
