@@ -16,7 +16,7 @@ from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
 from benchmarks.research.exactness import study as exactness
 from benchmarks.research.real_shapes import command as real_shapes
-from benchmarks.research.rounds import critical_path, profile, traced
+from benchmarks.research.rounds import critical_path, overhead, profile, traced
 from benchmarks.research.stages import cost as stage_cost
 from benchmarks.research.stages import sessions as stage_sessions
 from benchmarks.research.train_pair.commands import app as train_pair
@@ -37,7 +37,7 @@ STUDIES = (
     profile,
 )
 STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, real_shapes, stage_cost, stage_sessions)
-STUDIES_LAST = (rounding, traced, tree_shapes)
+STUDIES_LAST = (overhead, rounding, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

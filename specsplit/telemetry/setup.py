@@ -6,10 +6,12 @@ A collector is named by OpenTelemetry's own variables, OTEL_EXPORTER_OTLP_ENDPOI
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,42 +23,72 @@ from specsplit.telemetry.spans import Span
 if TYPE_CHECKING:
     from specsplit.telemetry.otlp import Collector
 
+PERIOD_S = 0.1
+"""Longest time from the end of a span to its line."""
+MAX_WAITING = 1 << 16
+"""Spans that wait for a disk; beyond them the oldest are lost, since traces are never worth a worker's memory."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MOST = 1 << 64
+_log = logging.getLogger(__name__)
 
 
 class SpanFile:
-    """Writes spans as lines of JSON, in the order in which they end; they end in several threads."""
+    """Writes spans as lines of JSON, in the order in which they end, several at a time from a thread of its own.
+
+    Whoever ends a span only appends it to a queue: lines and system calls in between would cost a round more than all
+    that a span is made of.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._lock = threading.Lock()
-
-    def add(self, span: Span) -> None:
-        """Write a span as one line."""
-        # By hand but for the attributes, whose values may need quoting: a round has a dozen spans.
-        parent = f'"{span.parent_id:016x}"' if span.parent_id else "null"
-        line = (
-            f'{{"name":"{span.name}","trace_id":"{span.trace_id:032x}","span_id":"{span.span_id:016x}",'
-            f'"parent_id":{parent},"start_ns":{span.start_ns},"end_ns":{span.end_ns},'
-            f'"duration_ms":{(span.end_ns - span.start_ns) / 1e6},"attributes":{_encode(span.attributes)}}}\n'
-        )
-        with self._lock:
-            # A thread may outlive the block that traces; its spans come too late to be written.
-            if not self._file.closed:
-                self._file.write(line)
+        ended: deque[Span] = deque(maxlen=MAX_WAITING)
+        self._ended = ended
+        self.add: spans.Sink = ended.append
+        """Takes a span that has ended; any thread may call it."""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._write_all, name="specsplit-trace", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Flush and close the file."""
-        with self._lock:
+        """Write what is left, and close the file."""
+        self._is_over.set()
+        self._thread.join()
+        with suppress(OSError):  # the thread has said so
             self._file.close()
+
+    def _write_all(self) -> None:
+        is_over = False
+        try:
+            while not is_over:
+                is_over = self._is_over.wait(PERIOD_S)
+                if self._ended:
+                    self._file.write("".join([_line(self._ended.popleft()) for _ in range(len(self._ended))]))
+                    self._file.flush()
+        except OSError as error:
+            # What is traced goes on; what ends from now on pushes earlier spans out of the queue.
+            _log.warning("the trace ends here, since its file cannot be written: %s", error.strerror)
+
+
+def _line(span: Span) -> str:
+    """Return a span as a line of JSON."""
+    # By hand but for values that may need quoting: a round has a dozen spans.
+    parent = f'"{span.parent_id:016x}"' if span.parent_id else "null"
+    attributes = ",".join(
+        [f'"{name}":{value if type(value) is int else _encode(value)}' for name, value in span.attributes.items()]
+    )
+    return (
+        f'{{"name":"{span.name}","trace_id":"{span.trace_id:032x}","span_id":"{span.span_id:016x}",'
+        f'"parent_id":{parent},"start_ns":{span.start_ns},"end_ns":{span.end_ns},'
+        f'"duration_ms":{(span.end_ns - span.start_ns) / 1e6},"attributes":{{{attributes}}}}}\n'
+    )
 
 
 @contextmanager
 def tracing(role: str, path: Path | None = None) -> Generator[None]:
     """Record the spans of the block, if a file is named or the environment names a collector.
 
-    `path` is overwritten; a process that is killed leaves whole lines. A request is not traced if its client says so.
+    `path` is overwritten; a process that is killed loses the spans of its last moment, and may leave half a line. A
+    request is not traced if its client says so.
 
     Raises:
         InvalidSettings: the file cannot be written, or a variable of the environment is wrong.
@@ -137,7 +169,7 @@ def _collector(role: str) -> Collector:
 
 def _opened(path: Path) -> TextIO:
     try:
-        return expanded(path).open("w", encoding="utf-8", buffering=1)
+        return expanded(path).open("w", encoding="utf-8")
     except OSError as error:
         message = f"The trace file {path} cannot be written ({error.strerror}); name another one."
         raise InvalidSettings(message) from error

@@ -50,11 +50,13 @@ class Span(SpanContext):
     def __init__(
         self, name: str, parent: SpanContext | None, attributes: dict[str, Attribute], start_ns: int, end_ns: int = 0
     ) -> None:
-        trace_id = _random.getrandbits(128) if parent is None else parent.trace_id
-        is_sampled = _samples(trace_id) if parent is None else parent.is_sampled
-        super().__init__(trace_id, _random.getrandbits(64), is_sampled=is_sampled)
+        if parent is None:
+            self.trace_id, self.parent_id = _random.getrandbits(128), 0
+            self.is_sampled = _samples(self.trace_id)
+        else:
+            self.trace_id, self.parent_id, self.is_sampled = parent.trace_id, parent.span_id, parent.is_sampled
+        self.span_id = _random.getrandbits(64)
         self.name, self.attributes, self.start_ns, self.end_ns = name, attributes, start_ns, end_ns
-        self.parent_id = 0 if parent is None else parent.span_id
         self._token: Token[SpanContext | None] | None = None
 
     def __enter__(self) -> Span:

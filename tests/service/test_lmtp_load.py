@@ -16,10 +16,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from specsplit.rpc.worker_statistics import StatisticsReader
 from tests.support.gateways import GatewayProcess
 from tests.support.lmql_client import assert_logprobs, collect, lmql_client
 from tests.support.lmtp_fuzz import fuzzed_frame
-from tests.support.processes import WorkerProcess, environment
+from tests.support.processes import LIMIT_S, WorkerProcess, environment
 from tests.support.rpc_servers import wait_until
 
 IS_FULL = os.environ.get("SPECSPLIT_TEST_ALL") == "1"
@@ -62,10 +63,13 @@ async def client(gateway: GatewayProcess) -> AsyncGenerator[Any]:
         yield made
 
 
-def num_forwarded(target: WorkerProcess) -> int:
+async def num_forwarded(target: WorkerProcess) -> int:
     """Return how many tokens the target has forwarded."""
-    spans = map(json.loads, target.trace.read_text(encoding="utf-8").splitlines())
-    return sum(span["attributes"]["num_tokens"] for span in spans if span["name"] == "forward")
+    reader = StatisticsReader("target", target.address)
+    reading = await reader.read(LIMIT_S)
+    await reader.aclose()
+    assert reading is not None
+    return reading.statistics.steps.num_rows
 
 
 async def test_a_prompt_that_comes_again_costs_its_new_tokens_alone(
@@ -75,14 +79,14 @@ async def test_a_prompt_that_comes_again_costs_its_new_tokens_alone(
     ids = list(prompt)
     async with client(gateway) as lmtp:
         whole = await collect(lmtp.generate(prompt, max_tokens=160, ignore_eos=True))
-        num_before = num_forwarded(target)
+        num_before = await num_forwarded(target)
         ids = [5, *prompt]  # nobody has its rows
         for _ in range(10):
             items = await collect(lmtp.generate(ids, max_tokens=16, ignore_eos=True))
             ids += [item["token"] for item in items]
     assert len(whole) == 160
     assert len(ids) == 1 + len(prompt) + 160
-    assert num_forwarded(target) - num_before <= 160 + len(prompt) + 1
+    assert await num_forwarded(target) - num_before <= 160 + len(prompt) + 1
 
 
 async def test_log_probabilities_without_speculation_are_those_of_transformers(gateway: GatewayProcess) -> None:

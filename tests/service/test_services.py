@@ -27,6 +27,7 @@ from specsplit.telemetry import names
 from tests.support.fakes import FakeDraft
 from tests.support.machine import DTYPE
 from tests.support.processes import LIMIT_S, WorkerProcess, environment, run
+from tests.support.stage_processes import eventually
 
 PROMPT = "def add(a, b):"
 SHORT = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
@@ -201,9 +202,15 @@ def test_one_trace_goes_through_three_processes(
     (trace_id,) = {span["trace_id"] for span in ours if span["name"] == "request"}
     by_id = {span["span_id"]: span for span in ours}
     for worker, caller, forwards in ((target, "verify", "target_forwards"), (draft, "propose", "draft_forwards")):
-        theirs = [span for span in _spans(worker.trace) if span["trace_id"] == trace_id]
-        by_id.update({span["span_id"]: span for span in theirs})
-        served = [span for span in theirs if span["name"] == "forward"]
+        served: list[Answer] = []
+
+        def has_written(worker: WorkerProcess = worker, served: list[Answer] = served, of: str = forwards) -> bool:
+            theirs = {span["span_id"]: span for span in _spans(worker.trace) if span["trace_id"] == trace_id}
+            by_id.update(theirs)
+            served[:] = [span for span in theirs.values() if span["name"] == "forward"]
+            return len(served) >= answer[of] and all(span["parent_id"] in by_id for span in served)
+
+        asyncio.run(eventually(has_written))  # a worker writes its spans a little after they end
         assert len(served) == answer[forwards]
         for span in served:
             call = by_id[span["parent_id"]]
@@ -213,7 +220,8 @@ def test_one_trace_goes_through_three_processes(
 
 
 def _spans(path: Path) -> list[Answer]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def test_the_python_api_takes_addresses(target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]]):

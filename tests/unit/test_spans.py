@@ -58,3 +58,20 @@ def test_an_error_inside_the_block_keeps_the_spans_written_so_far(tmp_path: Path
         raise KeyError
     assert json.loads(path.read_text(encoding="utf-8"))["name"] == "outer"
     assert spans.span("x") is spans.span("y")
+
+
+def test_values_are_quoted_as_json_wants_them(tmp_path: Path):
+    path = tmp_path / "spans.jsonl"
+    values = {"worker": 'a "quoted"\nline \u00fc', "nodes": -3, "max_depth": 1.5, "stage": True}
+    with trace_to_file(path), spans.span("verify", **values):
+        pass
+    assert json.loads(path.read_text(encoding="utf-8"))["attributes"] == values
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture):
+    with trace_to_file(Path("/dev/full")):
+        for _ in range(1000):
+            with spans.span("verify"):
+                pass
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "the trace ends here, since its file cannot be written: No space left on device"
