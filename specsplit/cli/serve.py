@@ -179,7 +179,8 @@ async def serve_until_signal(
         note(f"Draining for up to {drain_s:g} s; a second signal ends at once.")
         num_cut = await server.drain(drain_s)
         if num_cut:
-            note(f"{num_cut} answers were cut, which were not done after {drain_s:g} s; a longer --drain helps.")
+            answers = "answer was" if num_cut == 1 else "answers were"
+            note(f"{num_cut} {answers} cut after {drain_s:g} s; a longer --drain helps.")
         return ANSWERS_CUT if num_cut else 0
 
 

@@ -37,8 +37,8 @@ _OF_ROUNDS = {
     "/specsplit.v1.TargetService/Rounds": "VerifyDrafts",
 }
 """Streams of rounds, and the call that each of their messages stands for."""
-ANSWERS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "Score", "GetTokenizer"})
-"""Methods whose calls a drain gives time; it says how many it had to cut."""
+ANSWERS = frozenset({"VerifyDrafts", "VerifyStream", "Score", "GetTokenizer"})
+"""Methods whose calls lose an answer if a drain cuts them; without a proposal of the draft a text goes on."""
 SESSION_METHODS = frozenset({"GenerateDrafts", "VerifyDrafts", "VerifyStream", "EndSession", "Stats"})
 """Methods that a draining worker still answers: those of its open sessions, and what shows how many are left."""
 

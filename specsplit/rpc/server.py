@@ -57,6 +57,11 @@ class Service(Protocol):
         """Sessions that a drain waits for."""
         ...
 
+    @property
+    def num_texts(self) -> int:
+        """Sessions whose text does not go on without this worker: those of a target."""
+        ...
+
     def handlers(self) -> grpc.GenericRpcHandler: ...
 
     def refuse(self) -> None:
@@ -175,9 +180,11 @@ class Server:
         for name in self._ready_names:
             await self._set_health(name, _NOT_SERVING)
         await self._wait_sessions(end_s)
+        num_texts = sum(service.num_texts for service in self._services)
         self._boundary.refuse()
         is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
-        num_cut = self._boundary.num_answers
+        # A session is cut between two of its calls as well, and has one under way at most.
+        num_cut = max(self._boundary.num_answers, num_texts)
         self._boundary.end_rounds()
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)

@@ -82,6 +82,10 @@ class WorkerService(ABC):
     def num_sessions(self) -> int:
         return self._num_sessions()
 
+    @property
+    def num_texts(self) -> int:
+        return 0
+
     def statistics(self) -> WorkerStatistics:
         """Return what the worker holds now, and its counts; the device is not asked."""
         return self._front.worker_statistics() if self._front is not None else WorkerStatistics()
@@ -198,6 +202,10 @@ class TargetService(WorkerService):
         self._verifier = verifier
         # Scores use idle slots, and give them back to generation; more at once would only wait in the engine.
         self._scores = CallShare(max(1, front.load.num_slots if front is not None else 0))
+
+    @property
+    def num_texts(self) -> int:
+        return self._num_sessions()
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         return {

@@ -353,6 +353,17 @@ async def test_a_drain_does_not_wait_beyond_its_grace():
         assert (target.num_under_way, server.num_running) == (0, 0)
 
 
+async def test_a_text_that_a_drain_ends_between_two_rounds_is_counted():
+    target, script = FakeTarget(), Script()
+    async with (
+        serving(LOOPBACK, [TargetService(target, lambda: len(target.slots))]) as server,
+        verifier_at(server) as verifier,
+    ):
+        first = script.first()
+        await verifier.verify(first, without_tree(first))
+        assert await server.drain(0.05) == 1
+
+
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
     return (await health_pb2_grpc.HealthStub(channel).Check(request)).status

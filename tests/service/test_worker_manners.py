@@ -78,7 +78,7 @@ async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capt
         await asyncio.wait({answer})
         assert (answer.exception() is not None) == is_cut
     assert await ending == (ANSWERS_CUT if is_cut else 0)
-    assert ("1 answers were cut" in capfd.readouterr().err) == is_cut
+    assert ("1 answer was cut" in capfd.readouterr().err) == is_cut
 
 
 def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ class StageService:
         """Return 1 while a coordinator has a stream open, else 0: its sessions are its own to count."""
         return int(self._tenancy.has_coordinator)
 
+    @property
+    def num_texts(self) -> int:
+        """Return 0: its coordinator has another stage take over."""
+        return 0
+
     def set_grace(self, grace_s: float) -> None:
         """Give coordinators that are cut off from now on so long to come back."""
         self._tenancy.grace_s = grace_s
