@@ -1,4 +1,4 @@
-"""A worker as a service: who answers, who is refused and how, what health says, how it drains."""
+"""A worker as a service: who answers, who is refused and how, what health says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specsplit.core.errors import (
@@ -34,9 +33,8 @@ from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeDraft, FakeTarget, Faults
 from tests.support.language import scores_of
 from tests.support.processes import LIMIT_S
-from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
+from tests.support.rpc_servers import LOOPBACK, SERVING, drafter_at, health_of, verifier_at, wait_until
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 FILES = TokenizerFiles("abc123", (256,), {"tokenizer.json": bytes(range(256)) * 3000, "merges.txt": b""})
 
 
@@ -295,78 +293,6 @@ async def test_a_client_closed_during_a_call_says_so_and_takes_no_more():
         with pytest.raises(WorkerClosed):
             await verifier.ping()
         await verifier.aclose()
-
-
-async def test_draining_refuses_new_calls_and_lets_running_ones_end():
-    gate = asyncio.Event()
-    target = FakeTarget(Faults(gate=gate))
-    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
-        turn = Script().first()
-        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
-        await wait_until(lambda: target.num_under_way == 1)
-        waiting = asyncio.create_task(server.wait())
-        drain = asyncio.create_task(server.drain(2 * LIMIT_S))
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            names = ("readiness", "", "specsplit.v1.TargetService", "liveness")
-            health = [await health_of(channel, name) for name in names]
-        assert health == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING]
-        with pytest.raises(WorkerUnreachable, match="shutting down"):
-            await verifier.ping()
-        assert not running.done()
-        gate.set()
-        assert len((await running).token_ids) == 1
-        await drain
-        await waiting
-        with pytest.raises(WorkerUnreachable):
-            await verifier.ping()
-
-
-async def test_a_draining_worker_goes_on_with_its_sessions_and_opens_none():
-    target = FakeTarget()
-    service = TargetService(target, lambda: len(target.slots))
-    async with serving(LOOPBACK, [service]) as server, verifier_at(server) as verifier:
-        script = Script()
-        first = script.first()
-        ids = [*PROMPT, (await verifier.verify(first, without_tree(first))).bonus_token]
-        drain = asyncio.create_task(server.drain(2 * LIMIT_S))
-        await asyncio.sleep(0)
-        turn = script.turn(ids, len(ids) - 1)
-        assert len((await verifier.verify(turn, without_tree(turn))).token_ids) == 1
-        with pytest.raises(WorkerUnreachable, match="shutting down"):
-            await verifier.verify(new := Script().first(), without_tree(new))
-        assert not drain.done()
-        await verifier.close(script.session)
-        async with asyncio.timeout(LIMIT_S):
-            await drain
-
-
-async def test_a_drain_does_not_wait_beyond_its_grace():
-    target = FakeTarget(Faults(gate=asyncio.Event()))
-    async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
-        turn = Script().first()
-        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
-        await wait_until(lambda: target.num_under_way == 1)
-        async with asyncio.timeout(LIMIT_S):
-            assert await server.drain(0.05) == 1, "one answer was cut"
-        with pytest.raises(WorkerUnreachable):
-            await running
-        assert (target.num_under_way, server.num_running) == (0, 0)
-
-
-async def test_a_text_that_a_drain_ends_between_two_rounds_is_counted():
-    target, script = FakeTarget(), Script()
-    async with (
-        serving(LOOPBACK, [TargetService(target, lambda: len(target.slots))]) as server,
-        verifier_at(server) as verifier,
-    ):
-        first = script.first()
-        await verifier.verify(first, without_tree(first))
-        assert await server.drain(0.05) == 1
-
-
-async def health_of(channel: grpc.aio.Channel, service: str) -> int:
-    request = health_pb2.HealthCheckRequest(service=service)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
 @pytest.mark.parametrize("role", ["DraftService", "TargetService"])

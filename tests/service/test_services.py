@@ -371,15 +371,12 @@ def test_a_worker_told_to_stop_under_load_drains_and_says_what_it_cut(
     out, err = capfd.readouterr()
     assert (code, out, codes) == (1, "", [0, 3]), "without its draft a text goes on, without its target it ends"
     assert err.startswith("Error: The target ")
-    cut = ["1 answer was cut after 0.5 s; a longer --drain helps."]
-    for worker, notes in ((target, cut), (draft, [])):
+    for worker, notes in ((target, ["1 answer was cut after 0.5 s; a longer --drain helps."]), (draft, [])):
         assert worker.rest_of_stdout() == b""
         draining = "Draining for up to 0.5 s; a second signal ends at once."
         # Beside it there is only the log of sessions that were refused or lost.
-        assert [line for line in worker.stderr.splitlines() if " specsplit.sessions: " not in line] == [
-            draining,
-            *notes,
-        ]
+        said = [line for line in worker.stderr.splitlines() if " specsplit.sessions: " not in line]
+        assert said == [draining, *notes]
 
 
 @pytest.mark.slow

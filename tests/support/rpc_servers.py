@@ -10,6 +10,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import Server, serving
@@ -18,6 +21,7 @@ from tests.support.fakes import FakeTarget
 from tests.support.processes import LIMIT_S
 
 LOOPBACK = "127.0.0.1:0"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
@@ -110,6 +114,12 @@ async def _serve_alone() -> None:
         sys.stdout.write(server.address + "\n")
         sys.stdout.flush()
         await server.wait()
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    """Return the status that a server says of a service by the health protocol."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
 if __name__ == "__main__":
