@@ -6,7 +6,17 @@ import sys
 
 import typer
 
-from benchmarks.research import ablation, bars, context_growth, figures, inflate, network_bars, rounding, tree_shapes
+from benchmarks.research import (
+    ablation,
+    bars,
+    context_growth,
+    figures,
+    inflate,
+    long_prompt,
+    network_bars,
+    rounding,
+    tree_shapes,
+)
 from benchmarks.research.app import app
 from benchmarks.research.calibration import study as calibration
 from benchmarks.research.checkouts import compare as checkouts
@@ -37,7 +47,7 @@ STUDIES = (
     profile,
 )
 STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, real_shapes, stage_cost, stage_sessions)
-STUDIES_LAST = (overhead, rounding, traced, tree_shapes)
+STUDIES_LAST = (long_prompt, overhead, rounding, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

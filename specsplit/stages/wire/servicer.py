@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import closing, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -72,7 +72,11 @@ class StageService:
         self._following = following or NextAddresses()
         self._process = secrets.token_hex(8)
         self._received_bytes, self._began_s = 0, time.monotonic()
-        self._packet_room, self._slot_room = PieceRoom(), PieceRoom(stage.identity.slot_bytes)
+        self._packet_room = PieceRoom()
+
+    @cached_property
+    def _slot_room(self) -> PieceRoom:
+        return PieceRoom(self._stage.identity.slot_bytes)
 
     @property
     def num_sessions(self) -> int:
