@@ -88,13 +88,15 @@ class _Readers:
                         self.waits.append((last_s, now_s))
                     last_s = now_s
 
-    def inside_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Return the waits that lie in an interval."""
-        return [(end - begin) * 1e3 for begin, end in self.waits if begin >= begin_s and end <= end_s]
 
-    def meeting_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Return the waits of which a part lies in an interval."""
-        return [(end - begin) * 1e3 for begin, end in self.waits if begin < end_s and end > begin_s]
+def within_ms(waits: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
+    """Return the milliseconds of the waits that lie in an interval."""
+    return [(end - begin) * 1e3 for begin, end in waits if begin >= begin_s and end <= end_s]
+
+
+def meeting_ms(waits: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
+    """Return the milliseconds of the waits of which a part lies in an interval."""
+    return [(end - begin) * 1e3 for begin, end in waits if begin < end_s and end > begin_s]
 
 
 async def _turns(settings: LongPromptSettings, addresses: Sequence[str], tick: Tick) -> list[Turn]:
@@ -122,8 +124,8 @@ async def _measure(settings: LongPromptSettings, client: Client, readers: _Reade
         ended_s = time.perf_counter()
         await asyncio.sleep(_SETTLE_S)
         length_s = ended_s - prompt_began_s
-        without_ms = readers.inside_ms(began_s, prompt_began_s)
-        turns.append(Turn(without_ms, readers.meeting_ms(prompt_began_s, ended_s), length_s))
+        without_ms = within_ms(readers.waits, began_s, prompt_began_s)
+        turns.append(Turn(without_ms, meeting_ms(readers.waits, prompt_began_s, ended_s), length_s))
         tick("turn")
     # The first one only tells how long a prompt takes.
     return turns[1:]
