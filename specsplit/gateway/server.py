@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import h11
@@ -19,6 +19,8 @@ from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_
 
 PING_S = 20.0
 """Period of a WebSocket's pings; a client that has not answered one for as long again is cut off."""
+_FIRST_REQUEST_S = 1.0
+"""Time for a connection that is new when the server drains to send the request that it was opened for."""
 _LAST_WORDS_S = 2.0
 """Time for requests that a drain has ended to tell their clients."""
 
@@ -27,6 +29,8 @@ class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which closes connections whose next request head does not come in time."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _is_last = False
+    """Whether the next request is the only one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -38,6 +42,17 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
         if not self._is_idle:
             self._stop_waiting()
+            if self._is_last:
+                super().shutdown()
+
+    def shutdown(self) -> None:
+        """End with the answer that is under way; a connection that was opened a moment ago has yet to ask."""
+        if self.cycle is None:
+            self._is_last = True
+            self._stop_waiting()
+            self._waiting = self.loop.call_later(_FIRST_REQUEST_S, self._close)
+        else:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -80,6 +95,28 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.has_started.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take in the connections that nobody has accepted yet, which their clients hold for open, and end."""
+        taking = asyncio.gather(*(self._take(accepted) for sock in sockets or [] for accepted in _accept_all(sock)))
+        await super().shutdown(sockets)
+        await taking
+
+    async def _take(self, accepted: socket.socket) -> None:
+        def protocol() -> LimitedProtocol:
+            return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
+
+        _, taken = await asyncio.get_running_loop().connect_accepted_socket(protocol, accepted)
+        taken.shutdown()
+
+
+def _accept_all(listener: socket.socket) -> list[socket.socket]:
+    """Return the connections that wait to be accepted: closing the listener would reset them."""
+    accepted: list[socket.socket] = []
+    with suppress(OSError):
+        while True:
+            accepted.append(listener.accept()[0])
+    return accepted
 
 
 class HttpServer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -20,6 +22,7 @@ from specsplit.gateway import server, sse
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.gateway.sse import EventStream
 
+WHOLE = b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n"
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -115,7 +118,7 @@ async def test_a_head_that_does_not_come_closes_the_connection(sent: bytes, monk
 async def test_a_second_head_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.05)
     async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
-        writer.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(WHOLE)
         assert await reader.readuntil(b"ok")
         writer.write(b"GET /wh")
         assert await reader.read() == b""
@@ -137,7 +140,7 @@ async def test_idle_connections_keep_nobody_out() -> None:
         host, port = running.address.rsplit(":", 1)
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
         async with connected(running) as (reader, writer):
-            writer.write(b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(WHOLE)
             assert await reader.readuntil(b"ok")
         for _, writer in idle:
             writer.close()
@@ -166,6 +169,47 @@ async def test_a_drain_waits_for_streams_and_then_ends_them() -> None:
         await reader.readuntil(b"data:")
         await running.drain(0)
         await app.has_ended.wait()
+
+
+async def test_a_connection_that_is_new_when_a_drain_begins_is_answered() -> None:
+    async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        draining = asyncio.create_task(running.drain(30))
+        with suppress(OSError):
+            while True:  # until nobody is let in any more
+                host, port = running.address.rsplit(":", 1)
+                _, late = await asyncio.open_connection(host, int(port))
+                late.close()
+        writer.write(WHOLE)
+        assert (await reader.read()).endswith(b"ok"), "the answer, and the end"
+        await draining
+
+
+async def test_whoever_reached_a_draining_server_is_answered() -> None:
+    async with serving_http(App(), "127.0.0.1", 0) as running:
+        host, port = running.address.rsplit(":", 1)
+
+        def ask() -> list[bytes]:
+            answers: list[bytes] = []
+            with suppress(ConnectionRefusedError):
+                while True:
+                    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as answer:
+                        connection.sendall(WHOLE.replace(b"Host", b"Connection: close\r\nHost"))
+                        answers.append(answer.read())
+            return answers
+
+        asking = [asyncio.create_task(asyncio.to_thread(ask)) for _ in range(16)]
+        loop, draining = asyncio.get_running_loop(), asyncio.create_task(_drain_later(running))
+        while not draining.done():
+            loop.call_soon(time.sleep, 0.02)  # a busy loop, in whose turns connections pile up
+            await asyncio.sleep(0)
+        answers = [answer for answers in await asyncio.gather(*asking) for answer in answers]
+    assert len(answers) > 16
+    assert [answer for answer in answers if not answer.endswith(b"ok")] == []
+
+
+async def _drain_later(running: HttpServer) -> None:
+    await asyncio.sleep(0.3)
+    await running.drain(30)
 
 
 async def test_an_address_in_use_is_one_sentence() -> None:
