@@ -47,7 +47,8 @@ class LimitedProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """End with the answer that is under way; a connection that was opened a moment ago has yet to ask."""
-        if self.cycle is None:
+        cycle: Any = self.cycle
+        if cycle is None:
             self._is_last = True
             self._stop_waiting()
             self._waiting = self.loop.call_later(_FIRST_REQUEST_S, self._close)
