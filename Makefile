@@ -80,7 +80,7 @@ browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser
 	$(PIP) --editable '.[browser]'
 	$(BIN)/python -m pytest -q tests/browser
 
-wheel: $(TOOLS)  ## Build dist/*.whl and dist/*.tar.gz, and check that the wheel works where nothing else of ours is
+wheel: $(RUNS)  ## Build dist/*.tar.gz, and of it dist/*.whl, and check that the wheel works where nothing else of ours is
 	rm -rf dist
 	$(BIN)/python -m tools.wheel dist
 

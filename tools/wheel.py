@@ -40,8 +40,13 @@ def main(folder: Path) -> int:
 def _build(folder: Path, backend: Path) -> None:
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     _run(sys.executable, "-m", "pip", "install", "--quiet", "--target", str(backend), *requires)
-    # hatchling makes the wheel from the checkout and not from the sdist, hence the look into the sdist afterwards.
-    _run(sys.executable, "-m", "hatchling", "build", "--directory", str(folder), PYTHONPATH=str(backend))
+    build = (sys.executable, "-m", "hatchling", "build", "--directory", str(folder), "--target")
+    _run(*build, "sdist", PYTHONPATH=str(backend))
+    # The wheel is made from the sdist, as pip makes one for who installs the sdist.
+    (sdist,), source = folder.glob("*.tar.gz"), backend.with_name("source")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(source, filter="data")
+    _run(*build, "wheel", cwd=next(source.iterdir()), PYTHONPATH=str(backend))
 
 
 def _write_text(wheel: Path, home: Path) -> dict[str, object]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast
 
+from specsplit.assembly.other_names import refuse_other_names
 from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.ports import ChatMessage
@@ -95,9 +96,10 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `load_settings` takes them: without None, and with texts for paths and torch's objects.
 
     Raises:
-        InvalidSettings: an object of torch that no model here can use.
+        InvalidSettings: an object of torch that no model here can use, or a name that another program has.
     """
     made = {name: value for name, value in given.items() if value is not None}
+    refuse_other_names(made)
     for name in _PATHS:
         if isinstance(made.get(name), os.PathLike):
             made[name] = os.fspath(made[name])

@@ -158,7 +158,7 @@ async def _connected(
         orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
         identity = await orchestrate(None).connect()
         yield ServedModel(
-            name=links.name or identity.model,
+            name=links.name or settings.target.served_name or identity.model,
             identity=identity,
             tokenizer=workers.tokenizer,
             verifier=workers.verifier,

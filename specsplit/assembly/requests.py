@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from specsplit.assembly.arguments import Prompt, check_prompt, is_conversation
+from specsplit.assembly.other_names import refuse_other_names
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.ports import ChatMessage, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
-from specsplit.core.settings import override
+from specsplit.core.settings import FLAT_KEYS, override
 from specsplit.orchestrator.request import Request
 
 
@@ -22,6 +24,10 @@ def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any])
         InvalidRequest: a sampling parameter is out of range.
     """
     given = dict(options)
+    refuse_other_names(given)
+    for name in given:
+        if name in FLAT_KEYS and name not in OrchestratorSettings.model_fields:
+            raise InvalidSettings(f"{name} is set for all requests, where the models are named.")
     if isinstance(given.get("stop"), str):
         # Not left to the settings, which would read a text in brackets as a JSON list.
         given["stop"] = (given["stop"],)

@@ -54,8 +54,10 @@ def _with_model(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with a model that stands alone as the option that it stands for.
 
     Raises:
-        InvalidSettings: there are both.
+        InvalidSettings: there are both, or there are two names for a model.
     """
+    if given.get("served_name") and any("=" in each for each in given.get("target", ())):
+        raise InvalidSettings("--target NAME=HOST:PORT has a name already; leave --served-name out.")
     options = dict(given)
     model = options.pop("served_model", None)
     if model is None:

@@ -15,6 +15,7 @@ import typer
 from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, top, trace
 from specsplit.cli.help import HELP_NAMES, Command, HelpAll
 from specsplit.cli.logs import is_debugging
+from specsplit.cli.other_programs import refuse_short_options_of_others
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
@@ -192,6 +193,7 @@ def serve(
     allow_anonymous: options.AllowAnonymous = False,
     max_body_mib: options.MaxBodyMib = 1,
     metrics_compat: options.MetricsCompat = None,
+    served_name: options.ServedName = None,
     per_request_spec_decode_metrics: options.SpecDecodeMetrics = "none",
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
@@ -355,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        refuse_short_options_of_others(sys.argv[1:] if arguments is None else arguments)
         code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False, obj=arguments is None)
         sys.stdout.flush()
     except SpecSplitError as error:

@@ -37,6 +37,8 @@ _NOT_SETTINGS = (
     *prompts_file.OPTIONS,
 )
 _BROKEN_PROMISE = 1
+_HOT = 2.0
+"""Temperature above which text is noise; OpenAI's API takes none, and whoever asks for more often means threads."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,9 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:
         raise InvalidSettings(f"--compare has nothing to compare in plain decoding; name a draft with {option}.")
+    if settings.orchestrator.temperature > _HOT:
+        hot = f"A temperature (-t) of {settings.orchestrator.temperature:g} makes the text noise"
+        render.note(f"{hot}; CPU threads are set by --threads.")
     check_models(settings)
     if settings.lacks_draft:
         how = "guessing from the text alone" if settings.speculates else "decoding plainly"

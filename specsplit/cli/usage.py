@@ -8,26 +8,11 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
+from specsplit.cli.other_programs import in_our_words
 from specsplit.core.complaints import complaint
 
 _QUOTED_OPTION = re.compile(r"'(-[^' ]+)'")
 _CHOICE = re.compile(r"'(?P<given>.*)' is not one of (?P<choices>.*?)\.?$", re.DOTALL)
-
-_UNKNOWN = re.compile(r"No such option: (?P<name>-[\w-]+)")
-_OURS = {
-    **dict.fromkeys(("--host", "--port"), "--http HOST:PORT of serve, --listen HOST:PORT of a worker"),
-    **dict.fromkeys(("--max-model-len", "--ctx-size"), "--context"),
-    **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
-    **dict.fromkeys(("--model", "--hf-repo"), "--target-model"),
-    **dict.fromkeys(("--speculative-config", "--speculative-model", "--model-draft"), "--draft-model"),
-    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers"), "--device cuda"),
-    **dict.fromkeys(("--max-num-seqs", "--parallel"), "--sessions"),
-    "--api-key": "--api-key-file FILE (specsplit keys new makes a key)",
-    "--temp": "--temperature",
-    "--file": "--prompt-file",
-    "--tensor-parallel-size": "target --stages, which cuts a model by layers",
-}
-"""Our names for what vLLM, llama.cpp and mlx-lm call otherwise."""
 
 
 def usage_sentence(error: Exception) -> str | None:
@@ -41,10 +26,8 @@ def usage_sentence(error: Exception) -> str | None:
     param: Any = getattr(error, "param", None)
     if param is not None:
         said = f"{_shown(param)} {_rule(error, said)}."
-    unknown = _UNKNOWN.search(said)
-    # The parser's own guess is the nearest spelling, which for a word of another program means something else.
-    if unknown is not None and unknown["name"] in _OURS:
-        said = f"{unknown[0]}; here it is {_OURS[unknown['name']]}."
+    context: Any = getattr(error, "ctx", None)
+    said = in_our_words(said, is_root=context is not None and context.parent is None)
     plain = _QUOTED_OPTION.sub(r"\1", said)
     return f"{plain} See --help."
 

@@ -141,6 +141,7 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
 GATEWAY_KEYS = {
     **FLAT_KEYS,
     "kv_memory": ("draft.kv_memory", "target.kv_memory"),
+    "served_name": ("target.served_name",),
     **{name.removesuffix("s"): (f"gateway.{name}",) for name in ("targets", "drafts")},
     **{name: (f"gateway.{name}",) for name in GatewaySettings.model_fields},
 }
@@ -195,12 +196,11 @@ def load_settings(
     Raises:
         InvalidSettings: a name is unknown, a value malformed, the file unreadable, or two settings contradict.
     """
-    env_layer = _from_environment()
     path = config or os.environ.get(ENV_CONFIG)
     is_service = purpose in SERVICE_KEYS
     names = GATEWAY_KEYS if purpose == "gateway" else SERVICE_KEYS.get(purpose, FLAT_KEYS)
     chosen = _from_caller(given or {}, names, as_options)
-    layers = [_from_file(Path(path)) if path else {}, env_layer, chosen]
+    layers = [_from_file(Path(path)) if path else {}, _from_environment(), chosen]
     if purpose == "gateway":
         layers = list(map(_addressed, layers))
     merged, chosen = layers[0] | layers[1] | layers[2], layers[2]  # a later layer wins

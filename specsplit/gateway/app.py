@@ -74,7 +74,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        said = {404: f"There is no {path} here.", 405: f"{request.method} is not a method of {path}."}
+        listed = "/openapi.json lists what there is, such as /v1/completions"
+        said = {404: f"There is no {path} here; {listed}.", 405: f"{request.method} is not a method of {path}."}
         refused = ApiError(
             error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers or {}
         )

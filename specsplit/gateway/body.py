@@ -17,6 +17,13 @@ from specsplit.gateway.schemas import Body
 from specsplit.limits import BODY_S
 
 B = TypeVar("B", bound=Body)
+_SAME = {
+    **dict.fromkeys(("n_predict", "max_new_tokens", "max_length"), "max_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
+    "repeat_penalty": "repetition_penalty",
+    "mode": "speculative.mode",
+}
+"""Our fields by the names that llama.cpp, transformers and our own command line have for them."""
 
 
 async def read_body(request: Request, schema: type[B], max_bytes: int) -> B:
@@ -116,7 +123,9 @@ def validated(schema: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         name, said = first_complaint(error)
         if error.errors()[0]["type"] == "extra_forbidden":
-            raise ApiError(400, f"{name} is not a field of this request.", param=name, code="unknown_field") from error
+            ours = f"; here it is {_SAME[name]}" if name in _SAME else ""
+            said = f"{name} is not a field of this request{ours}."
+            raise ApiError(400, said, param=name, code="unknown_field") from error
         raise ApiError(400, said, param=name or None) from error
 
 

@@ -105,6 +105,13 @@ def test_a_prompt_may_stand_alone_or_come_from_a_pipe(monkeypatch: pytest.Monkey
     assert read_prompt("a", None) == "a"
 
 
+def test_who_means_threads_by_t_is_told(capsys: Capture):
+    code = main(["orchestrate", "a", "-t", "8", "-m", "./nowhere"])
+    note, error = capsys.readouterr().err.splitlines()
+    assert (code, note) == (1, "A temperature (-t) of 8 makes the text noise; CPU threads are set by --threads.")
+    assert "no model folder" in error
+
+
 def test_an_unknown_command_is_exit_2(capsys: Capture):
     code, err = _error(["orchestate"], capsys)
     assert (code, "orchestate" in err) == (2, True)

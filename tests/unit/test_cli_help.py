@@ -68,6 +68,17 @@ def test_the_version_has_a_short_form(option: str, shown: str, capsys: Capture):
         (["keys", "new"], "NAME is missing."),
         (["serve", "--port", "8000"], "No such option: --port; here it is --http HOST:PORT of serve"),
         (["orchestrate", "a", "--temp", "1"], "No such option: --temp; here it is --temperature."),
+        (["serve", "--model", "x"], "No such option: --model; here it is -m."),
+        (["serve", "--gpu-memory-utilization", "0.9"], "No such option: --gpu-memory-utilization; here it is --kv-"),
+        (["orchestrate", "a", "--draft-max", "8"], "No such option: --draft-max; here it is --nodes and --depth"),
+        # The parser would read these as -n gl, -m d, -h and -n o-cnv.
+        (["orchestrate", "a", "-ngl", "99"], "No such option: -ngl; here it is --device cuda."),
+        (["serve", "-m", "x", "-md", "y"], "No such option: -md; here it is --draft-model."),
+        (["orchestrate", "-hf", "x"], "No such option: -hf; here it is -m."),
+        (["orchestrate", "a", "-no-cnv"], "No such option: -no-cnv; here it is specsplit chat."),
+        (["-m", "x", "-p", "a"], "No such option: -m; options stand behind a command, such as specsplit orchestrate"),
+        (["generate", "a"], "No such command 'generate'; here it is orchestrate."),
+        (["help"], "No such command 'help'; here it is --help."),
         (["draft-vocab"], "--corpus is missing."),
     ],
 )
@@ -75,6 +86,11 @@ def test_what_the_parser_refuses_is_said_in_our_words(arguments: list[str], mess
     code, (out, err) = main(arguments), capsys.readouterr()
     assert out == ""
     assert (code, err.startswith(f"Error: {message}"), err.endswith(" See --help.\n")) == (2, True, True), err
+
+
+def test_behind_two_dashes_a_prompt_may_look_like_an_option(capsys: Capture):
+    assert main(["orchestrate", "-m", "./nowhere", "--", "-ngl"]) == 1
+    assert capsys.readouterr().err == "Error: There is no model folder at ./nowhere.\n"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +106,13 @@ def test_a_shell_completes_commands_and_options(
     with pytest.raises(SystemExit, match="0"):
         main([])
     assert capsys.readouterr().out.split() == [offered]
+
+
+def test_a_served_model_has_one_name(capsys: Capture):
+    assert main(["serve", "--served-name", "large", "--print-config"]) == 0
+    assert re.search(r'^served_name = "large" +# command line$', capsys.readouterr().out, flags=re.MULTILINE)
+    assert main(["serve", "--target", "small=a:1", "--served-name", "large"]) == 2
+    assert "leave --served-name out" in capsys.readouterr().err
 
 
 def test_the_model_that_serve_serves_may_stand_alone(capsys: Capture):

@@ -104,7 +104,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "logit_bias": {"1.5": 1}}, "logit_bias", "token ids"),
     ({"prompt": "x", "seed": 1 << 64}, "seed", "must be below"),
     ({"prompt": "x", "speculative": {"trace": 1}}, "speculative.trace", "must be true or false"),
-    ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field"),
+    ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field of this request.$"),
+    ({"prompt": "x", "n_predict": 1}, "n_predict", "is not a field of this request; here it is max_tokens.$"),
     ({}, "prompt", "is missing"),
 ]
 

@@ -15,12 +15,16 @@ import pytest
 from specsplit.cli.main import app, main
 
 COMMANDS = {
-    str(info.name or info.callback.__name__): info.callback for info in app.registered_commands if info.callback
+    f"{group}{info.name or info.callback.__name__}": info.callback
+    for group, parser in [("", app), *((f"{each.name} ", each.typer_instance) for each in app.registered_groups)]
+    for info in (parser.registered_commands if parser is not None else ())
+    if info.callback
 }
 NEEDED = {
     "orchestrate": ["a"],
     "lmtp": ["--stdio"],
     "stage": ["--layers", "0:1"],
+    "certs dev": [os.devnull],
     "draft-vocab": ["--corpus", __file__, "--output", os.devnull],
 }
 """Arguments without which a command would refuse anything, whatever else is wrong."""
@@ -33,6 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--target-model", "--draft-model", "--model"), MODELS),
     **dict.fromkeys(("--config", "--prompt-file", "--prompts-file", "--trace-file"), FILES),
     "--layers": ("x", "3:1", "1:", ":1", "1-2"),
+    "--host": ("a b", "a..b", "*"),
     "--threads": ("many", "0", "-1", "1.5"),
     "--logit-bias": ("5", "a=b", "=1"),
 }
@@ -109,7 +114,7 @@ def test_a_wrong_input_is_one_sentence(
             Path(f"{number}.toml").write_text(table)
             cases.insert(2 + number, [*cases[0][:-1], "--config", f"{number}.toml"])
     for case in _spread(cases, MOST):
-        code = main([command, *case])
+        code = main([*command.split(), *case])
         out, err = capsys.readouterr()
         assert code in (1, 2), (case, out, err)
         assert "Traceback" not in out + err
