@@ -16,11 +16,15 @@ RUNS   := $(VENV)/.runs
 BENCH  := $(VENV)/.bench
 TOOLS  := $(VENV)/.tools
 JOBS   ?= 2
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+BUILDER ?= $(firstword $(foreach tool,buildah podman docker,$(shell command -v $(tool))))
+IMAGE   = $(BUILDER) build -f Containerfile $(if $(PIP_CONF),--secret id=pip$(COMMA)src=$(PIP_CONF))
+COMMA  := ,
 # A file's tests stay in one process, where they share what they set up; the long files of tests/service come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel locks sbom chaos soak rolling fuzz client-test clean
+.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel images locks sbom chaos soak rolling fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -83,6 +87,12 @@ browser-test: $(TOOLS)  ## Run the tests of the gateway's page in a real browser
 wheel: $(RUNS)  ## Build dist/*.tar.gz, and of it dist/*.whl, and check that the wheel works where nothing else of ours is
 	rm -rf dist
 	$(BIN)/python -m tools.wheel dist
+
+images:  ## Build the images with buildah, podman or docker (PIP_CONF=FILE for pip's settings; not part of CI)
+	@test -n "$(BUILDER)" || { echo "Images need buildah, podman or docker; install one." >&2; exit 1; }
+	$(IMAGE) --build-arg EXTRAS=worker -t specsplit-worker:$(VERSION) .
+	$(IMAGE) --build-arg EXTRAS=gateway -t specsplit-gateway:$(VERSION) .
+	$(IMAGE) -t specsplit-orchestrator:$(VERSION) .
 
 locks: $(TOOLS)  ## Write the versions and hashes of the images' contents to requirements/
 	$(PIP) uv

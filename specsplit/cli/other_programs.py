@@ -1,4 +1,4 @@
-"""What the command line says to who types the commands and options of transformers, vLLM or llama.cpp."""
+"""Answers to those who type the commands and options of transformers, vLLM or llama.cpp, for the command line."""
 
 from __future__ import annotations
 

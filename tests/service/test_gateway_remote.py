@@ -35,7 +35,7 @@ def gateway(target: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("gateway")
     (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
     keys = ("--api-key-file", str(folder / "keys"))
-    started = GatewayProcess(folder, "--target", f"small={target.address}", "--retry", "1", *keys)
+    started = GatewayProcess(folder, "--target", target.address, "--served-name", "small", "--retry", "1", *keys)
     yield started
     started.close()
 
@@ -64,7 +64,7 @@ def test_nobody_is_let_in_without_a_key(gateway: GatewayProcess, client: httpx.C
             refused = httpx.get(f"{gateway.url}{path}", headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert httpx.get(f"{gateway.url}/health").status_code == 200
-    assert client.get("/v1/models").json()["data"][0]["id"] == "small", "the name that its address was given"
+    assert client.get("/v1/models").json()["data"][0]["id"] == "small", "the name that --served-name gives it"
 
 
 def test_a_full_target_is_a_503_that_says_when_to_come_back(client: httpx.Client) -> None:

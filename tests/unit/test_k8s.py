@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -350,6 +351,10 @@ def test_the_page_on_deployment_builds_and_overlays_what_exists(tmp_path: Path):
     assert settings_of(workloads["target"], "target").target.threads == 16
     assert settings_of(workloads["draft"], "draft").draft.model == "Qwen/Qwen3-0.6B"
     assert settings_of(workloads["orchestrate"], "orchestrate").target.address == "target:50051"
-    built = set(re.findall(r"-t (\S+)", page))
+    make = ["make", "--dry-run", "images", "BUILDER=buildah", "PIP_CONF=pip.conf"]
+    commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    built = set(re.findall(r"-t (\S+)", commands))
+    (shown,) = re.findall(r"docker (build .*)", page)
+    assert f"buildah {shown}\n" in commands
     assert built == {workload.container["image"] for workload in workloads_of(kustomize(BASE)).values()}
     assert {image.split("/")[-1] for image in (w.container["image"] for w in workloads.values())} == built
