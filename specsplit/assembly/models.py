@@ -82,8 +82,12 @@ def check_models(settings: Settings) -> None:
     """Refuse models of this process that are not here and cannot be fetched, before torch is imported.
 
     Raises:
+        InvalidSettings: a size of memory is none.
         ModelNotFound, ModelDamaged, ModelUnsupported.
     """
+    # Whoever loads the models reads the sizes again; a gateway has workers do that, seconds later.
+    parse_memory(settings.target.kv_memory)
+    parse_memory(settings.draft.kv_memory)
     if not settings.is_remote:
         check_source(settings.target.model, "target")
     if settings.draft_source is not None:
@@ -213,6 +217,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     """
     source = settings.model or EMBEDDED
     check_source(source, role)
+    kv_memory = parse_memory(settings.kv_memory)
     require_worker_extra()
     from specsplit.model.loader import load_model
 
@@ -225,7 +230,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
         max_sessions=settings.sessions or SERVED_SESSIONS,
-        kv_memory=parse_memory(settings.kv_memory),
+        kv_memory=kv_memory,
         progress=progress,
     )
     if model.tokenizer is None:

@@ -37,6 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--target-model", "--draft-model", "--model"), MODELS),
     **dict.fromkeys(("--config", "--prompt-file", "--prompts-file", "--trace-file"), FILES),
     "--layers": ("x", "3:1", "1:", ":1", "1-2"),
+    "--kv-memory": ("5%", "2", "-1GiB"),
     "--host": ("a b", "a..b", "*"),
     "--threads": ("many", "0", "-1", "1.5"),
     "--logit-bias": ("5", "a=b", "=1"),
