@@ -169,7 +169,7 @@ _NOT_TEXT: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("au
 class CompletionBody(Generation):
     """The body of /v1/completions."""
 
-    unsupported = {"best_of": (), "suffix": (), **_NOT_TEXT}
+    unsupported = {"best_of": (1,), "suffix": (), **_NOT_TEXT}
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None

@@ -90,6 +90,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     chat = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
     assert chat.sampling().temperature == 1.0, "as in OpenAI's API"
+    assert validated(CompletionBody, {"prompt": "x", "best_of": 1}).prompt == ["x"]
 
 
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
