@@ -154,6 +154,7 @@ def check_prompt(prompt: object) -> None:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         items = cast("Sequence[object]", prompt)
         _require(len(items) > 0, "The prompt is empty; give it at least one character.")
+        _require(not isinstance(items[0], str), "The prompt is a list of texts, which generate() takes; name one text.")
         check = _check_message if isinstance(items[0], Mapping) else _check_token_id
         for item in items:
             check(item)

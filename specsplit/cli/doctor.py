@@ -15,6 +15,7 @@ from specsplit.assembly.models import LoadedDraft, load_local
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.cli.doctor_links import check_links
+from specsplit.cli.doctor_memory import memory_checks
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
@@ -112,12 +113,12 @@ def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     except SpecSplitError as error:
         return [Check("models", False, str(error))]
     assert loaded is not None, "called where a model is placed here"
-    models = [loaded.draft] if isinstance(loaded, LoadedDraft) else [loaded.target, loaded.draft]
+    models = [loaded.draft] if isinstance(loaded, LoadedDraft) else list(filter(None, (loaded.target, loaded.draft)))
     checks: list[Check] = []
     for model in models:
-        if model is not None:
-            here[model.role] = model.identity
-            checks += [_model(model), *revision_checks(model.role, model.identity), _exactness(model)]
+        here[model.role] = model.identity
+        checks += [_model(model), *revision_checks(model.role, model.identity), _exactness(model)]
+    checks += memory_checks(models, settings)
     if len(here) == 2:
         checks.append(Check("vocabulary", True, "the same for draft and target"))
     elif not settings.has_draft:

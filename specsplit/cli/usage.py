@@ -26,9 +26,7 @@ def usage_sentence(error: Exception) -> str | None:
     param: Any = getattr(error, "param", None)
     if param is not None:
         said = f"{_shown(param)} {_rule(error, said)}."
-    context: Any = getattr(error, "ctx", None)
-    said = in_our_words(said, is_root=context is not None and context.parent is None)
-    plain = _QUOTED_OPTION.sub(r"\1", said)
+    plain = _QUOTED_OPTION.sub(r"\1", in_our_words(said, getattr(error, "ctx", None)))
     return f"{plain} See --help."
 
 

@@ -28,6 +28,7 @@ from specsplit.gateway.lmtp.session import LmtpServer
 from specsplit.gateway.lmtp.websocket import LmtpApp
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
@@ -73,9 +74,10 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path
-        listed = "/openapi.json lists what there is, such as /v1/completions"
-        said = {404: f"There is no {path} here; {listed}.", 405: f"{request.method} is not a method of {path}."}
+        path, allowed = request.url.path, (error.headers or {}).get("Allow", "other methods")
+        ours = our_path(path, [str(getattr(route, "path", "")) for route in app.routes])
+        words = f"here it is {ours}" if ours else "/openapi.json lists what there is, such as /v1/completions"
+        said = {404: f"There is no {path} here; {words}.", 405: f"{path} takes {allowed}, not {request.method}."}
         refused = ApiError(
             error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers or {}
         )

@@ -13,17 +13,11 @@ from starlette.requests import ClientDisconnect
 
 from specsplit.core.complaints import rule
 from specsplit.gateway.errors import ApiError
+from specsplit.gateway.other_servers import our_field
 from specsplit.gateway.schemas import Body
 from specsplit.limits import BODY_S
 
 B = TypeVar("B", bound=Body)
-_SAME = {
-    **dict.fromkeys(("n_predict", "max_new_tokens", "max_length"), "max_tokens"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
-    "repeat_penalty": "repetition_penalty",
-    "mode": "speculative.mode",
-}
-"""Our fields by the names that llama.cpp, transformers and our own command line have for them."""
 
 
 async def read_body(request: Request, schema: type[B], max_bytes: int) -> B:
@@ -123,8 +117,8 @@ def validated(schema: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         name, said = first_complaint(error)
         if error.errors()[0]["type"] == "extra_forbidden":
-            ours = f"; here it is {_SAME[name]}" if name in _SAME else ""
-            said = f"{name} is not a field of this request{ours}."
+            ours = our_field(name, schema.model_fields)
+            said = f"{name} is not a field of this request{f'; here it is {ours}' if ours else ''}."
             raise ApiError(400, said, param=name, code="unknown_field") from error
         raise ApiError(400, said, param=name or None) from error
 

@@ -88,7 +88,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields of OpenAI's API that this server lacks, each with the values that ask for nothing."""
+    """Fields of OpenAI's and vLLM's APIs that this server lacks, each with the values that ask for nothing."""
 
     @classmethod
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
@@ -163,13 +163,33 @@ class Generation(Body):
         return SamplingParams(**{"temperature": 1.0, **given}, top_k=top_k or 0, logit_bias=self.logit_bias)
 
 
-_NOT_TEXT: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default")}
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    # vLLM's, which its clients send with these values, too.
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "truncate_prompt_tokens": (),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
+    "cache_prompt": (True,),  # llama.cpp's
+}
+"""Fields of others for both endpoints."""
 
 
 class CompletionBody(Generation):
     """The body of /v1/completions."""
 
-    unsupported = {"best_of": (1,), "suffix": (), **_NOT_TEXT}
+    unsupported = {
+        "best_of": (1,),
+        "suffix": (),
+        "add_special_tokens": (True,),
+        "response_format": ({"type": "text"},),
+        **_NOT_BUILT,
+    }
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -225,7 +245,12 @@ class ChatBody(Generation):
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
-        **_NOT_TEXT,
+        "add_special_tokens": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        **dict.fromkeys(("chat_template", "documents"), ()),
+        "chat_template_kwargs": ({},),
+        **_NOT_BUILT,
     }
 
     messages: Messages

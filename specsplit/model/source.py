@@ -62,6 +62,9 @@ def resolve(source: str, role: str) -> tuple[str, str]:
             f"{source} is a GGUF file, and models are read from safetensors: name the folder or hub id of the model "
             "that it was made from."
         )
+    if source.startswith(("http://", "https://")):
+        hub_id = "/".join(source.split("/")[3:5]) or "Qwen/Qwen3-0.6B"
+        raise ModelNotFound(f"{source} is a web address; name the model by its hub id, such as {hub_id}.")
     # A hub id has one slash at most and begins with a letter or a digit.
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
     return _folder(source) if looks_local else _on_hub(source)

@@ -207,6 +207,7 @@ def test_doctor_is_well_here(capfd: pytest.CaptureFixture[str]):
     assert found["vocabulary"] == "the same for draft and target"
     assert found["target"].startswith(f"embedded: {DTYPE} on cpu")
     assert "GiB" in found["draft"]
+    assert "of the target for 4 full sessions and" in found["cpu memory"]
     for role in ("target", "draft"):
         assert re.match(r"(bits|near ties), numerics ([0-9a-f]{1,16}|unknown)(: .+\.)?$", found[f"{role} exactness"])
 

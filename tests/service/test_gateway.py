@@ -275,8 +275,15 @@ def test_a_body_that_is_too_large_is_not_read(gateway: GatewayProcess) -> None:
 
 
 def test_responses_are_a_clear_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="There is no /v1/responses here"):
+    with pytest.raises(openai.NotFoundError, match="There is no /v1/responses here; here it is /v1/chat/"):
         client.responses.create(model="embedded", input="hi")
+
+
+def test_a_client_without_v1_in_its_address_is_told(gateway: GatewayProcess) -> None:
+    refused = httpx.post(f"{gateway.url}/chat/completions", json={}).json()["error"]["message"]
+    assert refused == "There is no /chat/completions here; here it is /v1/chat/completions."
+    refused = httpx.get(f"{gateway.url}/v1/completions").json()["error"]["message"]
+    assert refused == "/v1/completions takes POST, not GET."
 
 
 def test_a_model_of_another_name_is_a_404(client: openai.OpenAI) -> None:

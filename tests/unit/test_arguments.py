@@ -46,7 +46,7 @@ def test_a_list_of_any_of_them_is_several(prompts: Any):
     [
         *(None, 5, 1.5, b"bytes", bytearray(b"x"), {"role": "user", "content": "Hi"}, object(), {1, 2}),
         *(np.array([1, 2]), torch.tensor([1, 2]), iter([1]), Path("x")),
-        *("", [], (), "\ud800", [1, "a"], [1.0], [None], [True], [1, [2]]),
+        *("", [], (), "\ud800", ["a", "b"], [1, "a"], [1.0], [None], [True], [1, [2]]),
         *([{}], [{"role": "user"}], [{"role": "user", "content": None}], [*MESSAGES, "x"], [*MESSAGES, 5]),
         [{"role": "user", "content": "Hi", "name": "x"}],
     ],

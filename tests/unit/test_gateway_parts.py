@@ -17,6 +17,7 @@ from specsplit.gateway import body
 from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
+from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.schemas import ChatBody, CompletionBody
 from specsplit.gateway.statistics import SpeculationRecord
 from specsplit.orchestrator.request import RoundFacts
@@ -73,6 +74,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("modalities", {"messages": MESSAGES, "modalities": ["audio"]}),
     ("audio", {"messages": MESSAGES, "audio": {"voice": "x"}}),
     ("store", {"messages": MESSAGES, "store": True}),
+    ("min_tokens", {"prompt": "x", "min_tokens": 1}),
+    ("guided_json", {"messages": MESSAGES, "guided_json": {}}),
+    ("chat_template_kwargs", {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}),
     ("tool_calls", {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}),
 ]
 
@@ -90,7 +94,25 @@ def test_what_asks_for_nothing_is_taken() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     chat = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
     assert chat.sampling().temperature == 1.0, "as in OpenAI's API"
-    assert validated(CompletionBody, {"prompt": "x", "best_of": 1}).prompt == ["x"]
+    of_vllm = {"best_of": 1, "min_tokens": 0, "skip_special_tokens": True, "length_penalty": 1.0, "stop_token_ids": []}
+    assert validated(CompletionBody, {"prompt": "x", **of_vllm, "response_format": None}).prompt == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/completion", "/v1/completions"),
+        ("/healthz", "/health"),
+        ("/v1/embeddings", None),
+        ("/", None),
+    ],
+)
+def test_a_path_of_other_servers_is_answered_with_ours(path: str, ours: str | None) -> None:
+    known = ["/", "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health"]
+    assert our_path(path, known) == ours
 
 
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
@@ -107,6 +129,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "speculative": {"trace": 1}}, "speculative.trace", "must be true or false"),
     ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field of this request.$"),
     ({"prompt": "x", "n_predict": 1}, "n_predict", "is not a field of this request; here it is max_tokens.$"),
+    ({"content": "x", "prompt": "x"}, "content", "is not a field of this request; here it is prompt.$"),
     ({}, "prompt", "is missing"),
 ]
 

@@ -50,6 +50,7 @@ def _cached(cache: Path) -> Path:
     [
         ("model-q4_k_m.gguf", ModelUnsupported, "is a GGUF file, and models are read from safetensors"),
         ("./nowhere", ModelNotFound, "There is no model folder at ./nowhere."),
+        ("https://huggingface.co/a/b/tree/main", ModelNotFound, "is a web address; .* by its hub id, such as a/b"),
         ("not a name!", ModelNotFound, "is neither a model folder nor a valid hub id"),
         (__file__, ModelNotFound, "which is a file; name the folder that it is in"),
         (str(Path(__file__).parent), ModelNotFound, "holds no config.json, so it is not a model folder"),
