@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it complains where there is no torch
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 

@@ -46,7 +46,7 @@ def test_a_process_without_torch_gets_the_texts_of_a_pipeline(target: WorkerProc
         env=environment(),
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), "nor does a library complain that there is none"
     first, second, streamed, said, num_scores = json.loads(done.stdout)
     with Pipeline(dtype="fp32", threads=1, context=512, mode="plain", max_new_tokens=12, temperature=0.8) as pipeline:
         expected = pipeline.generate(["def f(", [100, 200, 300]], seed=5)

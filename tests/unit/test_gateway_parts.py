@@ -94,7 +94,13 @@ def test_what_asks_for_nothing_is_taken() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     chat = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
     assert chat.sampling().temperature == 1.0, "as in OpenAI's API"
-    of_vllm = {"best_of": 1, "min_tokens": 0, "skip_special_tokens": True, "length_penalty": 1.0, "stop_token_ids": []}
+    of_vllm: dict[str, Any] = {
+        "best_of": 1,
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "length_penalty": 1.0,
+        "stop_token_ids": [],
+    }
     assert validated(CompletionBody, {"prompt": "x", **of_vllm, "response_format": None}).prompt == ["x"]
 
 
