@@ -7,8 +7,8 @@ and names no model that lies in a folder.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from benchmarks.load.clients import Load, Outcome
 from benchmarks.load.settings import ENDPOINT, Endpoint
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, MissingExtra, Overloaded, WorkerFailed, WorkerUnreachable
+from specsplit.engine import event_loop
 
 Errors = tuple[type[Exception], ...]
 Fields = Mapping[str, bool]
@@ -26,7 +27,7 @@ _PAST_EOS: Fields = {"ignore_eos": True}
 _EXTRA: Fields = {**_PAST_EOS, "return_token_ids": True}
 _REFUSED = (400, 422)
 """The HTTP statuses of a request that the server does not take."""
-_HAS_NO_ROOM = (429, 503)
+_OK, _HAS_NO_ROOM = 200, (429, 503)
 _RETRY_S = 1.0
 """When to come back to a server that has no room and does not say."""
 
@@ -58,20 +59,9 @@ def connect(
         openai: Any = importlib.import_module("openai")
     except ModuleNotFoundError as error:
         raise MissingExtra("The openai package is not installed: pip install openai.") from error
-    options = {"base_url": url, "api_key": key or "none", "timeout": _TIMEOUT_S, "max_retries": 0}
-    client = openai.OpenAI(**options)
-    chosen = model or first_model(client, url)
-    errors = (openai.OpenAIError, *_transport_errors())
+    client = openai.OpenAI(base_url=url, api_key=key or "none", timeout=_TIMEOUT_S, max_retries=0)
+    chosen, errors = model or first_model(client, url), (openai.OpenAIError,)
     return Completions(name, client, chosen, errors, dialect_of(client, chosen, errors, extra))
-
-
-def _transport_errors() -> Errors:
-    """Return what an openai client before version 3 lets through while a stream is read."""
-    try:
-        httpx: Any = importlib.import_module("httpx")
-    except ModuleNotFoundError:
-        return ()
-    return (httpx.HTTPError,)
 
 
 def first_model(client: Any, url: str) -> str:
@@ -104,8 +94,7 @@ def dialect_of(client: Any, model: str, errors: Errors, extra: Fields = _EXTRA) 
     task = Task("a first try", (1,), 1, text="a")
     for dialect in _DIALECTS:
         try:
-            for _ in _open(client, model, task, dialect, extra):
-                pass
+            list(_open(client, model, task, dialect, extra))
         except errors as error:
             if getattr(error, "status_code", None) not in _REFUSED:
                 raise WorkerFailed(f"The server of {model} failed on a first try: {error}") from error
@@ -119,9 +108,8 @@ class Completions:
     """One model of one server; `errors` are what the client raises."""
 
     def __init__(self, name: str, client: Any, model: str, errors: Errors, dialect: Dialect = _DIALECTS[0]) -> None:
-        self.name = name
-        self.dialect = dialect
-        self._client, self._model, self.errors = client, model, errors
+        self.name, self.dialect, self.errors = name, dialect, errors
+        self._client, self._model = client, model
 
     def generate(self, task: Task) -> Sample:
         """Stream one completion, past its end-of-sequence tokens where the server can.
@@ -137,14 +125,19 @@ class Completions:
         answer = Answer(self.name, task)
         try:
             for chunk in self.ask(task):
-                answer.add(chunk)
+                has_text = any(choice.text for choice in chunk.choices)
+                answer.add(_told_tokens(chunk), chunk.usage and vars(chunk.usage), has_text=has_text)
         except self.errors as error:
             raise WorkerFailed(f"{self.name} failed on {task.id}: {error}") from error
         return answer.sample()
 
-    def ask(self, task: Task, client: Any = None, extra: Fields = _EXTRA) -> Any:
-        """Return the stream of one completion, or of an asynchronous `client` something to wait for."""
-        return _open(client or self._client, self._model, task, self.dialect, extra)
+    def ask(self, task: Task) -> Any:
+        """Return the stream of one completion."""
+        return _open(self._client, self._model, task, self.dialect)
+
+    def body(self, task: Task) -> dict[str, Any]:
+        """Return the body of a request that asks for no token ids."""
+        return _fields(self._model, task, self.dialect) | (_PAST_EOS if self.dialect.goes_past_eos else {})
 
 
 class Answer:
@@ -157,15 +150,12 @@ class Answer:
         self._num_tokens = 0
         self._start_s = time.perf_counter()
 
-    def add(self, chunk: Any) -> None:
-        """Note when the chunk came, and its tokens as far as it tells them."""
-        now_s = time.perf_counter() - self._start_s
-        if chunk.usage is not None:
-            self._num_tokens = chunk.usage.completion_tokens
-        told = _told_tokens(chunk)
-        if told or (chunk.choices and chunk.choices[0].text):
-            self._arrivals.append((now_s, max(1, len(told))))
+    def add(self, told: Sequence[int], usage: Mapping[str, int] | None, *, has_text: bool) -> None:
+        """Note when a chunk came, and its tokens as far as it tells them."""
+        if told or has_text:
+            self._arrivals.append((time.perf_counter() - self._start_s, max(1, len(told))))
             self._token_ids.extend(told)
+        self._num_tokens = (usage or {}).get("completion_tokens", self._num_tokens)
 
     def sample(self) -> Sample:
         """Return the whole answer.
@@ -189,60 +179,69 @@ class Answer:
 
 
 class LoadedEndpoint:
-    """One model of one server, with a stream for each request.
-
-    Raises what `connect` raises.
-    """
+    """One model of one server, with a stream for each request; raises what `connect` raises."""
 
     name = ENDPOINT
+    # Through aiohttp: the openai client takes six times as long for a chunk, more than the server beside it.
 
     def __init__(self, endpoint: Endpoint) -> None:
-        name = f"The server at {endpoint.url}"
         # Token ids are of no use here, and a server that cannot tell them may well go past the end of its text.
-        self._server = connect(name, endpoint.url, endpoint.model, endpoint.key, _PAST_EOS)
-        self._options = {"base_url": endpoint.url, "api_key": endpoint.key or "none"}
+        self._server = connect(f"The server at {endpoint.url}", endpoint.url, endpoint.model, endpoint.key, _PAST_EOS)
+        self._endpoint = endpoint
 
     def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
         """Put the load on the server until every request has ended."""
-        return asyncio.run(self._drive(load, tasks))
+        return event_loop.run(self._drive(load, tasks))
 
     async def _drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
-        openai: Any = importlib.import_module("openai")
-        async with openai.AsyncOpenAI(**self._options, timeout=_TIMEOUT_S, max_retries=0) as client:
-            return await load.run(lambda task: self._send(client, task), tasks)
+        aiohttp: Any = importlib.import_module("aiohttp")
+        url, key = self._endpoint.url.rstrip("/") + "/", self._endpoint.key or "none"
+        limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(sock_read=_TIMEOUT_S)}
+        async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}, **limits) as client:
+            return await load.run(lambda task: self._send(client, task, aiohttp.ClientError), tasks)
 
-    async def _send(self, client: Any, task: Task) -> Sample:
-        answer = Answer(self._server.name, task)
+    async def _send(self, client: Any, task: Task, error_of_client: type[Exception]) -> Sample:
+        name, answer = self._server.name, Answer(self._server.name, task)
         try:
-            async for chunk in await self._server.ask(task, client, _PAST_EOS):
-                answer.add(chunk)
-        except self._server.errors as error:
-            if getattr(error, "status_code", None) in _HAS_NO_ROOM:
-                raise Overloaded(f"{self._server.name} has no room ({error}).", _retry_after_s(error)) from error
-            raise WorkerFailed(f"{self._server.name} failed on {task.id}: {error}") from error
+            async with client.post("completions", json=self._server.body(task)) as response:
+                if response.status in _HAS_NO_ROOM:
+                    raise Overloaded(f"{name} has no room ({await response.text()}).", _retry_after_s(response.headers))
+                if response.status != _OK:
+                    raise ValueError(await response.text())
+                async for line in response.content:
+                    if line.startswith((b"data: {", b"data:{")):
+                        chunk = json.loads(line[5:])
+                        if "error" in chunk:
+                            raise ValueError(chunk["error"])
+                        answer.add((), chunk.get("usage"), has_text=any(each["text"] for each in chunk["choices"]))
+        except (error_of_client, TimeoutError, ValueError) as error:
+            raise WorkerFailed(f"{name} failed on {task.id}: {error}") from error
         return answer.sample()
 
 
-def _retry_after_s(error: Any) -> float:
+def _retry_after_s(headers: Mapping[str, str]) -> float:
     try:
-        return float(error.response.headers["retry-after"])
+        return float(headers["retry-after"])
     except (KeyError, ValueError):
         return _RETRY_S
 
 
-def _open(client: Any, model: str, task: Task, dialect: Dialect, extra: Fields) -> Any:
-    sampling = task.sampling
-    return client.completions.create(
-        model=model,
-        prompt=list(task.prompt_ids) if dialect.takes_token_ids and task.prompt_ids else task.text,
-        max_tokens=task.num_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=task.seed,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=extra if dialect.goes_past_eos else {},
-    )
+def _open(client: Any, model: str, task: Task, dialect: Dialect, extra: Fields = _EXTRA) -> Any:
+    return client.completions.create(**_fields(model, task, dialect), extra_body=extra if dialect.goes_past_eos else {})
+
+
+def _fields(model: str, task: Task, dialect: Dialect) -> dict[str, Any]:
+    """Return the fields of the protocol."""
+    return {
+        "model": model,
+        "prompt": list(task.prompt_ids) if dialect.takes_token_ids and task.prompt_ids else task.text,
+        "max_tokens": task.num_tokens,
+        "temperature": task.sampling.temperature,
+        "top_p": task.sampling.top_p,
+        "seed": task.seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def _told_tokens(chunk: Any) -> list[int]:

@@ -22,6 +22,8 @@ class Habits:
     takes_extra_fields: bool = True
     breaks_off_after: int | None = None
     """Tokens; then the connection breaks."""
+    fails_after: int | None = None
+    """Tokens; then the stream tells an error and ends in order."""
     status: int = 200
     """Of every completion."""
     stops_after: int = 1_000_000
@@ -75,6 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
             if number == self.habits.breaks_off_after and len(self.habits.asked) > 1:  # not on a first try
                 self.close_connection = True
                 return
+            if number == self.habits.fails_after:
+                self._event({"error": {"message": "out of memory"}})
+                break
             choice: dict[str, Any] = {"index": 0, "text": f" {number}", "finish_reason": None, "logprobs": None}
             if body.get("return_token_ids"):
                 choice["token_ids"] = [number]

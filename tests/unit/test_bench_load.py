@@ -225,6 +225,10 @@ def test_an_endpoint_is_driven_with_texts_and_its_refusals_are_read():
         assert [each.retry_after_s for each in system.drive(OpenLoop(1e6), tasks)] == [1.0] * 4
         habits.status = 500
         assert all("out of memory" in str(each.error) for each in system.drive(OpenLoop(1e6), tasks))
+        habits.status, habits.breaks_off_after = 200, 1
+        assert all("failed on" in str(each.error) for each in system.drive(ClosedLoop(1), tasks))
+        habits.breaks_off_after, habits.fails_after = None, 2
+        assert all("out of memory" in str(each.error) for each in system.drive(ClosedLoop(1), tasks))
 
 
 def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
