@@ -92,8 +92,6 @@ def end_with_parent(given: Mapping[str, Any]) -> None:
 def _serve_model(role: Role, settings: WorkerSettings) -> int:
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress)
-    # The model lives as long as the process, so the garbage collector need not look at its objects again.
-    gc.freeze()
     if not model.runner.is_recorded:
         note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}
@@ -107,7 +105,6 @@ def _serve_chain(settings: TargetSettings) -> int:
 
     with terminable():
         coordinator = load_coordinator(settings)
-    gc.freeze()
     ready = {"role": "target", "model": coordinator.model.name}
     opening = partial(serving_chain, coordinator, settings, note)
     return event_loop.run(serve_until_signal(opening, partial(described, ready), settings.drain))
@@ -170,6 +167,9 @@ async def serve_until_signal(
         server = await stop.unless_signalled(stack.enter_async_context(opening()))
         if server is None:
             return 0
+        # Modules, models and connections live as long as the process. A collection that looks at all of them again
+        # would hold up every session: 60 ms in a gateway, more in a worker.
+        gc.freeze()
         ready = describe(server)
         line = {"event": "ready", "role": ready["role"], "address": server.address, **ready}
         # Printed only now, so whoever started us may connect as soon as the line is there.

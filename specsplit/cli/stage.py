@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -43,7 +42,6 @@ def run(given: Mapping[str, Any]) -> int:
         # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.
         with terminable():
             shard = load_stage(settings)
-        gc.freeze()  # what lives as long as the process need not be looked at again
         ready = {"role": "stage", "model": shard.name, "layers": settings.layers}
         return event_loop.run(
             serve_until_signal(lambda: serving_stage(shard, settings), partial(described, ready), settings.drain)
