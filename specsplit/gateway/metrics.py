@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -13,10 +14,26 @@ from prometheus_client.registry import Collector
 from specsplit.orchestrator.request import Chunk, Result, RoundFacts
 from specsplit.telemetry.prometheus import PREFIX, add_process_metrics, page_of
 
+M = TypeVar("M", Counter, Gauge, Histogram)
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class _Children(dict[str | tuple[str, ...], M]):
+    """The values of one instrument by label, or by labels.
+
+    Prometheus's own look-up checks the labels and takes a lock, several times a token.
+    """
+
+    def __init__(self, instrument: M) -> None:
+        super().__init__()
+        self._instrument = instrument
+
+    def __missing__(self, labels: str | tuple[str, ...]) -> M:
+        child = self[labels] = self._instrument.labels(*((labels,) if isinstance(labels, str) else labels))
+        return child
 
 
 class _Instruments:
@@ -25,15 +42,15 @@ class _Instruments:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
+    def counter(self, name: str, text: str, *labels: str) -> _Children[Counter]:
+        return _Children(Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry))
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Children[Histogram]:
         names = ("model_name", *labels)
-        return Histogram(PREFIX + name, text, names, buckets=buckets, registry=self._registry)
+        return _Children(Histogram(PREFIX + name, text, names, buckets=buckets, registry=self._registry))
 
-    def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)
+    def gauge(self, name: str, text: str) -> _Children[Gauge]:
+        return _Children(Gauge(PREFIX + name, text, ("model_name",), registry=self._registry))
 
 
 class _SpeculationMetrics:
@@ -50,11 +67,11 @@ class _SpeculationMetrics:
         """Count a round."""
         if facts is None or not facts.path_length:
             return
-        self._drafts.labels(model).inc()
-        self._draft_tokens.labels(model).inc(facts.path_length)
-        self._accepted.labels(model).inc(facts.num_accepted)
+        self._drafts[model].inc()
+        self._draft_tokens[model].inc(facts.path_length)
+        self._accepted[model].inc(facts.num_accepted)
         for position in range(facts.num_accepted):
-            self._accepted_per_pos.labels(model, str(position)).inc()
+            self._accepted_per_pos[model, str(position)].inc()
 
 
 class _RoundMetrics:
@@ -79,23 +96,23 @@ class _RoundMetrics:
         """Count a round."""
         if facts is None or not facts.number:
             return
-        self._seconds.labels(model, "verify").observe(facts.verify_s)
-        self._seconds.labels(model, "target_device").observe(facts.verdict.timings.device_ms / 1e3)
+        self._seconds[model, "verify"].observe(facts.verify_s)
+        self._seconds[model, "target_device"].observe(facts.verdict.timings.device_ms / 1e3)
         if facts.tree.timings.num_forwards:
-            self._seconds.labels(model, "draft_device").observe(facts.tree.timings.device_ms / 1e3)
+            self._seconds[model, "draft_device"].observe(facts.tree.timings.device_ms / 1e3)
 
     def end(self, result: Result, model: str) -> None:
         """Count what is known at the end of an answer."""
         ahead = result.speculative_decoding
-        self._kept.labels(model).inc(ahead.num_kept_rounds)
-        self._dropped.labels(model).inc(ahead.num_ahead_rounds - ahead.num_kept_rounds)
+        self._kept[model].inc(ahead.num_kept_rounds)
+        self._dropped[model].inc(ahead.num_ahead_rounds - ahead.num_kept_rounds)
         for link, traffic in (
             () if result.wire is None else (("draft", result.wire.draft), ("target", result.wire.target))
         ):
-            self._bytes.labels(model, link, "sent").inc(traffic.sent_bytes)
-            self._bytes.labels(model, link, "received").inc(traffic.received_bytes)
+            self._bytes[model, link, "sent"].inc(traffic.sent_bytes)
+            self._bytes[model, link, "received"].inc(traffic.received_bytes)
         for replay in result.resyncs:
-            self._resyncs.labels(model, replay.worker, replay.reason).inc()
+            self._resyncs[model, replay.worker, replay.reason].inc()
 
 
 class _EndMetrics:
@@ -142,15 +159,15 @@ class Metrics:
     def following(self, model: str, num_prompt_tokens: int) -> Generator[AnswerMetrics]:
         """Count one answer, for the length of the block."""
         answer = AnswerMetrics(self, model)
-        self.prompt_tokens.labels(model).inc(num_prompt_tokens)
-        self.waiting.labels(model).inc()
+        self.prompt_tokens[model].inc(num_prompt_tokens)
+        self.waiting[model].inc()
         try:
             yield answer
         finally:
-            (self.running if answer.num_tokens else self.waiting).labels(model).dec()
+            (self.running if answer.num_tokens else self.waiting)[model].dec()
             answer.set_fallback(is_active=False)
             if not answer.is_finished:
-                self.ends.failed.labels(model).inc()
+                self.ends.failed[model].inc()
 
 
 class AnswerMetrics:
@@ -167,15 +184,15 @@ class AnswerMetrics:
         metrics, model, now_s = self._metrics, self._model, time.perf_counter()
         count = len(chunk.token_ids)
         if not self.num_tokens:
-            metrics.waiting.labels(model).dec()
-            metrics.running.labels(model).inc()
-            metrics.ttft.labels(model).observe(now_s - self._began_s)
+            metrics.waiting[model].dec()
+            metrics.running[model].inc()
+            metrics.ttft[model].observe(now_s - self._began_s)
         else:
-            itl = metrics.itl.labels(model)
+            itl, itl_s = metrics.itl[model], (now_s - self._last_s) / max(count, 1)
             for _ in range(count):
-                itl.observe((now_s - self._last_s) / count)
+                itl.observe(itl_s)
         self.num_tokens, self._last_s = self.num_tokens + count, now_s
-        metrics.generation_tokens.labels(model).inc(count)
+        metrics.generation_tokens[model].inc(count)
         metrics.speculation.add(chunk.facts, model)
         metrics.rounds.add(chunk.facts, model)
         self.set_fallback(is_active=chunk.degraded is not None)
@@ -183,11 +200,11 @@ class AnswerMetrics:
             metrics.rounds.end(chunk.result, model)
         if chunk.finish_reason is not None:
             self.is_finished = True
-            metrics.ends.success.labels(model, chunk.finish_reason).inc()
-            metrics.e2e.labels(model).observe(now_s - self._began_s)
+            metrics.ends.success[model, chunk.finish_reason].inc()
+            metrics.e2e[model].observe(now_s - self._began_s)
 
     def set_fallback(self, *, is_active: bool) -> None:
         """Tell whether the last round went without a worker."""
         if is_active != self._is_degraded:
             self._is_degraded = is_active
-            self._metrics.rounds.fallback.labels(self._model).inc(1 if is_active else -1)
+            self._metrics.rounds.fallback[self._model].inc(1 if is_active else -1)

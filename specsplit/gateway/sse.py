@@ -24,6 +24,8 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 _REFUSED = frozenset({401, 403, 413, 429, 503})
 """Statuses of requests that are sent away: for want of a key or of room, or since they are too large."""
 Event = dict[str, Any]
+# Made once: json.dumps makes one for every value.
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,7 @@ class EventStream(Response):
             with listening(self._note):
                 async with aclosing(self._events) as events:
                     async for event in events:
-                        await writer.write(f"data: {_json(event)}\n\n")
+                        await writer.write(f"data: {_to_json(event)}\n\n")
         except Exception as caught:  # noqa: BLE001 - whatever it was, the client is told
             error = api_error(caught)
             if error.status == 500:
@@ -79,7 +81,7 @@ class EventStream(Response):
                 await logged(error, scope)(scope, receive, writer.send)
                 return
             logged(error, scope)
-            last = _json(error.body())
+            last = _to_json(error.body())
         finally:
             commenting.cancel()
         await writer.write(f"data: {last}\n\n", is_last=True)
@@ -126,10 +128,6 @@ def error_response(error: ApiError) -> Response:
     """Return an error as an answer."""
     # In ASCII, since a message may quote half a character from the request.
     return Response(json.dumps(error.body()), error.status, dict(error.headers), media_type="application/json")
-
-
-def _json(value: Event) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _sentence(progress: Progress | None) -> str:

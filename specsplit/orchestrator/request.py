@@ -14,6 +14,7 @@ from typing import Literal
 from specsplit.core.defaults import DRAFT_PATIENCE_S, RETRY_S, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
+from specsplit.core.record import record
 from specsplit.core.types import (
     DEFAULT_PRIORITY,
     FinishReason,
@@ -175,7 +176,7 @@ class Replay:
         return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundFacts:
     """How one round was run, and why."""
 
@@ -195,7 +196,7 @@ class RoundFacts:
     """Nodes on the longest drafted path that begins with the accepted ones; 0 if none was verified."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """The part of the answer that one round added.
 
@@ -349,7 +350,6 @@ class Result:
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the fields that the command line and the API publish, in JSON types."""
         timings = self.timings
-        wire: dict[str, JsonValue] = {} if self.wire is None else {"wire": self.wire.to_dict()}
         logprobs: dict[str, JsonValue] = {}
         if self.logprobs:
             logprobs = {"logprobs": list(map(_logprob, self.token_ids, self.logprobs))}
@@ -383,7 +383,7 @@ class Result:
             "draft_forwards": self.draft_forwards,
             "degraded": [phase.to_dict() for phase in self.degraded],
             "resyncs": [resync.to_dict() for resync in self.resyncs],
-            **wire,
+            **({} if self.wire is None else {"wire": self.wire.to_dict()}),
             **({} if self.audit is None else {"audit": self.audit.to_dict()}),
         }
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.progress import Progress, current_listener, listening
+from specsplit.core.progress import Listener, Progress, current_listener, listening
 from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
@@ -103,7 +103,7 @@ class Retrier:
             return await send()
         limit = asyncio.timeout(min(remaining_s, limit_s))
         try:
-            with self._extended(limit, limit_s):
+            with listening(self._extending(limit, limit_s)):
                 async with limit:
                     return await send()
         except TimeoutError:
@@ -114,9 +114,8 @@ class Retrier:
                 raise _OutOfTime from None
             raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s") from None
 
-    @contextmanager
-    def _extended(self, limit: asyncio.Timeout, limit_s: float) -> Generator[None]:
-        """Let the limit of an attempt count anew with every progress: the target is not silent."""
+    def _extending(self, limit: asyncio.Timeout, limit_s: float) -> Listener:
+        """Return what lets the limit of an attempt count anew with every progress: the target is not silent."""
         outer = current_listener()
 
         def extend(progress: Progress) -> None:
@@ -126,8 +125,7 @@ class Retrier:
             if outer is not None:
                 outer(progress)
 
-        with listening(extend):
-            yield
+        return extend
 
     async def ask_again(
         self,

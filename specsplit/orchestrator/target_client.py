@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
@@ -264,11 +264,14 @@ def _check_log_probs(verdict: Verdict) -> None:
 
 def _shifted(verdict: Verdict, shift: int) -> Verdict:
     """Return the verdict with the node numbers that the caller knows."""
-    return replace(
-        verdict,
-        accepted=tuple(number + shift for number in verdict.accepted),
-        verified=tuple(number + shift for number in verdict.verified),
-    )
+    accepted, verified = ([number + shift for number in numbers] for numbers in (verdict.accepted, verdict.verified))
+    return renumbered(verdict, tuple(accepted), tuple(verified))
+
+
+def renumbered(verdict: Verdict, accepted: tuple[int, ...], verified: tuple[int, ...]) -> Verdict:
+    """Return the verdict with other numbers of its nodes."""
+    rest = verdict.timings, verdict.revision, verdict.log_probs, verdict.num_reused
+    return Verdict(accepted, verdict.token_ids, verdict.length, verified, *rest)
 
 
 def _renumbered(proposal: Proposal, first_node: int) -> Proposal:

@@ -141,14 +141,12 @@ class RemoteStream:
         self._peer, self._max_waiting, self._timeout_s = peer, max_waiting, timeout_s
         self._vocab_size = vocab_size
         self._incoming: deque[bytes] = deque()
-        self._has_incoming = asyncio.Event()
+        self._wait = _Wait(timeout_s)
         self._stream = DuplexStream(channel.duplex(_VERIFY_STREAM), self._take, "specsplit-verify-stream")
-        self._stream.when_over(self._has_incoming.set)
+        self._stream.when_over(self._wait.end)
         self._stream.send(opening)
         self._listener = current_listener()
         self._has_commits = False
-        self._limit: asyncio.Timeout | None = None
-        """The limit of the caller that waits for a commit."""
         self._sent_bytes = len(opening)
         """Bytes sent since the last commit."""
 
@@ -165,18 +163,12 @@ class RemoteStream:
 
     async def next_commit(self) -> Verdict | None:
         """Return the next commit; raises the target's error, or LinkError, also after `timeout_s` without a commit."""
-        try:
-            async with asyncio.timeout(self._timeout_s) as self._limit:
-                while not self._incoming:
-                    if self._stream.is_over:
-                        self._stream.check()
-                        return None
-                    self._has_incoming.clear()
-                    await self._has_incoming.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self._peer} gave no answer for {self._timeout_s:g} s.") from None
-        finally:
-            self._limit = None
+        while not self._incoming:
+            if self._stream.is_over:
+                self._stream.check()
+                return None
+            if not await self._wait.begin():
+                raise DeadlineExceeded(f"{self._peer} gave no answer for {self._timeout_s:g} s.")
         data = self._incoming.popleft()
         sent, self._sent_bytes = self._sent_bytes, 0
         try:
@@ -191,6 +183,7 @@ class RemoteStream:
 
     async def close(self, *, keeps_slot: bool = False) -> None:
         """End the stream in order; if the target does not end it in time, break it off, which frees the slot."""
+        self._wait.forget()
         cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
         await self._stream.close(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
 
@@ -202,7 +195,7 @@ class RemoteStream:
         self._incoming.append(data)
         if len(self._incoming) > self._max_waiting:
             raise WorkerFailed(f"{self._peer} commits further ahead than it was allowed to.")
-        self._has_incoming.set()
+        self._wait.end()
 
     def _hears_progress(self, data: bytes) -> bool:
         """Pass a message on if it is progress, and let the time limit count anew: the target is not silent."""
@@ -212,8 +205,56 @@ class RemoteStream:
             return False  # `next_commit` says so
         if message.WhichOneof("body") != "progress":
             return False
-        if self._limit is not None:
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        self._wait.prolong()
         if self._listener is not None:
             self._listener(load.decode_progress(message.progress))
         return True
+
+
+class _Wait:
+    """The wait of a stream's reader, one at a time and of limited length; between two of them its timer may run on."""
+
+    # A timer for each commit would cost more than the rest of the wait. When this one fires, it looks how long the wait
+    # under way may still last, and moves there.
+
+    def __init__(self, limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit_s, self._end_s = limit_s, 0.0
+        self._news: asyncio.Future[bool] | None = None
+        """Done with False when the time is over; None while nobody waits."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self) -> bool:
+        """Wait for `end`; return False if the time is over first."""
+        self._news = self._loop.create_future()
+        self.prolong()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._end_s, self._look)
+        try:
+            return await self._news
+        finally:
+            self._news = None
+
+    def end(self) -> None:
+        """Let the reader look, if it waits."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(True)
+
+    def prolong(self) -> None:
+        """Let the limit count from now."""
+        self._end_s = self._loop.time() + self._limit_s
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._news is None or self._news.done():
+            return
+        if self._loop.time() < self._end_s:
+            self._timer = self._loop.call_at(self._end_s, self._look)
+        else:
+            self._news.set_result(False)
+
+    def forget(self) -> None:
+        """Stop the timer, since nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from specsplit.core.types import Budget, Proposal, Timings
+from specsplit.core.types import Budget, Proposal, Timings, Verdict
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
@@ -121,8 +121,10 @@ class Speculator:
         count = self.stats.count_worth_verifying(ranked, tokens_per_s)
         return nodes if count == len(nodes) else tree.best(count, limit.max_depth)
 
-    def make_input(self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False) -> SpeculationInput:
-        """Return `nodes`, which form a tree, as a round's input."""
+    def make_input(
+        self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False, commit: Verdict | None = None
+    ) -> SpeculationInput:
+        """Return `nodes`, which form a tree, as a round's input; a streaming target has made a `commit` of it."""
         tree, depths, numbers = self.tree, self.tree.nodes.depths, self.tree.drafted.numbers
         if nodes:
             proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
@@ -132,14 +134,8 @@ class Speculator:
         waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
         task = self.background.task if self.background is not None else None
         self.is_concurrent = task is not None and not task.done()
-        return SpeculationInput(
-            proposal,
-            [depths[node] for node in nodes],
-            [numbers[node] for node in nodes],
-            self._is_kept,
-            is_looked_up,
-            waited_ms,
-        )
+        node_depths, draft_numbers = [depths[node] for node in nodes], [numbers[node] for node in nodes]
+        return SpeculationInput(proposal, node_depths, draft_numbers, self._is_kept, is_looked_up, waited_ms, commit)
 
     # ---------------------------------------------------------------- the draft's answers
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from specsplit.core.types import Proposal, Verdict
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
-from specsplit.orchestrator.target_client import TargetClient
+from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.telemetry import spans
 
@@ -64,9 +62,8 @@ class StreamSource(TreeSource):
         nodes = [node_of[number] for number in commit.verified if number in node_of]
         number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
         accepted = tuple(number_of[number] for number in commit.accepted if number in number_of)
-        speculation = self._speculator.make_input(nodes, 1)
         verified = tuple(range(1, len(nodes) + 1))
-        return replace(speculation, commit=replace(commit, accepted=accepted, verified=verified))
+        return self._speculator.make_input(nodes, 1, commit=renumbered(commit, accepted, verified))
 
     # The stream takes its nodes from here; see `target_client.NodeFeed`.
 
