@@ -10,7 +10,7 @@ from specsplit.assembly.models import check_models
 from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal
-from specsplit.cli.torch_free import spare_torch
+from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.core.settings import load_settings
@@ -29,7 +29,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         print_config(effective, as_json=False)
         return 0
     if owns_process:
-        spare_torch()  # models run in processes of their own
+        spare("torch")  # models run in processes of their own
     with gateway_extra("serve"):
         from specsplit.assembly.gateway import serving_gateway
     settings = effective.settings

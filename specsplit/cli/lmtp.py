@@ -10,7 +10,7 @@ from specsplit.cli import render
 from specsplit.cli.gateway import gateway_extra
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.serve import NOT_SETTINGS
-from specsplit.cli.torch_free import spare_torch
+from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -21,7 +21,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
     settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
     if owns_process:
-        spare_torch()  # models run in processes of their own
+        spare("torch")  # models run in processes of their own
     with gateway_extra("lmtp"):
         from specsplit.assembly.gateway import serving_models
         from specsplit.gateway.lmtp.message_log import message_log

@@ -23,7 +23,7 @@ from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.prompt import read_prompt, with_prompt
-from specsplit.cli.torch_free import spare_torch
+from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
@@ -97,7 +97,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         how = "guessing from the text alone" if settings.speculates else "decoding plainly"
         render.note(f"No draft for this target: {how}; name one with {option}.")
     if not settings.has_local_model and owns_process:
-        spare_torch()
+        spare("torch")
     with tracing(given, "orchestrator"):
         job = _Job(
             prompt,

@@ -7,13 +7,8 @@ kept in the user's cache. Where it does not hold, a worker serves all the same a
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,7 +20,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.packed_linear import ProductKind, pack, product_with
 from specsplit.model.backends.product import Product
 from specsplit.model.kv_cache import KVCache
-from specsplit.model.user_cache import user_cache
+from specsplit.model.proofs import Proofs, digest
 
 _WIDTHS = (1024, 512, 256)
 """Inputs of a product, the widest first."""
@@ -40,6 +35,7 @@ _LAST = 24
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
 """Variables that choose the libraries' kernels."""
+_FILE, _WIDTHS_FILE = "proofs.json", "widths.json"
 _VERSION = 5
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
@@ -72,7 +68,24 @@ class Provable(Protocol):
 
 
 def product_width(dtype: torch.dtype) -> int:
-    """Return the inputs up to which a packed product's rows do not depend on their number here; no cut if none."""
+    """Return the inputs up to which a packed product's rows do not depend on their number here; no cut if none.
+
+    It is found once for each machine and dtype.
+
+    Raises:
+        RuntimeError: this machine or torch has no packed products for the dtype.
+    """
+    pack(torch.zeros(_WIDTHS[-1], _WIDTHS[-1], dtype=dtype))
+    widths, key = Proofs(_WIDTHS_FILE), fingerprint(dtype)
+    known = widths.get(key)
+    if known is not None and known.isdigit():
+        return int(known)
+    width = _found_width(dtype)
+    widths.put(key, str(width))
+    return width
+
+
+def _found_width(dtype: torch.dtype) -> int:
     generator = torch.Generator().manual_seed(0)
     for width in _WIDTHS:
         weight = torch.randn(768, width, generator=generator).to(dtype)
@@ -91,8 +104,8 @@ def settle(runner: Provable) -> None:
         runner.exactness_reason = f"this machine has no packed products for {str(runner.dtype).removeprefix('torch.')}"
         return
     runner.numerics = fingerprint(runner.dtype)
-    key = _digest(runner.numerics, runner.outline)
-    proofs = _Proofs(user_cache())
+    key = digest(runner.numerics, runner.outline)
+    proofs = Proofs(_FILE)
     reason = proofs.get(key)
     if reason is None:
         reason = _objection(runner)
@@ -103,11 +116,7 @@ def settle(runner: Provable) -> None:
 def fingerprint(dtype: torch.dtype) -> str:
     """Return 16 hex digits: machines of the same compute the same bits from the same weights."""
     limits = [os.environ.get(name, "") for name in _LIMITS]
-    return _digest(processor.description(), limits, torch.__version__, dtype, _WIDTHS, _VERSION)
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return digest(processor.description(), limits, torch.__version__, dtype, _WIDTHS, _VERSION)
 
 
 def _objection(runner: Provable) -> str:
@@ -191,37 +200,3 @@ def _memory(runner: Provable, num_rows: int) -> list[Tensor]:
 
 def _same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, ones, others))
-
-
-class _Proofs:
-    """The outcomes of proofs, kept in one file of the user's cache; a cache that cannot be used is none."""
-
-    _MOST = 256
-
-    def __init__(self, folder: Path | None) -> None:
-        self._file = folder / "proofs.json" if folder is not None else None
-
-    def get(self, key: str) -> str | None:
-        """Return the reason that was found against the bits, "" for none, None if nobody tried."""
-        reason = self._read().get(key)
-        return reason if isinstance(reason, str) else None
-
-    def put(self, key: str, reason: str) -> None:
-        if self._file is None:
-            return
-        known = {**self._read(), key: reason}
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._file.parent) as folder:
-                new = Path(folder) / self._file.name
-                new.write_text(json.dumps(dict(list(known.items())[-self._MOST :])))
-                new.replace(self._file)
-
-    def _read(self) -> dict[str, object]:
-        if self._file is None:
-            return {}
-        try:
-            found = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
@@ -110,6 +110,20 @@ def weights_hash(folder: Path) -> str:
     for part in sorted(part for path in _weight_paths(folder) for part in _tensor_samples(path)):
         digest.update(part)
     return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int, int]] | None:
+    """Return name, device, inode, size and times of change of every weight file; None if they are not all here.
+
+    A file that is written anew has others, even if it is given the old one's times.
+    """
+    if folder is None:
+        return None
+    try:
+        stats = [(file.name, file.stat()) for file in sorted(_weight_paths(folder))]
+    except (OSError, ValueError, KeyError):
+        return None
+    return [(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats]
 
 
 def _root(folder: Path) -> Path:

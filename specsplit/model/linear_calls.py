@@ -80,6 +80,18 @@ def watched(forward: Callable[[], object]) -> list[LinearCall]:
     return watching.calls
 
 
+class WithoutProducts(TorchFunctionMode):
+    """Returns zeros in the place of products, within a `with` block: for a forward whose values do not matter."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = _as_call(func, args, kwargs or {})
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        return call.input.new_zeros(*call.input.shape[:-1], call.weight.shape[-2])
+
+
 def in_groups(calls: Sequence[LinearCall]) -> list[list[LinearCall]]:
     """Return the calls, one for each weight, those that read the same input in a row as one group.
 

@@ -16,9 +16,10 @@ from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
+from specsplit.model.comparisons import Comparisons, comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
-from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
+from specsplit.model.identity import files_hash, read_tokenizer_files, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
@@ -39,6 +40,8 @@ DEFAULT_CONTEXT = 4096
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
 _TIMED_ROWS = 5
+_TRANSFORMERS = "transformers"
+"""The comparison of a model's logits with those of transformers' eager attention."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -164,6 +167,7 @@ def load_model(
         refuse_by_config(config)
         tokenizer, eos_ids = load_tokenizer(path, name, config)
         report("weights", 0.15)
+        stamps = weight_stamps(model_folder(path))
         dtype = options.get("dtype")
         model = load_weights(path, name, config, as_dtype(dtype, device, config), device)
         form = weight_format(dtype)
@@ -172,14 +176,14 @@ def load_model(
         probed = probe(model)
         wanted = _kv_request(config, options, name)
         plan = plan_slots(model, probed, wanted)
-        context = plan.context
-        fix_longrope(model, context)
+        fix_longrope(model, plan.context)
         cache = allocate(model, probed, plan)
-        runner = Runner(EagerBackend(model, probed, kept), cache, context)
-        _check_and_pack(runner, kept, form, name)
+        runner = Runner(EagerBackend(model, probed, kept), cache, plan.context)
+        comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
+        _check_and_pack(runner, kept, form, name, comparisons)
         report("recording", 0.85)
         if options.get("record", True):
-            runner.record()
+            runner.record(comparisons)
         report("proving", 0.9)
         exactness.settle(runner)
     report("ready", 1.0)
@@ -189,7 +193,7 @@ def load_model(
         runner=runner,
         max_sessions=cache.num_slots,
         tokenizer=tokenizer,
-        context=context,
+        context=plan.context,
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
@@ -201,8 +205,16 @@ def load_model(
     )
 
 
-def _check_and_pack(runner: Runner, kept: Sequence[int] | None, form: WeightFormat | None, name: str) -> None:
-    """Pack the weights of a model, and check its logits, those of the tokens kept, against transformers' own."""
+def _check_and_pack(
+    runner: Runner, kept: Sequence[int] | None, form: WeightFormat | None, name: str, comparisons: Comparisons
+) -> None:
+    """Pack the weights of a model, and check its logits, those of the tokens kept, against transformers' own.
+
+    What was compared here before, with the very files, is only packed.
+    """
+    if comparisons.has(_TRANSFORMERS):
+        pack(runner, form, lambda: None)
+        return
     # Distinct ids, so that a wrong position or mask cannot cancel out.
     token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, runner.context))]
     truth = eager_logits(runner.model, token_ids)
@@ -212,6 +224,7 @@ def _check_and_pack(runner: Runner, kept: Sequence[int] | None, form: WeightForm
         check_against_eager(ours if kept is None else ours[:, kept], truth, name)
 
     pack(runner, form, check)
+    comparisons.add(_TRANSFORMERS)
 
 
 def _trimmed(

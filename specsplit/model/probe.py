@@ -18,6 +18,7 @@ from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
 from specsplit.model.attention.masks import MaskFunction, evaluate_mask
 from specsplit.model.head_shape import HeadShape
+from specsplit.model.linear_calls import WithoutProducts
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {
@@ -129,13 +130,14 @@ def probe(
     seen = _Probe(model.config.model_type)
     tokens = torch.arange(_NUM_TOKENS, device=model.device)[None]
     try:
-        (forward or model)(
-            input_ids=tokens,
-            position_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            use_cache=False,
-            layer_attention=seen,
-        )
+        with WithoutProducts():
+            (forward or model)(
+                input_ids=tokens,
+                position_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+                layer_attention=seen,
+            )
     except (TypeError, KeyError) as error:
         raise ModelUnsupported(
             f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."

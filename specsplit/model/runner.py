@@ -18,6 +18,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.packed_linear import ProductKind
 from specsplit.model.backends.product import Product
 from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
+from specsplit.model.comparisons import Comparisons
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.weight_format import WeightFormat
 from specsplit.sampling.rows import tensor_over
@@ -121,10 +122,16 @@ class Runner:
         rows[:, kept_ids.numpy()] = logits.numpy()
         return tensor_over(rows)
 
-    def record(self) -> bool:
+    def record(self, comparisons: Comparisons | None = None) -> bool:
         """Record the forward if the recording reproduces the model; return whether it does."""
-        has_logits_memory = bool(self._logits_memory(0))
-        self.backend = try_record(self._eager, self._example, has_logits_memory=has_logits_memory) or self._eager
+        recorded = try_record(
+            self._eager,
+            self._example,
+            comparisons,
+            has_logits_memory=bool(self._logits_memory(0)),
+            is_packed=self._eager.linears is not None,
+        )
+        self.backend = recorded or self._eager
         return self.is_recorded
 
     @property

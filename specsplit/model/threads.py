@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -61,17 +60,27 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(function: Callable[[T], R], items: Iterable[T]) -> Generator[R]:
-    """Yield `function(item)` in order; several are computed at once, each on one thread, and few are ahead."""
+def side_by_side(function: Callable[[T], R], items: Iterable[T]) -> Generator[tuple[int, R]]:
+    """Yield the place of each item and `function(item)` once it is computed.
+
+    Several are computed at once, each on one thread, and few are ahead of what was taken.
+    """
     num_threads = min(num_cores(), _MOST_SIDE_BY_SIDE)
-    waiting: deque[Future[R]] = deque()
+    places: dict[Future[R], int] = {}
     with ThreadPoolExecutor(num_threads, "specsplit-load", lambda: compute_with(1)) as pool:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > num_threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        for place, item in enumerate(items):
+            places[pool.submit(function, item)] = place
+            if len(places) > num_threads:
+                yield from _computed(places)
+        while places:
+            yield from _computed(places)
+
+
+def _computed(places: dict[Future[R], int]) -> Generator[tuple[int, R]]:
+    """Wait until something is computed, and take it out."""
+    done, _ = wait(places, return_when=FIRST_COMPLETED)
+    for future in done:
+        yield places.pop(future), future.result()
 
 
 def num_cores() -> int:

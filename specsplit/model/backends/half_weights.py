@@ -30,6 +30,8 @@ _LARGEST_EXPONENT = 14
 """Binary exponent of the largest weight after scaling; fp16 ends at 2^16, and has 8 bits of a weight from 2^-17 on."""
 _PIECE = 1 << 18
 """Elements that are looked at in one go, which the caches hold."""
+_MOST_HELD = 1 << 25
+"""Elements of memory that a thread keeps for its next weight."""
 _ops: Any = torch.ops.quantized
 _scratch = threading.local()
 
@@ -98,7 +100,9 @@ def _in_16_bits(weight: Tensor) -> tuple[Tensor, float] | None:
 
 
 def _scratch_of(size: int) -> Tensor:
-    """Return memory of this thread: new memory for each weight costs more than to fill it."""
+    """Return memory of this thread: new memory for each weight costs more than to fill it. A head's goes with it."""
+    if size > _MOST_HELD:
+        return torch.empty(size)
     held: Tensor | None = getattr(_scratch, "memory", None)
     if held is None or len(held) < size:
         held = _scratch.memory = torch.empty(size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,12 +27,15 @@ from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
+from specsplit.model.memory import return_freed
 from specsplit.model.threads import side_by_side
 from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
 
 _HINT = 8
 """Rows for which a layout is chosen; with a hint of one row its bits differ from those of more."""
 _ALIGNMENT = 16
+_MUCH = 256 << 20
+"""Bytes of weights after whose end the C library is asked for what it keeps of them."""
 # TorchScript cannot spell the empty Scalar?[] of this operator, its IR can; a recording then holds the call.
 _IR = """
 graph(%input : Tensor, %weight : Tensor, %bias : Tensor?):
@@ -178,31 +181,49 @@ class PackedLinears:
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
         work = list(_of_one_format(in_groups(calls), rounding))
+        members = [[owners[call.key] for call in group] for _, group in work]
         mode = torch.is_inference_mode_enabled()
 
-        def make(one: tuple[WeightFormat | None, Sequence[LinearCall]]) -> _Made:
-            form, group = one
+        def make(index: int) -> _Made:
+            form, group = work[index]
             with torch.inference_mode(mode):
                 return self._packed(group) if form is None else _rounded(group, form)
 
-        for (form, group), made in zip(work, side_by_side(make, work), strict=True):
-            members = [owners[call.key] for call in group]
-            places = [addresses(member) for member in members]
-            packed = replace(made.packed, packs=slice(len(self.packs), len(self.packs) + len(made.packs)))
-            self.packs += made.packs
-            for kind, of_kind in made.products:
-                self.by_kind.setdefault(kind, of_kind)
-            let_pages_go(places)
-            for member in members:
-                if member.data_ptr() not in looked_up:
-                    self.saved_bytes += 0 if form is None else member.numel() * member.element_size()
-                    _let_go(member)
-            if form is not None:
-                self.bytes_by_format[form] += made.num_bytes
-                self.saved_bytes -= made.num_bytes
-            # Where a weight lies names it in the forwards to come; its new place is its own, too.
-            keys = [member.data_ptr() for member in members]
-            self._products.update(dict.fromkeys(keys, replace(packed, members=keys)))
+        # The largest first: if the head came last, all other threads would wait for the one that packs it.
+        order = sorted(range(len(work)), key=lambda index: sum(map(_size, members[index])), reverse=True)
+        made: dict[int, _Made] = {}
+        num_bytes = 0
+        for place, one in side_by_side(make, order):
+            made[order[place]] = one
+            num_bytes += self._let_go(members[order[place]], looked_up, is_rounded=work[order[place]][0] is not None)
+            if num_bytes >= _MUCH:
+                return_freed()  # packs are made by other threads, whose memory the C library keeps apart
+                num_bytes = 0
+        # Packs are in the model's order, whichever was ready first: a recording takes them as arguments.
+        for index, of_group in enumerate(members):
+            # Where a weight lies names it in the forwards to come; the new place of one that is gone is its own, too.
+            self._add(made[index], [member.data_ptr() for member in of_group], work[index][0])
+
+    def _let_go(self, members: Sequence[Tensor], looked_up: Collection[int], *, is_rounded: bool) -> int:
+        """Free the model's own copies of weights that are packed, but for those that it looks up; return the bytes."""
+        let_pages_go([addresses(member) for member in members])
+        own = [member for member in members if member.data_ptr() not in looked_up]
+        num_bytes = sum(member.numel() * member.element_size() for member in own)
+        for member in own:
+            _let_go(member)
+        self.saved_bytes += num_bytes if is_rounded else 0
+        return num_bytes
+
+    def _add(self, made: _Made, keys: Sequence[int], form: WeightFormat | None) -> None:
+        """Take in the packed weights of one group, rounded to the format if there is one."""
+        if form is not None:
+            self.bytes_by_format[form] += made.num_bytes
+            self.saved_bytes -= made.num_bytes
+        packed = replace(made.packed, members=keys, packs=slice(len(self.packs), len(self.packs) + len(made.packs)))
+        self.packs += made.packs
+        for kind, of_kind in made.products:
+            self.by_kind.setdefault(kind, of_kind)
+        self._products.update(dict.fromkeys(keys, packed))
 
     def serving(self, packs: Sequence[Tensor]) -> TorchFunctionMode:
         """Return a mode that computes with these packs, which are `self.packs` or stand for them in a recording."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from specsplit.model.backends.base import Backend
+from specsplit.model.comparisons import Comparisons
 from specsplit.model.fused_linear import fuse_linears
+from specsplit.model.proofs import digest
 
 _TOLERANCE = 1e-5
 
@@ -86,31 +88,52 @@ class RecordedCpuBackend:
 
 
 @torch.inference_mode()
-def try_record(eager: Backend, make_step: MakeStep, *, has_logits_memory: bool) -> RecordedCpuBackend | None:
+def try_record(
+    eager: Backend,
+    make_step: MakeStep,
+    comparisons: Comparisons | None = None,
+    *,
+    has_logits_memory: bool,
+    is_packed: bool = False,
+) -> RecordedCpuBackend | None:
     """Record the forward of `eager`; None if the recording does not reproduce it.
 
-    Linear layers that read the same input are one in it, unless only a recording as the model is reproduces it: in half
-    precision a single rounding is more than the tolerance.
+    Linear layers that are not packed and read the same input are one in it, unless only a recording as the model is
+    reproduces it: in half precision a single rounding is more than the tolerance. A recording that `comparisons`
+    knows to reproduce this model is compared with one step, any other one with steps of all shapes.
     """
     example = make_step(FIRST, 0)
+    ways: list[Callable[[], AbstractContextManager[object]]] = [nullcontext]
+    if not is_packed:
+        ways.insert(0, lambda: fuse_linears(lambda: eager.forward(*example)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
-        for way in (lambda: fuse_linears(lambda: eager.forward(*example)), nullcontext):
+        for way in ways:
             try:
                 with way():
                     recorded: Any = torch.jit.trace(eager.forward, example, check_trace=False)
-                if _reproduces(recorded, eager, make_step, has_logits_memory=has_logits_memory):
+                name = f"recording {digest(str(recorded.graph))}" if comparisons is not None else ""
+                # One step is compared in any case: the first run is also the one that optimises the recording.
+                shapes = _COMPARED[:1] if comparisons is not None and comparisons.has(name) else _COMPARED
+                if reproduces(recorded, eager, make_step, shapes, has_logits_memory=has_logits_memory):
+                    if comparisons is not None:
+                        comparisons.add(name)
                     return RecordedCpuBackend(recorded)
             except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
                 continue
     return None
 
 
-def _reproduces(
-    recorded: Callable[..., Tensor], eager: Backend, make_step: MakeStep, *, has_logits_memory: bool
+def reproduces(
+    recorded: Callable[..., Tensor],
+    eager: Backend,
+    make_step: MakeStep,
+    shapes: Sequence[StepShape],
+    *,
+    has_logits_memory: bool,
 ) -> bool:
     # Both steps of a shape write the same rows of the slots, so the second one sees what the first one saw.
-    for seed, shape in enumerate(_COMPARED, 1):
+    for seed, shape in enumerate(shapes, 1):
         step, again = make_step(shape, seed), make_step(shape, seed)
         truth = eager.forward(*step)
         if has_logits_memory:
