@@ -157,7 +157,7 @@ class Engine:
             num_slots_used=sessions.num_slots_used,
             num_slots_warm=sessions.num_slots_warm,
             num_waiting=len(self._admission),
-            num_running=scheduler.num_running,
+            num_running=len(scheduler.running),
             used_bytes=memory.used_bytes,
             budget_bytes=memory.budget_bytes,
             steps=replace(scheduler.counts),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -45,6 +46,11 @@ class Steppable(Protocol):
         """Whether there is something to do now, and not only to be waited for."""
         ...
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which a step that could begin should wait for more work; 0 for none."""
+        ...
+
     def step(self) -> None: ...
 
     def abandon(self) -> None:
@@ -67,6 +73,9 @@ class LoopTurn(Protocol):
 
 class Executor(Protocol):
     """Runs everything that touches a model, one piece at a time."""
+
+    can_wait: bool
+    """Whether it waits for more work where a scheduler says that this pays."""
 
     @property
     def is_alive(self) -> bool:
@@ -98,6 +107,8 @@ class Executor(Protocol):
 
 class ThreadExecutor:
     """A thread of its own: the event loop stays free during a forward, as a server's has to."""
+
+    can_wait = True
 
     def __init__(self, name: str, threads: int | None = None) -> None:
         self.is_alive = True
@@ -145,6 +156,14 @@ class ThreadExecutor:
                 if not scheduler.has_work:
                     del self._busy[scheduler]
 
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for more work: 0 if there is some, None if the next step should begin."""
+        if not self._inbox.empty():
+            return 0.0
+        # Where schedulers share the thread, none waits.
+        wait_s = next(iter(self._busy)).wait_s if len(self._busy) == 1 else 0.0
+        return wait_s if wait_s > 0 else None
+
     def _abandon(self) -> None:
         """Let every scheduler end its work, since there will be no step any more."""
         # Both the ending thread and a late submitter come here; whoever is second finds nothing left.
@@ -160,17 +179,20 @@ class ThreadExecutor:
                 scheduler.abandon()
 
     def _receive(self) -> None:
-        """Take in what has arrived, waiting for it only if there is nothing to do."""
-        is_idle = not any(scheduler.can_step for scheduler in self._busy)
-        while is_idle or not self._inbox.empty():
-            message = self._inbox.get()
-            is_idle = False
+        """Take in what has arrived, waiting for it only if there is nothing to do, or if company pays."""
+        wait_s = self._wait_s() if any(scheduler.can_step for scheduler in self._busy) else math.inf
+        while wait_s is not None:
+            try:
+                message = self._inbox.get(timeout=wait_s if wait_s < math.inf else None)
+            except queue.Empty:
+                return
             if message is None:
                 self._is_ending = True
             else:
                 scheduler, accept = message
                 accept()
                 self._busy[scheduler] = None
+            wait_s = self._wait_s()
 
 
 TURN_S = 0.004
@@ -186,6 +208,8 @@ class LoopExecutor:
     A hand-over to a thread and back costs a quarter of a millisecond, four of them a round. The price is that the loop
     waits while a forward runs, so this is for a process that generates and does little else. See docs/adr/0003.
     """
+
+    can_wait = False  # whoever got a result has its turn before the next step
 
     def __init__(self, threads: int | None = None) -> None:
         self.is_alive = True

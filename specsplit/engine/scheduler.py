@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -43,19 +43,13 @@ class Scheduler:
         self, runner: Runner, executor: Executor, *, name: str, on_end: Callable[[Task, TaskOutcome | None], None]
     ) -> None:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
-        self.health = DeviceHealth()
-        self.budget, self.counts = StepBudget(), StepCounts()
+        self.health, self.budget, self.counts = DeviceHealth(), StepBudget(), StepCounts()
         self.memory: Preemption | None = None
         self.now: Callable[[], float] = time.monotonic  # the clock of the tasks' deadlines
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
         self._arrived: list[Task] = []
-        self.running: dict[Task, None] = {}
+        self.running: dict[Task, None] = {}  # tasks that have begun and not ended
         self._pending: dict[Batch, PendingForward] = {}
-
-    @property
-    def num_running(self) -> int:
-        """Tasks that have begun and not ended."""
-        return len(self.running)
 
     @property
     def has_work(self) -> bool:
@@ -70,9 +64,16 @@ class Scheduler:
         has_room = len(self._pending) < self._runner.max_pending
         return bool(idle) and (has_room or any(task.is_cancelled for task in idle))
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which it pays to wait for more tasks before the next step; it is never a must."""
+        return self.budget.wait_s(self.running, self._arrived) if self._runner.max_pending == 1 else 0.0
+
     def add(self, task: Task) -> None:
         """Let a task begin in the next step."""
         self._arrived.append(task)
+        if self._executor.can_wait:
+            self.budget.came(task)
 
     def step(self) -> None:
         """Begin the tasks that have arrived, then run one batch of all that are ready."""
@@ -149,7 +150,7 @@ class Scheduler:
                 return self._runner.forward(batch.sequences)
             forward = self._runner.begin(batch.sequences)
         except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-            self._fail(batch, error)
+            self._fail(batch.tasks, error)
         else:
             self._await(batch, forward)
         return None
@@ -176,7 +177,7 @@ class Scheduler:
         try:
             logits = forward.poll()
         except Exception as error:  # noqa: BLE001 - as in `_run`
-            self._fail(batch, error)
+            self._fail(batch.tasks, error)
         else:
             self._postprocess(batch, logits) if logits is not None else self._await(batch, forward)
 
@@ -185,8 +186,7 @@ class Scheduler:
         times, start_s = task.times, time.perf_counter()
         try:
             if logits is None:
-                self.running[task] = None
-                times.begun_s = start_s
+                self.running[task], times.begun_s = None, start_s
                 task.sequence = next(task.work)
             else:
                 task.sequence = task.work.send(logits)
@@ -211,10 +211,12 @@ class Scheduler:
         if task.is_inline:
             task.has_ended, task.outcome = True, outcome
         else:
+            if self._executor.can_wait:
+                self.budget.left(task)
             self._executor.deliver(task.loop, lambda: self._on_end(task, outcome))
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        for task in batch.tasks:
+    def _fail(self, tasks: Sequence[Task], error: Exception) -> None:
+        for task in tasks:
             task.work.close()
             self.finish(task, None, translated(error))
 
@@ -229,9 +231,7 @@ class Scheduler:
         self.running.clear()
         self._arrived.clear()
         self._pending.clear()
-        for task in tasks:
-            task.work.close()
-            self.finish(task, None, error)
+        self._fail(tasks, error)
 
 
 class WorkQueue:
@@ -269,7 +269,7 @@ class WorkQueue:
         return session in self._queues
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(len(self._queues), self.scheduler.num_running, self.scheduler.has_work)
+        return WorkStatistics(len(self._queues), len(self.scheduler.running), self.scheduler.has_work)
 
     async def run(
         self, session: str | None, work: Work, this_round: Round | None = None, deadline_s: float = math.inf

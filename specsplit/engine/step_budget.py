@@ -2,14 +2,17 @@
 
     step   [ one row of each session in a round | nodes of all trees, the likeliest first | rows of prompts ]
 
-Knows no tensors; only the executor touches it.
+Also how long it waits for more of them. Knows no tensors; only the executor touches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 
 from specsplit.engine.batch import Batch, Task
+from specsplit.engine.company import Company
+from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prompt_budget import PromptBudget
 from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.speculation.step_times import StepTimes
@@ -20,6 +23,7 @@ class StepBudget:
 
     def __init__(self) -> None:
         self.prompts, self.verification = PromptBudget(), VerificationBudget()
+        self._company = Company()
 
     def pace(self, times: StepTimes) -> None:
         """Judge rows by the measured seconds of a forward."""
@@ -34,6 +38,41 @@ class StepBudget:
     def cut(self, ready: Sequence[Task]) -> None:
         """Leave of the trees that these tasks offer what is worth its rows, and has room."""
         self.verification.cut(ready, self.prompts)
+
+    def came(self, task: Task) -> None:
+        """Count that a session's next round is here."""
+        if task.session is not None:
+            self._company.came(task.session, task.times.submitted_s)
+
+    def left(self, task: Task) -> None:
+        """Count that a task has ended: after a round its session is expected back."""
+        if task.session is not None and task.round is not None:
+            self._company.left(task.session, time.perf_counter())
+        elif task.session is not None:
+            self._company.forget(task.session)
+
+    def wait_s(self, running: Collection[Task], arrived: Collection[Task]) -> float:
+        """Return the seconds for which it pays to wait for others before a step of these; 0 before times are known."""
+        times, session_s = self.prompts.times, self.prompts.cost.session_s
+        num_ready = len(running) + len(arrived)
+        if times is None or not num_ready:
+            return 0.0
+        num_rows = len(arrived) + sum(map(self._least_rows, running))
+
+        def joint_s(more: int) -> float:
+            return times.seconds(num_rows + more) + (num_ready + more) * session_s
+
+        def apart_s(count: int) -> float:
+            return times.seconds(count) + count * session_s
+
+        return self._company.wait_s(joint_s, apart_s, time.perf_counter())
+
+    def _least_rows(self, task: Task) -> int:
+        """Return the rows that go of a task in any case: those of an offered tree are weighed later."""
+        sequence = task.sequence
+        if isinstance(sequence, OfferedTree):
+            return task.num_rows - len(sequence.path_log_probs)
+        return min(task.num_rows, self.prompts.chunk_tokens)
 
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step of several tasks that ended now."""

@@ -16,6 +16,7 @@ class Question:
     """Work of one step: an operator that is worth several threads, then how many it may use."""
 
     has_work = can_step = True
+    wait_s = 0.0
 
     def __init__(self) -> None:
         self.answer: int | None = None

@@ -125,6 +125,10 @@ def _attend_spans(
         slots, rows = tables.narrow(0, 0, num_tokens), tables.narrow(0, num_tokens, num_tokens)
         torch.index_put_(keys.transpose(1, 2), [slots, rows], k.transpose(0, 1))
         torch.index_put_(values.transpose(1, 2), [slots, rows], v.transpose(0, 1))
+    num_single = count_single(table, scale, keys, values)
+    if num_single > 0:
+        outputs.append(attend_singly(q, (keys, values), biases, table[:num_single], scale[0]))
+        table = table[num_single:]
     for (
         slot, start, stop, first_row, end_row, _, offset, width, num_slots, num_paths, depth, first_entry, per_call
     ) in table:  # fmt: skip
@@ -144,10 +148,56 @@ def _attend_spans(
             # The paths may have been written over the nodes' own rows.
             keys.select(0, slot).narrow(1, first_row, depth).copy_(k.narrow(1, start, depth))
             values.select(0, slot).narrow(1, first_row, depth).copy_(v.narrow(1, start, depth))
-    out = outputs[0] if is_alone else torch.cat(outputs)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if tables.numel() > 2 * num_tokens:
         out = out.index_select(0, tables.narrow(0, 2 * num_tokens, num_tokens))
     return out.unsqueeze(0)
+
+
+def _count_single(
+    spans: list[list[int]], scale: tuple[float, float, Tensor | None], keys: Tensor, values: Tensor
+) -> int:
+    """Return how many of the first spans are single tokens that `_attend_singly` serves; 0 if it would save nothing."""
+    if len(spans) == 1 or scale[1] != 0.0 or scale[2] is not None or keys.size(3) != values.size(3) or keys.is_cuda:
+        return 0
+    count = 0
+    while count < len(spans) and spans[count][7] == 1 and spans[count][9] == 0:
+        count += 1
+    return count if count > 1 else 0
+
+
+def _attend_singly(
+    q: Tensor, memory: tuple[Tensor, Tensor], biases: Tensor, spans: list[list[int]], scaling: float
+) -> Tensor:
+    """Return [T, query heads, D] for the single tokens of these spans, the first ones of q [query heads, tokens, D].
+
+    As `_attend_rows`, with the same shapes of all products, but what is the same for all spans is done once.
+    """
+    keys, values = memory
+    num_heads, num_tokens = keys.size(1), spans[-1][2]
+    group = q.size(0) // num_heads
+    rows = q.narrow(1, 0, num_tokens).transpose(0, 1).reshape(num_tokens, num_heads, group, q.size(2))
+    missing = (4 - group % 4) % 4
+    if missing > group:
+        rows = torch.cat([rows, rows.narrow(2, 0, 1).expand(-1, -1, missing, -1)], dim=2)
+    elif missing > 0:
+        rows = torch.cat([rows, rows.narrow(2, 0, missing)], dim=2)
+    outputs: list[Tensor] = []
+    for span in spans:
+        slot, start, end_row, offset, num_slots = span[0], span[1], span[4], span[6], span[8]
+        bias = biases.narrow(0, offset, num_slots * end_row).view(num_slots, 1, 1, end_row)
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows.narrow(0, start, num_slots),
+            keys.narrow(0, slot, num_slots).narrow(2, 0, end_row),
+            values.narrow(0, slot, num_slots).narrow(2, 0, end_row),
+            0.0,
+            False,
+            attn_mask=bias,
+            scale=scaling,
+        )
+        outputs.append(out)
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.narrow(2, 0, group).reshape(num_tokens, q.size(0), -1)
 
 
 def _attend_paths(
@@ -277,6 +327,8 @@ with warnings.catch_warnings():
     attend_by_formula: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(_attend_by_formula)
     attend_rows: Callable[..., Tensor] = torch.jit.script(_attend_rows)
     attend_paths: Callable[..., Tensor] = torch.jit.script(_attend_paths)
+    count_single: Callable[..., int] = torch.jit.script(_count_single)
+    attend_singly: Callable[..., Tensor] = torch.jit.script(_attend_singly)
     attend_spans: Callable[..., Tensor] = torch.jit.script(_attend_spans)
 
 
