@@ -49,6 +49,7 @@ class HandExecutor:
     """An executor whose steps are the test's."""
 
     is_alive = True
+    can_wait = True
 
     def submit(self, scheduler: Any, accept: Callable[[], None]) -> None:
         accept()
