@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from specsplit.assembly.models import LoadedDraft, load_local
+from specsplit.assembly.models import LoadedDraft, check_models, load_local
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.cli.doctor_links import check_links
@@ -93,6 +93,10 @@ def _check_workers(effective: EffectiveSettings) -> list[Check]:
 
 def _machine(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     """Check the devices and, if the worker packages are installed, the models, whose identities go to `here`."""
+    try:
+        check_models(settings)
+    except SpecSplitError as error:
+        return [Check("models", False, str(error))]  # at once, without the seconds that torch takes
     try:
         require_worker_extra()
     except SpecSplitError as error:

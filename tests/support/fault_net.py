@@ -111,6 +111,8 @@ class TimedDevice:
     Now and then callers step their work themselves, after a turn of the loop in which calls come in as well.
     """
 
+    can_wait = False
+
     def __init__(self, net: Net) -> None:
         self._net = net
         self._workers: dict[Steppable, None] = {}
