@@ -52,6 +52,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # Its support of forks starts threads in a child that is about to become another program, and these crash it at times:
 # a stage or worker that is started while calls are under way ended before it began (grpc/grpc issue 43055).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+# transformers reads this when it is imported; where there is no torch it would complain on stderr, though a tokenizer
+# needs none.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __all__ = [
     "AccessDenied",

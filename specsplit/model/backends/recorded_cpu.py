@@ -132,6 +132,7 @@ def reproduces(
     *,
     has_logits_memory: bool,
 ) -> bool:
+    """Return whether a recording computes what `eager` does, in steps of these shapes."""
     # Both steps of a shape write the same rows of the slots, so the second one sees what the first one saw.
     for seed, shape in enumerate(shapes, 1):
         step, again = make_step(shape, seed), make_step(shape, seed)
