@@ -108,7 +108,9 @@ async def _turns(settings: LongPromptSettings, addresses: Sequence[str], tick: T
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):  # a reader that fell silent would have waited for nothing
+                    raise ended
 
 
 async def _measure(settings: LongPromptSettings, client: Client, readers: _Readers, tick: Tick) -> list[Turn]:

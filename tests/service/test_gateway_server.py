@@ -146,18 +146,22 @@ async def test_idle_connections_keep_nobody_out() -> None:
             writer.close()
 
 
+async def _until_nobody_is_let_in(running: HttpServer) -> None:
+    host, port = running.address.rsplit(":", 1)
+    with suppress(OSError):
+        while True:
+            _, late = await asyncio.open_connection(host, int(port))
+            late.close()
+            await asyncio.sleep(0.01)
+
+
 async def test_a_drain_waits_for_streams_and_then_ends_them() -> None:
     app = App()
     async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"data:")
         draining = asyncio.create_task(running.drain(30))
-        with suppress(OSError):
-            while True:  # until nobody is let in any more
-                host, port = running.address.rsplit(":", 1)
-                _, late = await asyncio.open_connection(host, int(port))
-                late.close()
-                await asyncio.sleep(0.01)
+        await _until_nobody_is_let_in(running)
         assert not draining.done()
         app.go_on.set()
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
@@ -174,11 +178,7 @@ async def test_a_drain_waits_for_streams_and_then_ends_them() -> None:
 async def test_a_connection_that_is_new_when_a_drain_begins_is_answered() -> None:
     async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         draining = asyncio.create_task(running.drain(30))
-        with suppress(OSError):
-            while True:  # until nobody is let in any more
-                host, port = running.address.rsplit(":", 1)
-                _, late = await asyncio.open_connection(host, int(port))
-                late.close()
+        await _until_nobody_is_let_in(running)
         writer.write(WHOLE)
         assert (await reader.read()).endswith(b"ok"), "the answer, and the end"
         await draining
