@@ -28,17 +28,14 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 Record = Mapping[str, Any]
 _KINDS = (
     "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `bars`, `load`, `profile`, `calibration`, "
-    "`coupling_study`, `draft_kinds`, `stage_sessions` or `exactness`, nor a trace file"
+    "`coupling_study`, `draft_kinds`, `stage_sessions`, `exactness` or `long-prompt`, nor a trace file"
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "smoke": sections.of_cells,
     "bars": sections.of_cells,
     "load": of_load,
     "profile": of_profile,
-    "sweep-tree": studies.of_tree,
-    "coupling_study": studies.of_coupling,
-    "stage_sessions": studies.of_stage_sessions,
-    "exactness": studies.of_exactness,
+    **studies.OF_LINE,
 }
 _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "run": lambda path, name: sections.of_run(results_file.read(path, RUN), name),
@@ -47,7 +44,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "draft_kinds": of_draft_kinds,
 }
 _LINE = TypeAdapter(dict[str, Any])
-_LINES_OF_THEIR_OWN = ("load", "coupling_study", "stage_sessions", "exactness")
+_LINES_OF_THEIR_OWN = ("load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 

@@ -86,17 +86,22 @@ class _Readers:
                     now_s = time.perf_counter()
                     if last_s is not None and chunk.token_ids:
                         self.waits.append((last_s, now_s))
-                    last_s = now_s
+                    if chunk.token_ids:
+                        last_s = now_s
 
 
 def within_ms(waits: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
     """Return the milliseconds of the waits that lie in an interval."""
-    return [(end - begin) * 1e3 for begin, end in waits if begin >= begin_s and end <= end_s]
+    return [_ms(begin, end) for begin, end in waits if begin >= begin_s and end <= end_s]
 
 
 def meeting_ms(waits: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
     """Return the milliseconds of the waits of which a part lies in an interval."""
-    return [(end - begin) * 1e3 for begin, end in waits if begin < end_s and end > begin_s]
+    return [_ms(begin, end) for begin, end in waits if begin < end_s and end > begin_s]
+
+
+def _ms(begin_s: float, end_s: float) -> float:
+    return round((end_s - begin_s) * 1e3, 2)
 
 
 async def _turns(settings: LongPromptSettings, addresses: Sequence[str], tick: Tick) -> list[Turn]:

@@ -1,14 +1,16 @@
-"""Sections of the page for the files of tree shapes, the coupling study, sessions on stages and exactness."""
+"""Sections of the page for tree shapes, the coupling study, sessions on stages, exactness and long prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
 from benchmarks.report.tables import Record, Section, models_of, number, spread
-from benchmarks.statistics import estimate
+from benchmarks.statistics import estimate, quantile
 
 
 def of_tree(record: Record, path: Path, name: str) -> Section:
@@ -98,3 +100,34 @@ def of_exactness(record: Record, path: Path, name: str) -> Section:
     )
     section.origin(record)
     return section
+
+
+def of_long_prompt(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one line of `long-prompt`."""
+    settings, turns = record["settings"], record["turns"]
+    section = Section(f"{path.name}: {settings['num_readers']} readers beside a prompt of somebody else")
+    section.text(
+        f"{models_of(settings)}, {settings['num_prompt_tokens']} tokens in the prompt, {len(turns)} turns; "
+        f"99th percentile of the waits with the prompt, divided by that without: {spread(record['ratio'])}."
+    )
+    waits = {each: list(chain.from_iterable(turn[f"{each}_ms"] for turn in turns)) for each in ("without", "with")}
+    section.table(
+        "Waits of the readers for their next tokens, ms",
+        ("the prompt", "waits", "p50", "p99"),
+        [
+            (each, str(len(waits_ms)), number(quantile(waits_ms, 0.5), 1), number(quantile(waits_ms, 0.99), 1))
+            for each, waits_ms in waits.items()
+        ],
+    )
+    section.origin(record)
+    return section
+
+
+OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
+    "sweep-tree": of_tree,
+    "coupling_study": of_coupling,
+    "stage_sessions": of_stage_sessions,
+    "exactness": of_exactness,
+    "long-prompt": of_long_prompt,
+}
+"""What makes the section of a line, by the line's benchmark."""
