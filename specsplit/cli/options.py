@@ -122,7 +122,7 @@ DtypeOption = Annotated[
         "--dtype",
         _MODELS,
         "Number format of the weights; to int8 and int4 they are rounded.",
-        "the checkpoint's, or fp32 on a CPU without it",
+        "the checkpoint's, or fp32 on a CPU without it and for a small draft",
     ),
 ]
 DeviceOption = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ Progress = Callable[[str, float], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context; --context allows a longer one."""
+FP32_DRAFT_WIDTH = 512
+"""Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
+so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
 _TIMED_ROWS = 5
@@ -50,8 +54,8 @@ class LoadOptions(TypedDict, total=False):
     dtype: str | None
     """The format of the weights: one that is computed in, or one that they are rounded to.
 
-    The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively. Rounded weights are
-    computed in the default.
+    The default is the checkpoint's own, or fp32 on a CPU that does not compute it natively, and for a small draft.
+    Rounded weights are computed in the default.
     """
     device: str
     threads: int | None
@@ -169,7 +173,7 @@ def load_model(
         report("weights", 0.15)
         stamps = weight_stamps(model_folder(path))
         dtype = options.get("dtype")
-        model = load_weights(path, name, config, as_dtype(dtype, device, config), device)
+        model = load_weights(path, name, config, as_dtype(dtype, device, config, role), device)
         form = weight_format(dtype)
         kept = _trimmed(model, options.get("vocab"), tokenizer, name)
         report("probing", 0.7)
@@ -280,8 +284,12 @@ def as_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def as_dtype(dtype: str | None, device: torch.device, config: Any) -> torch.dtype | Literal["auto"]:
+def as_dtype(
+    dtype: str | None, device: torch.device, config: Any, role: Role = "target"
+) -> torch.dtype | Literal["auto"]:
     """Return the dtype to compute in; by default the checkpoint's own, or fp32 on a CPU that has no products of it.
+
+    On a CPU a draft of at most FP32_DRAFT_WIDTH inputs is computed in fp32 by default; its picks are only offered.
 
     Raises:
         InvalidRequest, DeviceUnavailable: the setting names none, or one that this device does not have.
@@ -292,7 +300,10 @@ def as_dtype(dtype: str | None, device: torch.device, config: Any) -> torch.dtyp
     if dtype is None and device.type != "cpu":
         return "auto"
     if dtype is None or form is not None:
-        stored = config.get_text_config().dtype
+        text_config = config.get_text_config()
+        if role == "draft" and getattr(text_config, "hidden_size", math.inf) <= FP32_DRAFT_WIDTH:
+            return torch.float32
+        stored = text_config.dtype
         return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
     if dtype not in DTYPES:
         known = ", ".join((*DTYPES, *WEIGHT_FORMATS))

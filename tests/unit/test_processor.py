@@ -107,3 +107,15 @@ def test_the_default_dtype_is_the_checkpoints_if_it_is_computed_here(
         assert loader.as_dtype(None, cpu, LlamaConfig(dtype=stored)) == expected
     assert loader.as_dtype("bf16", cpu, LlamaConfig(dtype=torch.float32)) == torch.bfloat16
     assert loader.as_dtype(None, torch.device("cuda"), LlamaConfig(dtype=torch.bfloat16)) == "auto"
+
+
+@pytest.mark.parametrize(("width", "expected"), [(512, torch.float32), (576, torch.bfloat16)])
+def test_a_small_draft_is_computed_in_fp32_by_default(
+    width: int, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "computes", lambda dtype: True)
+    cpu, config = torch.device("cpu"), LlamaConfig(dtype=torch.bfloat16, hidden_size=width)
+    assert loader.as_dtype(None, cpu, config, "draft") == expected
+    assert loader.as_dtype(None, cpu, config, "target") == torch.bfloat16
+    assert loader.as_dtype("bf16", cpu, config, "draft") == torch.bfloat16
+    assert loader.as_dtype(None, torch.device("cuda"), config, "draft") == "auto"
