@@ -1,14 +1,15 @@
 """Measures what tracing and mTLS add to a round's processor time, over all processes of the embedded pair.
 
-A turn is three generations of the same prompts in random order: without the thing, with it, and without it again, whose
-ratio to the first shows what the machine alone does. Rounds of ping-pong are the same ones each time. Where workers
-have processes of their own these are started anew every few turns, since the luck of one process (addresses, hash
-seeds) counts for more than what is measured.
+In a turn each prompt is generated three times in random order: without the thing, with it, and without it again, whose
+ratio to the first shows what the machine alone does. A machine's speed changes from second to second, so the three are
+neighbours. Rounds of ping-pong are the same ones each time. Where workers have processes of their own these are started
+anew every few turns, since the luck of one process (addresses, hash seeds) counts for more than what is measured.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import random
 import tempfile
 import time
@@ -27,7 +28,7 @@ from benchmarks.peers.ours_remote import WithWorkers
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.settings import Pair, ServedMode
-from benchmarks.statistics import median, quantile
+from benchmarks.statistics import median
 from benchmarks.systems import Task
 from benchmarks.workloads import CODE, load
 from specsplit.assembly.links import remote_workers
@@ -42,7 +43,7 @@ BOUNDS = {"spans in process": 0.02, "spans on loopback": 0.02, "mTLS on loopback
 """Largest part of a round's processor time, by kind."""
 MODE = ServedMode("pingpong", "pingpong")
 _ROLES = ("target", "draft")
-_SETTLE_S = 0.25
+_SETTLE_S = 0.15
 """Spans are written a little after they end."""
 Tick = Callable[[str], None]
 
@@ -54,7 +55,7 @@ class OverheadSettings:
     num_turns: int = 40
     num_starts: int = 5
     """Starts of the processes of workers, over which the turns are spread."""
-    num_prompts: int = 2
+    num_prompts: int = 4
     num_new_tokens: int = 96
 
 
@@ -69,6 +70,14 @@ class Overhead:
     def shares(self, ms: Sequence[float]) -> list[float]:
         """Return by which part more than `without_ms` each turn took."""
         return [each / base - 1 for each, base in zip(ms, self.without_ms, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """What one generation took of all processors."""
+
+    processor_s: float
+    num_rounds: int
 
 
 class Side(WithWorkers):
@@ -100,22 +109,31 @@ class Side(WithWorkers):
         self.systems = [Ours(MODE, self._loop, workers)]
 
 
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return between which two of `values` the median of more such values lies, with 95 % confidence.
+
+    Fewer than six values have no such interval; all of them lie in what is returned then.
+    """
+    # The number of values below the median is binomial with one half; its deviation is sqrt(n) / 2.
+    ordered, count = sorted(values), len(values)
+    first = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[first], ordered[count - 1 - first]
+
+
 def _processor_s(pids: Sequence[int]) -> float:
     """Return the processor seconds of this process and of others."""
     # The clock of another process, as clock_getcpuclockid(3) makes it.
     return time.process_time() + sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
-def _round_ms(side: OnLoop, pids: Sequence[int], tasks: Sequence[Task], tracing: AbstractContextManager[None]) -> float:
-    """Generate, and return the processor milliseconds of a round."""
-    began_s, num_rounds = _processor_s(pids), 0
+def _generate(side: OnLoop, pids: Sequence[int], task: Task, tracing: AbstractContextManager[None]) -> _Spent:
+    """Generate, and return what it took."""
+    began_s = _processor_s(pids)
     with tracing:
-        for task in tasks:
-            result = side.systems[0].generate(task).result
-            assert result is not None, "our own systems tell all"
-            num_rounds += result.num_rounds
+        result = side.systems[0].generate(task).result
+        assert result is not None, "our own systems tell all"
         time.sleep(_SETTLE_S)
-    return (_processor_s(pids) - began_s) * 1e3 / num_rounds
+    return _Spent(_processor_s(pids) - began_s, result.num_rounds)
 
 
 def _measure(
@@ -125,18 +143,25 @@ def _measure(
     rng: random.Random,
     tick: Callable[[], None],
 ) -> list[dict[str, float]]:
+    """Return the milliseconds of a round on each side, turn by turn."""
     for side, pids, _ in sides.values():
-        _round_ms(side, pids, tasks, nullcontext())
+        for task in tasks:
+            _generate(side, pids, task, nullcontext())
     gc.freeze()  # as every command does once its models are there
     turns: list[dict[str, float]] = []
     for _ in range(num_turns):
-        turn: dict[str, float] = {}
-        for name in rng.sample(list(sides), len(sides)):
-            side, pids, tracing = sides[name]
-            turn[name] = _round_ms(side, pids, tasks, tracing())
-        turns.append(turn)
+        spent: dict[str, list[_Spent]] = {name: [] for name in sides}
+        for task in tasks:
+            for name in rng.sample(list(sides), len(sides)):
+                side, pids, tracing = sides[name]
+                spent[name].append(_generate(side, pids, task, tracing()))
+        turns.append({name: _round_ms(each) for name, each in spent.items()})
         tick()
     return turns
+
+
+def _round_ms(spent: Sequence[_Spent]) -> float:
+    return sum(each.processor_s for each in spent) * 1e3 / sum(each.num_rounds for each in spent)
 
 
 def _tasks(settings: OverheadSettings, encode: Callable[[str], Sequence[int]]) -> list[Task]:
@@ -183,7 +208,7 @@ def main(
     kinds: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(BOUNDS),
     turns: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 40,
     starts: Annotated[int, typer.Option(min=1, help="How often workers are started.")] = 5,
-    prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 2,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of data/code_prompts.jsonl.")] = 4,
     new_tokens: Annotated[int, typer.Option(min=16, help="Per generation.")] = 96,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
 ) -> None:
@@ -199,12 +224,18 @@ def main(
         for kind in chosen:
             with tempfile.TemporaryDirectory() as folder:
                 found[kind] = run(kind, settings, Path(folder), tick)
-    listed = report.table("Share of a round's processor time", "", "round, ms", "added", "quartiles", "control", "bar")
+    listed = report.table("Share of a round's processor time", "", "round, ms", "added", "95 %", "control", "bar")
     for kind, each in found.items():
         added, control = each.shares(each.with_ms), each.shares(each.control_ms)
-        quartiles = f"{quantile(added, 0.25):+.1%} {quantile(added, 0.75):+.1%}"
+        low, high = interval_of_median(added)
         verdict = f"{BOUNDS[kind]:.0%}: {'met' if median(added) <= BOUNDS[kind] else 'MISSED'}"
-        row = (f"{median(each.without_ms):.2f}", f"{median(added):+.2%}", quartiles, f"{median(control):+.2%}", verdict)
+        row = (
+            f"{median(each.without_ms):.2f}",
+            f"{median(added):+.2%}",
+            f"{low:+.1%} {high:+.1%}",
+            f"{median(control):+.2%}",
+            verdict,
+        )
         listed.add_row(kind, *row)
     console.print(listed)
     record = {
