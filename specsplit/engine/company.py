@@ -48,16 +48,27 @@ class Company:
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Away] = {}
+        """The one that was answered last comes last."""
         self._last_left_s = -math.inf
 
     def left(self, session: str, at_s: float) -> None:
         """Count that a session was answered."""
         self._last_left_s = at_s
-        known = self._sessions.get(session)
-        if known is None:
-            self._sessions[session] = _Away(at_s)
-        else:
-            known.left_s = at_s
+        known = self._sessions.pop(session, None) or _Away(at_s)
+        known.left_s = at_s
+        self._sessions[session] = known
+        self._forget_lost(at_s)
+
+    def _forget_lost(self, now_s: float) -> None:
+        """Forget those that have not come back for long, the first ones: a session that was evicted never ends."""
+        while True:
+            session, away = next(iter(self._sessions.items()))
+            if away.left_s is None or now_s - away.left_s <= FORGOTTEN_S:
+                return
+            del self._sessions[session]
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def came(self, session: str, at_s: float) -> None:
         """Count that a session's next round is here."""
@@ -87,12 +98,10 @@ class Company:
     def _due_s(self, now_s: float, within_s: float) -> list[float]:
         """Return in how many seconds, less than `within_s`, sessions are expected back, the first one first."""
         due: list[float] = []
-        for session, away in list(self._sessions.items()):
+        for away in self._sessions.values():
             if away.left_s is None:
                 continue
             left_s = away.left_s + away.mean_s + LATEST * away.deviation_s - now_s
             if 0 < left_s < within_s:
                 due.append(left_s)
-            elif now_s - away.left_s > FORGOTTEN_S:
-                del self._sessions[session]
         return sorted(due)

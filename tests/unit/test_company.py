@@ -93,6 +93,13 @@ def test_sessions_that_stay_away_are_forgotten() -> None:
     assert company.wait_s(flat, flat, FORGOTTEN_S + 2.001) == 0
 
 
+def test_sessions_that_never_end_are_forgotten_unasked() -> None:
+    company = Company()
+    for number in range(1000):
+        company.left(f"evicted {number}", float(number))
+    assert len(company) <= FORGOTTEN_S + 1
+
+
 class Meeting:
     """Work that waits for a second piece, and steps with what has come."""
 
