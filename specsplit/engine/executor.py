@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError, WorkerFailed
+from specsplit.model.memory import is_exhausted
 from specsplit.model.threads import compute_with
 
 MAX_FAILED_STEPS = 3
@@ -335,13 +336,8 @@ class DeviceHealth:
         self.step_began_s = None
 
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
-
-
 def translated(error: Exception) -> Exception:
     """Return what a device's error means; most are themselves."""
-    # A recording reports everything as a RuntimeError, and so does a failed allocation on the CPU.
-    is_memory = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
-    if is_memory or isinstance(error, MemoryError):
+    if is_exhausted(error):
         return OutOfMemory("The device ran out of memory during a forward; use a smaller --context or fewer --nodes.")
     return error

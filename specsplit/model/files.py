@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.model.memory import is_exhausted
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments
 from specsplit.model.tokenizer import TransformersTokenizer
 
@@ -123,13 +124,13 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
         raise
     except SafetensorError as error:
         raise ModelDamaged(f"The weights of {name} are truncated or damaged ({_one_line(error)}).") from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(
-            f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
-        ) from error
     except hub_errors.StrictDataclassError as error:
         raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
     except Exception as error:
+        if is_exhausted(error):
+            raise OutOfMemory(
+                f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
+            ) from error
         if part != "tokenizer" and not isinstance(error, _READING_ERRORS):
             raise
         raise _model_error(path, name, part, error) from error

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from transformers import PreTrainedModel
 
-from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
+from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged, OutOfMemory
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
@@ -389,7 +389,10 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
     if runner.device.type == "cpu":
         try:
             runner.pack(exactness.product_width(runner.dtype), form)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if memory.is_exhausted(error):  # some of the model's own copies are gone, so it is of no use
+                words = "The memory ran out while the weights were packed; use a smaller model or --dtype int8."
+                raise OutOfMemory(words) from error
             if form is not None:
                 raise DeviceUnavailable(f"This processor packs no weights, which {form} needs.") from error
             lay_out(runner.model)

@@ -15,6 +15,7 @@ _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""
 _OPTIONAL = 0.25
 """The same for slots that nobody asked for: another model may still be loaded beside."""
+_EXHAUSTED = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -28,6 +29,12 @@ def available_bytes(device: torch.device) -> int | None:
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit = _cgroup_limit()
     return min([*found, *limit]) if found else None
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out; torch raises a RuntimeError where an allocation failed."""
+    is_word = isinstance(error, RuntimeError) and any(words in str(error) for words in _EXHAUSTED)
+    return is_word or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def return_freed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specsplit.core.errors import DeviceUnavailable, OutOfMemory
+from specsplit.model.backends import packed_linear
 from specsplit.model.backends.packed_linear import (
     PackedLinears,
     grouped_product,
@@ -269,3 +272,45 @@ def test_a_machine_that_packs_nothing_serves_all_the_same(tmp_path: Path, monkey
     assert not runner.products
     assert runner.exactness == "near ties"
     assert runner.exactness_reason == "this machine has no packed products for float32"
+
+
+def allocate_too_much(weight: Tensor) -> Tensor:
+    return torch.empty(1 << 50)
+
+
+def raise_memory_error(weight: Tensor) -> Tensor:
+    raise MemoryError
+
+
+def refuse(weight: Tensor) -> Tensor:
+    raise RuntimeError("no layout for a weight of this shape")
+
+
+@pytest.mark.parametrize(
+    ("num_packed", "fault", "kind", "sentence"),
+    [
+        (0, allocate_too_much, OutOfMemory, "use a smaller model"),
+        (3, allocate_too_much, OutOfMemory, "use a smaller model"),
+        (3, raise_memory_error, OutOfMemory, "use a smaller model"),
+        (3, refuse, DeviceUnavailable, "try another dtype"),
+    ],
+    ids=["at-once", "midway", "in-python", "one-cannot-be-packed"],
+)
+def test_weights_that_are_packed_in_part_are_never_served(
+    num_packed: int,
+    fault: Callable[[Tensor], Tensor],
+    kind: type[Exception],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model's own copies of the first ones are gone: served without packs, it would compute with zeros."""
+    numbers = itertools.count(-1)  # the first call tries whether the dtype can be packed at all
+
+    def faulty(weight: Tensor) -> Tensor:
+        return pack(weight) if next(numbers) < num_packed else fault(weight)
+
+    monkeypatch.setattr(packed_linear, "pack", faulty)
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    with pytest.raises(kind, match=sentence):
+        load_model(str(folder), role="target", threads=1, record=False)

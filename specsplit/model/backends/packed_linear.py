@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import addresses, let_pages_go
-from specsplit.model.memory import return_freed
+from specsplit.model.memory import is_exhausted, return_freed
 from specsplit.model.threads import side_by_side
 from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
 
@@ -158,7 +159,9 @@ class PackedLinears:
     weights are rounded first, and to what.
 
     Raises:
-        RuntimeError: this machine or torch cannot pack weights of the dtype.
+        RuntimeError: this machine or torch cannot pack weights of the dtype, and the model is as it was; or the memory
+            ran out, and it is of no use any more (`is_exhausted` says which).
+        DeviceUnavailable: only some of the weights could be packed.
     """
 
     def __init__(
@@ -193,12 +196,21 @@ class PackedLinears:
         order = sorted(range(len(work)), key=lambda index: sum(map(_size, members[index])), reverse=True)
         made: dict[int, _Made] = {}
         num_bytes = 0
-        for place, one in side_by_side(make, order):
-            made[order[place]] = one
-            num_bytes += self._let_go(members[order[place]], looked_up, is_rounded=work[order[place]][0] is not None)
-            if num_bytes >= _MUCH:
-                return_freed()  # packs are made by other threads, whose memory the C library keeps apart
-                num_bytes = 0
+        try:
+            for place, one in side_by_side(make, order):
+                index = order[place]
+                made[index] = one
+                num_bytes += self._let_go(members[index], looked_up, is_rounded=work[index][0] is not None)
+                if num_bytes >= _MUCH:
+                    return_freed()  # packs are made by other threads, whose memory the C library keeps apart
+                    num_bytes = 0
+        except RuntimeError as error:
+            if not made or is_exhausted(error):
+                raise
+            # The model's own copies of the first ones are gone, so it cannot be computed without packs either.
+            raise DeviceUnavailable(
+                "This machine packs some of the model's weights only; try another dtype."
+            ) from error
         # Packs are in the model's order, whichever was ready first: a recording takes them as arguments.
         for index, of_group in enumerate(members):
             # Where a weight lies names it in the forwards to come; the new place of one that is gone is its own, too.
