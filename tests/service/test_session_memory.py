@@ -19,7 +19,9 @@ from tests.support.processes import LIMIT_S, environment
 from tests.support.rounds import params_of, random_prompt, script
 from tests.support.rpc_servers import verifier_at, wait_until
 
-NUM_SESSIONS = 10_000
+NUM_SESSIONS, NUM_WARM_UP = 10_000, 100
+LONGEST = 11
+"""Tokens of the longest prompt."""
 MOST_GROWTH = 0.01
 
 
@@ -62,7 +64,7 @@ def target(tmp_path: Path) -> Iterator[CountedTarget]:
 
 async def live(verifier: RemoteVerifier, number: int) -> None:
     """Lead a session of two rounds to its end."""
-    key, ids = f"session {number}", random_prompt(5 + number % 7)
+    key, ids = f"session {number}", random_prompt(LONGEST - number % 7)
     params = params_of(SamplingParams(), len(ids))
     verdict = await verifier.verify(script(params, ids, 0, 1, key), Proposal(1, len(ids) - 1))
     following = [*ids, verdict.bonus_token]
@@ -70,21 +72,28 @@ async def live(verifier: RemoteVerifier, number: int) -> None:
     await verifier.close(key)
 
 
-# Side by side they meet steps of new shapes for some thousands of sessions, and torch keeps something of each shape: up
-# to 16 MB were seen after the first hundred.
+async def prefill(verifier: RemoteVerifier, num_rows: int) -> None:
+    """Have a step of so many rows."""
+    key, ids = f"rows {num_rows}", random_prompt(num_rows)
+    await verifier.verify(script(params_of(SamplingParams(), num_rows), ids, 0, 1, key), Proposal(1, num_rows - 1))
+    await verifier.close(key)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("at_once", "num_warm_up"), [(1, 100), (4, 5000)])
-async def test_ten_thousand_short_sessions_leave_no_memory_behind(
-    target: CountedTarget, at_once: int, num_warm_up: int
-) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+async def test_ten_thousand_short_sessions_leave_no_memory_behind(target: CountedTarget, at_once: int) -> None:
     async with verifier_at(target.address) as verifier:
+        # oneDNN and its wrapper in torch keep 2 MB for each number of rows that a step had, up to a bound (docs/log.md,
+        # 2026-11-25). Side by side the sessions meet the last of these numbers after some thousands.
+        for num_rows in range(1, at_once * LONGEST + 1):
+            await prefill(verifier, num_rows)
 
         async def serve(numbers: range) -> dict[str, int]:
             for begin in range(numbers.start, numbers.stop, at_once):
                 await asyncio.gather(*(live(verifier, number) for number in range(begin, begin + at_once)))
             return await target.held()
 
-        before = await serve(range(num_warm_up))
-        after = await serve(range(num_warm_up, NUM_SESSIONS))
+        before = await serve(range(NUM_WARM_UP))
+        after = await serve(range(NUM_WARM_UP, NUM_SESSIONS))
     growth = {name: after[name] / before[name] - 1 for name in ("resident", "malloc", "blocks")}
     assert max(growth.values()) <= MOST_GROWTH, (growth, before, after)
