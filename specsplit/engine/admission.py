@@ -35,8 +35,9 @@ _LEAST_RETRY_S, _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.05, 0.5, 30.0
 class Opening:
     """A call that needs a slot: whose it is, and how urgent. The higher of two priorities goes first.
 
-    `priority` None is background work, which waits behind all others. `max_wait_s` None is up to the worker.
-    `since_s` is when a session was opened first that lost its slot to older ones; its place is that of then.
+    `priority` None is background work, which waits behind all others, but tries for a slot while it `overtakes` them.
+    `max_wait_s` None is up to the worker. `since_s` is when a session was opened first that lost its slot to older
+    ones; its place is that of then.
     """
 
     session: str
@@ -45,6 +46,7 @@ class Opening:
     max_wait_s: float | None = None
     since_s: float | None = None
     request_id: str = ""
+    overtakes: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +157,7 @@ class AdmissionQueue:
                 self._report(waiter)
                 waiter.has_news.clear()
                 # A slot that becomes free from here on sets `has_news`, so no wake-up is lost during the attempt.
-                if self._waiters[0] is waiter and await try_take():
+                if self._may_try(waiter) and await try_take():
                     return loop.time() - began_s
                 await self._wait_for_news(waiter, end_s)
         finally:
@@ -166,12 +168,15 @@ class AdmissionQueue:
         if loop.time() >= end_s and waiter.error is None:
             raise DeadlineExceeded(f"No slot became free within the {end_s - waiter.arrived_s:.3g} s allowed.")
         # Whoever left or was sent away during the attempt is no longer in the queue.
-        pause_s = _TRY_S if self._waiters[:1] == [waiter] else _REPORT_S
+        pause_s = _TRY_S if self._may_try(waiter) else _REPORT_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(min(end_s, loop.time() + pause_s)):
                 await waiter.has_news.wait()
         if waiter.error is not None:
             raise waiter.error
+
+    def _may_try(self, waiter: _Waiter) -> bool:
+        return self._waiters[:1] == [waiter] or waiter.opening.overtakes()
 
     def withdraw(self, session: str) -> bool:
         """Send away whoever waits for a slot of the session, which is closed; return whether somebody did."""

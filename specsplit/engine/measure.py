@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.engine.session import SessionTable
+from specsplit.engine.slots import Loan
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 
@@ -34,7 +35,7 @@ def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInp
     sizes = [rows for rows in _ROWS if rows <= limit]
     times: dict[int, float] = {}
     end_s = time.perf_counter() + BUDGET_S
-    with sessions.slots.borrowed(limit) as slot:
+    with sessions.slots.borrowed(Loan(limit)) as slot:
         # The first forward of all warms caches up and is never the best.
         for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
             if number >= _NUM_FIRST and time.perf_counter() > end_s:
@@ -53,7 +54,7 @@ def trial(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput
         ModelDamaged: its logits are not numbers.
         NoFreeSlot: every slot is in use.
     """
-    with sessions.slots.borrowed(1) as slot:
+    with sessions.slots.borrowed(Loan(1)) as slot:
         logits = yield SequenceInput(slot.index, 0, [0])
     if bool(logits.isnan().any()):
         raise ModelDamaged(f"{model.name} computes logits that are not numbers.")

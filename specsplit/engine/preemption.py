@@ -44,9 +44,11 @@ class Preemption:
 
     def give_way(self) -> bool:
         """End the work of no session that began last, for a session that needs its slot; return False for none."""
-        # What is pending elsewhere writes to its slot still, so it keeps it.
+        # What is pending elsewhere writes to its slot still, so it keeps it, and so does the loan that is due.
+        due = self._slots.due
+        kept = due.slot if due is not None else None
         for task in reversed(list(self._running)):
-            if task.session is None and task.sequence is not None and not task.is_pending:
+            if task.session is None and task.sequence is not None and not task.is_pending and task.slot != kept:
                 task.work.close()
                 self._finish(task, None, GaveWay("Sessions need the slot of this work; try again in a moment."))
                 return True

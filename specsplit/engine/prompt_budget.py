@@ -32,6 +32,8 @@ clients of a target of 8 ms lost a tenth of their tokens.
 """
 QUANTUM_ROWS = 64
 """Rows of prompts in one caller's turn. Chosen: smaller chunks read their context more often."""
+MOST_PASSES = 8
+"""Steps in a row in which prompts of sessions may leave nothing to a text to be scored, so that it comes to its end."""
 _HALVINGS = (512, 256, 128, 64, 32, 16)
 _COST_MEMORY = 0.98
 """Weight of the past in the costs of sessions and contexts, per step. Chosen: a memory of 50 steps."""
@@ -112,6 +114,7 @@ class PromptBudget:
         self.params_of: Callable[[str], SessionParams | None] = lambda session: None
         """Returns the parameters of a session, if it has begun: whose it is, and how urgent."""
         self._turns = DeficitRoundRobin(QUANTUM_ROWS)
+        self._num_passes = 0
 
     def limit(self, max_rows: int | None, max_chunk: int | None) -> None:
         """Take so many rows of a step at most, and so many of one prompt."""
@@ -166,28 +169,31 @@ class PromptBudget:
         """Return how many of their next rows the prompts among the tasks take; 0 for one that waits.
 
         Tasks that cannot be cut go whole. Those of no session take what the others leave of a step that keeps the pace
-        of its rounds: they may come without end, and nobody waits for their next token.
+        of its rounds: they may come without end, and nobody waits for their next token. Every few steps the others
+        leave a little in any case.
         """
         prompts = [task for task in tasks if task.can_be_cut]
         if not prompts:
             return {}
         rounds = [task for task in tasks if not task.can_be_cut]
+        outside = [task for task in prompts if task.session is None]
         context = max(task.context for task in prompts)
         room = self.prompt_rows(rounds, context)
+        left_out = min(LEAST_PROMPT_ROWS, room) if outside and self._num_passes >= MOST_PASSES else 0
         # [ rounds, whole | room: caller a's prompts by rank | caller b's | ... ]; a turn may go on in the next step.
         by_caller: dict[str, list[P]] = {}
         for task in sorted((task for task in prompts if task.session is not None), key=self._rank):
             by_caller.setdefault(self.caller_of(task), []).append(task)
         wanted = {caller: sum(map(self._chunk, own)) for caller, own in by_caller.items()}
-        granted = self._turns.share(wanted, room)
+        granted = self._turns.share(wanted, room - left_out)
         shares: dict[P, int] = {}
         for caller, own in by_caller.items():
             for task in own:
                 shares[task] = min(self._chunk(task), granted[caller])
                 granted[caller] -= shares[task]
-        outside = [task for task in prompts if task.session is None]
         if outside:
-            left = max(self.prompt_rows(rounds, context, 0.0) - sum(shares.values()), 0)
+            left = max(self.prompt_rows(rounds, context, 0.0) - sum(shares.values()), left_out)
+            self._num_passes = self._num_passes + 1 if not left else 0
             for task in outside:
                 shares[task] = min(self._chunk(task), left)
                 left -= shares[task]

@@ -290,7 +290,7 @@ class SessionTable:
     @property
     def is_full(self) -> bool:
         """Whether a new session finds no slot, borrowed ones aside; any thread may ask, of a moment ago."""
-        return self.slots.num_used - self.slots.num_borrowed >= self.num_slots and not self.idle.may_have_evictable
+        return len(self._sessions) >= self.num_slots and not self.idle.may_have_evictable
 
     def abandon(self, key: str) -> None:
         """Let a session whose client has vanished be evicted soon, unless it is used again."""

@@ -33,6 +33,16 @@ class WarmSlot:
     hashes: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A slot and its rows for work of no session, from before it has them."""
+
+    num_rows: int
+    arrived_s: float = 0.0
+    """When the work came, on its event loop's clock."""
+    slot: int | None = None
+
+
 class Slots:
     """Hands out slots with the rows that a session begins with, those first that spare it the most forwards.
 
@@ -54,7 +64,8 @@ class Slots:
         self._evict, self._on_release, self._on_free = evict, on_release, on_free
         self.give_way: Callable[[], bool] = lambda: False
         """Takes back a borrowed slot, or returns False."""
-        self.num_borrowed = 0
+        self.due: Loan | None = None
+        """The loan that others leave a slot and rows, and that is not taken back."""
         self._pool, self.rows = SlotPool(model.max_sessions), RowBudget(model.runner.cache)
         self._warm: dict[int, WarmSlot] = {}
 
@@ -97,14 +108,14 @@ class Slots:
         """Copy rows of a session over `tail` into its slot, which has none; return which, None without any."""
         return self._copied(self._match(tail, salt, sessions), slot)
 
-    def take(self, num_rows: int, but: WarmSlot | None = None, *, is_borrowed: bool = False) -> Slot:
+    def take(self, num_rows: int, but: WarmSlot | None = None, loan: Loan | None = None) -> Slot:
         """Return an empty slot of `num_rows`, of which warm ones are given up for it, the longest first, `but` last.
 
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
-        # [ reserved by others | their headroom | the rows of this session | free )
-        self._make_room(self.rows.rows_for(num_rows), but=but, is_borrowed=is_borrowed)
+        # [ reserved by others | their headroom | due to another | the rows of this session | free )
+        self._make_room(self.rows.rows_for(num_rows), but=but, loan=loan)
         slot = self._pool.acquire()
         is_reserved = self.rows.try_reserve(slot.index, num_rows)
         assert is_reserved, "there is room"
@@ -119,18 +130,17 @@ class Slots:
         return True
 
     @contextmanager
-    def borrowed(self, num_rows: int) -> Generator[Slot]:
-        """Give an empty slot of `num_rows` for the length of the block.
+    def borrowed(self, loan: Loan) -> Generator[Slot]:
+        """Give an empty slot for the length of the block.
 
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
-        slot = self.take(num_rows, is_borrowed=True)
-        self.num_borrowed += 1
+        slot = self.take(loan.num_rows, loan=loan)
+        loan.slot = slot.index
         try:
             yield slot
         finally:
-            self.num_borrowed -= 1
             self.release(slot)
 
     def keep(self, session: Holder) -> None:
@@ -193,20 +203,23 @@ class Slots:
         return sum(min(HEADROOM_ROWS, capacity - reserved[index]) for index in others)
 
     def _make_room(
-        self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None, is_borrowed: bool = False
+        self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None, loan: Loan | None = None
     ) -> None:
         """Give up warm slots, `but` last, borrowed ones and sessions, until rows are free, and a slot if none is `own`.
 
         Raises:
             NoFreeSlot: nothing is left to give up.
         """
+        due, is_kept = self.due, False
+        if due is not None and due is not loan and due.slot is None:
+            is_kept, num_rows = True, num_rows + self.rows.rows_for(due.num_rows)
         while True:
-            is_full = own is None and self._pool.num_used == self.num_slots
+            is_full = self._pool.num_used + (own is None) + is_kept > self.num_slots
             if not is_full and num_rows + self._headroom(own) <= self.rows.num_free:
                 return
             if self._warm:
                 self._drop_warm(but)
-            elif (is_borrowed or not self.give_way()) and not self._evict():
+            elif (loan is not None or not self.give_way()) and not self._evict():
                 raise NoFreeSlot(self.all_in_use if is_full else _too_few(self.rows, num_rows))
 
     def _drop_warm(self, but: WarmSlot | None) -> None:

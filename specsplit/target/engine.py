@@ -31,6 +31,7 @@ from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prefill import PrefillReport, prefill
 from specsplit.engine.session import WorkerSession
+from specsplit.engine.slots import Loan
 from specsplit.limits import MAX_DEPTH
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -101,14 +102,17 @@ class TargetEngine(Engine):
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         params = check_score(self._model, prompt, scored, logit_bias, top_logprobs)
-        tokens, timings = await self._background.run(lambda: self._work.run(None, self._score(prompt, scored, params)))
-        return Scores(tokens, timings)
+
+        def run(loan: Loan) -> Awaitable[tuple[tuple[TokenLogProb, ...], Timings]]:
+            return self._work.run(None, self._score(prompt, scored, params, loan))
+
+        return Scores(*await self._background.run(len(prompt) + len(scored) - 1, run))
 
     def _score(
-        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams, loan: Loan
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         """Do one score as work of the scheduler."""
-        return score(self._model, self._sessions, prompt, scored, params)
+        return score(self._model, self._sessions, prompt, scored, params, loan)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         """Return the model's tokenizer; without the files where their hash is `known_hash`."""

@@ -11,6 +11,7 @@ from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import SessionTable
+from specsplit.engine.slots import Loan
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.log_probs import token_log_probs
@@ -50,11 +51,16 @@ def check_score(
 
 
 def score(
-    model: LoadedModel, sessions: SessionTable, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+    model: LoadedModel,
+    sessions: SessionTable,
+    prompt: Sequence[int],
+    scored: Sequence[int],
+    params: SessionParams,
+    loan: Loan,
 ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
     """Return log_softmax(logits + bias) of each token of `scored`, a chunk of tokens a step.
 
-    Biases are finite, so the values are.
+    Biases are finite, so the values are. `loan` is of a row for each token but the last.
 
     Raises:
         NoFreeSlot: every slot is in use.
@@ -62,7 +68,7 @@ def score(
     """
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
-    with sessions.slots.borrowed(len(token_ids)) as slot:
+    with sessions.slots.borrowed(loan) as slot:
         for start in range(0, len(token_ids), MAX_STEP_ROWS):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from specsplit.core.types import SessionParams
 from specsplit.engine.admission import AGE_S
 from specsplit.engine.fair_share import DeficitRoundRobin
-from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS, MAX_STEP_ROWS, QUANTUM_ROWS, PromptBudget
+from specsplit.engine.prompt_budget import (
+    LEAST_PROMPT_ROWS,
+    MAX_STEP_ROWS,
+    MOST_PASSES,
+    QUANTUM_ROWS,
+    PromptBudget,
+)
 from specsplit.speculation.step_times import StepTimes
 
 QUANTUM = 16
@@ -147,6 +153,18 @@ def test_beside_quick_rounds_only_prompts_of_sessions_may_take_longer() -> None:
     assert budget(quick, asked=PARAMS).share_out([running, prompt, score]) == {prompt: 128, score: 0}
     assert budget(quick).share_out([running, score]) == {score: LEAST_PROMPT_ROWS}
     assert budget(LINEAR, asked=PARAMS).share_out([running, prompt]) == {prompt: LEAST_PROMPT_ROWS}
+
+
+@pytest.mark.parametrize("times", [LINEAR, {1: 0.001, 33: 0.005}])
+def test_a_score_ends_beside_prompts_without_end(times: dict[int, float]) -> None:
+    shared = budget(times, asked=PARAMS)
+    running, score, num_steps = Waiting(1, can_be_cut=False), Waiting(300), 0
+    while score.num_rows > 0:
+        shares = shared.share_out([running, Waiting(512, "asked"), score])
+        assert sum(shares.values()) <= shared.prompt_rows([running]), "the rounds keep their pace"
+        score.num_rows -= shares[score]
+        num_steps += 1
+    assert num_steps <= math.ceil(300 / LEAST_PROMPT_ROWS) * (MOST_PASSES + 1)
 
 
 def test_limits_bound_a_step_and_the_part_of_one_prompt() -> None:

@@ -18,6 +18,7 @@ from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import TTL_S, WorkerSession
+from specsplit.engine.slots import Loan
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.runner import Runner
@@ -38,11 +39,11 @@ class ChainTarget(TargetEngine):
     # With ends = stages the "logits" of a ChainInput are the answer's session, which has picks or log-probabilities.
 
     def _score(
-        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams
+        self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams, loan: Loan
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with self._sessions.slots.borrowed(len(token_ids)) as slot:
+        with self._sessions.slots.borrowed(loan) as slot:
             for start in range(0, len(token_ids), MAX_STEP_ROWS):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
