@@ -117,7 +117,25 @@ def __getattr__(name: str) -> object:
             return "0.0.0"
     if name in __all__:
         return getattr(import_module(_PLACES.get(name, "specsplit.core.errors")), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _missing(name)
+
+
+def _missing(name: str) -> Exception:
+    """Return the error about a name that is not here, with our word for it if vLLM or transformers has it."""
+    said = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        from inspect import currentframe
+
+        from specsplit.assembly.other_names import answer_about_import
+
+        answer, frame = answer_about_import(name), currentframe()
+        asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+        # Python makes its own words of an AttributeError if asked by `from specsplit import LLM`; an ImportError it
+        # lets through. Everybody else, hasattr() too, expects an AttributeError.
+        if answer is not None and asker is not None and asker.f_code.co_name == "_handle_fromlist":
+            return ImportError(f"There is no {name} in specsplit; {answer}.", name=__name__)
+        said += f"; {answer}" if answer is not None else ""
+    return AttributeError(said)
 
 
 def __dir__() -> list[str]:

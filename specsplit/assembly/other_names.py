@@ -134,6 +134,39 @@ _ANSWERS = {
 """The ends of sentences about other programs' names; braces are around our settings."""
 OTHER_NAMES = frozenset(_ANSWERS)
 """Names of other programs that messages answer."""
+_CLASSES = {
+    **dict.fromkeys(
+        ("LLM", "Engine", "Llama", "AutoModelForCausalLM", "TextGenerationPipeline"), "here it is Pipeline(MODEL)"
+    ),
+    **dict.fromkeys(("pipeline", "load"), "here it is Pipeline(MODEL)"),
+    **dict.fromkeys(
+        ("AsyncLLM", "AsyncLLMEngine", "LLMEngine"), "here it is Pipeline(MODEL), with agenerate() and astream()"
+    ),
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "here they are arguments of Pipeline"),
+    **dict.fromkeys(
+        ("SamplingParams", "GenerationConfig", "GenerationParams"),
+        "here they are options of generate(), such as temperature=0.7, and RequestOptions is their type",
+    ),
+    **dict.fromkeys(("RequestOutput", "CompletionOutput", "GenerateOutput"), "here it is Result"),
+    **dict.fromkeys(("generate", "stream_generate", "batch_generate"), "here it is a method of Pipeline"),
+    **dict.fromkeys(
+        ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer"),
+        "here it is Pipeline.stream() or astream()",
+    ),
+    **dict.fromkeys(
+        ("AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"),
+        "Pipeline takes texts, messages and token ids as they are",
+    ),
+    **dict.fromkeys(("set_seed", "seed_everything"), "here it is the option seed of generate()"),
+    **dict.fromkeys(("StoppingCriteria", "StoppingCriteriaList"), "here it is the option stop of generate()"),
+    "BitsAndBytesConfig": 'here it is dtype="int8" or "int4" of Pipeline',
+    **dict.fromkeys(("StructuredOutputsParams", "GuidedDecodingParams"), "grammars and JSON schemas are not built"),
+    **dict.fromkeys(("PoolingParams", "LoRARequest"), "neither embeddings nor adapters are built"),
+    **dict.fromkeys(
+        ("OpenAI", "AsyncOpenAI"), "the client of the package openai talks to specsplit serve, and Client to workers"
+    ),
+}
+"""The ends of sentences about what others' users would import from the package."""
 _SHORT = {
     **dict.fromkeys(("-md", "-hfd"), "model_draft"),
     **dict.fromkeys(("-hf", "-hfr"), "hf_repo"),
@@ -164,6 +197,11 @@ def answer_about(name: str, spell: Callable[[str], str] = str) -> str | None:
     """
     words = _ANSWERS.get(name.replace("-", "_"))
     return None if words is None else re.sub(r"\{(\w+)\}", lambda match: spell(match[1]), words)
+
+
+def answer_about_import(name: str) -> str | None:
+    """Return the end of a sentence about a class or function that another package has; None for any other name."""
+    return _CLASSES.get(name)
 
 
 def as_option(setting: str) -> str:

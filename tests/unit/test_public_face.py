@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import specsplit
 from specsplit.core import errors
 from tests.support.forked import ROOT
@@ -90,6 +92,33 @@ def test_the_names_are_shown_and_imported_on_first_use():
         name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
     }
     assert tree <= public, "the whole tree of errors"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("LLM", "Pipeline"),
+        ("SamplingParams", "RequestOptions"),
+        ("AutoModelForCausalLM", "Pipeline"),
+        ("AutoTokenizer", "token ids"),
+        ("RequestOutput", "Result"),
+    ],
+)
+def test_a_name_of_others_is_answered_with_ours(name: str, ours: str):
+    with pytest.raises(ImportError, match=rf"^There is no {name} in specsplit; .*{ours}.*\.$"):
+        exec(f"from specsplit import {name}", {})  # noqa: S102  (the statement itself is tested)
+    with pytest.raises(AttributeError, match=rf"^module 'specsplit' has no attribute '{name}'; .*{ours}"):
+        getattr(specsplit, name)
+    assert not hasattr(specsplit, name)
+    assert getattr(specsplit, name, None) is None
+    assert name not in dir(specsplit)
+
+
+def test_a_name_of_nobody_is_pythons_own_error():
+    with pytest.raises(ImportError, match="cannot import name 'Nope' from 'specsplit'"):
+        exec("from specsplit import Nope", {})  # noqa: S102  (the same)
+    with pytest.raises(AttributeError, match=r"^module 'specsplit' has no attribute 'Nope'$"):
+        getattr(specsplit, "Nope")  # noqa: B009
 
 
 def test_importing_the_package_imports_next_to_nothing():
