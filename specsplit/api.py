@@ -29,7 +29,7 @@ from specsplit.assembly.arguments import (
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import make_request, request_settings
+from specsplit.assembly.requests import check_request_values, make_request, request_settings
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
@@ -74,8 +74,8 @@ class Pipeline:
         return pipeline
 
     def _open(self, settings: Settings) -> None:
-        # Sampling parameters out of range are refused here, before a model is loaded for minutes.
-        settings.orchestrator.sampling()
+        # Values out of range are refused here, before a model is loaded for minutes.
+        check_request_values(settings.orchestrator)
         self.settings = settings
         models = load_local(settings, max_sessions=LOCAL_SESSIONS)
         self._thread = LoopThread("specsplit-pipeline")

@@ -23,7 +23,7 @@ from specsplit.assembly.arguments import (
     plain_settings,
 )
 from specsplit.assembly.links import remote_workers
-from specsplit.assembly.requests import make_request, request_settings
+from specsplit.assembly.requests import check_request_values, make_request, request_settings
 from specsplit.assembly.workers import Workers
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.sections import OrchestratorSettings
@@ -54,7 +54,7 @@ class Client:
     ) -> None:
         given = plain_settings({"target": target, "draft": draft, **options})
         self._settings = load_settings(given, config=config_path(config)).settings
-        self._settings.orchestrator.sampling()
+        check_request_values(self._settings.orchestrator)
         if self._settings.target.address is None or self._settings.draft_source is not None:
             raise InvalidSettings("A Client has workers elsewhere, not models here; a Pipeline loads models.")
         self._workers: Workers | None = None

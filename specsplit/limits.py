@@ -100,6 +100,12 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_TIMEOUT_S = 86400
+MAX_SPEAKER = 64
+"""Characters of a speaker's name, as in OpenAI's API."""
+MAX_TEMPLATE_VARIABLES = 32
+"""Variables that one request may give to the chat template."""
+MAX_TEMPLATE_TEXT = 4096
+"""Characters of one that is a text."""
 MAX_FRAME_BYTES = 16 << 20
 """The longest frame that a client of LMTP may send."""
 MAX_LMTP_STREAMS = 1000

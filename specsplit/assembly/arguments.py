@@ -10,10 +10,11 @@ from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast
 from specsplit.assembly.other_names import refuse_other_names
 from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, TemplateValue
+from specsplit.limits import MAX_SPEAKER
 
 Message = ChatMessage | Mapping[str, str]
-"""One message of a conversation, with `role` and `content`."""
+"""One message of a conversation, with `role` and `content`, and perhaps the `name` of who speaks."""
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the messages of a conversation."""
 Prompts = Sequence[Prompt]
@@ -59,6 +60,7 @@ class RequestOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     chat: bool
+    chat_template_kwargs: Mapping[str, TemplateValue | None]
     mode: Mode
     nodes: int
     depth: int
@@ -177,8 +179,12 @@ def _check_token_id(item: object) -> None:
 
 def _check_message(item: object) -> None:
     message: Mapping[object, object] = cast("Mapping[object, object]", item) if isinstance(item, Mapping) else {}
-    is_whole = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())
-    _require(is_whole, 'Each message of the prompt needs a text as "role" and one as "content", and nothing else.')
+    is_whole = set(message) - {"name"} == {"role", "content"} and all(
+        isinstance(text, str) for text in message.values()
+    )
+    _require(is_whole, 'Each message of the prompt needs texts as "role" and "content", and may have one as "name".')
+    name = cast("str", message.get("name", ""))
+    _require(len(name) <= MAX_SPEAKER, f'The "name" of a message has at most {MAX_SPEAKER} characters.')
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -85,6 +85,10 @@ _ANSWERS = {
     **dict.fromkeys(("embedding", "embeddings", "rerank", "reranking"), "embeddings are not built"),
     **dict.fromkeys(("image", "mmproj"), "images are not built"),
     **dict.fromkeys(("chat_template", "jinja", "tokenizer"), "the model's own is always used"),
+    **dict.fromkeys(
+        ("enable_thinking", "reasoning_budget"), 'here it is {chat_template_kwargs}, such as {"enable_thinking": false}'
+    ),
+    "default_chat_template_kwargs": "each request has its own chat_template_kwargs",
     **dict.fromkeys(_SAMPLERS, "not built: there are {top_k}, {top_p}, {min_p} and three penalties"),
     **dict.fromkeys(
         ("sampling_params", "generation_config", "override_generation_config"),

@@ -13,7 +13,18 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.core.ports import ChatMessage, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import FLAT_KEYS, override
+from specsplit.model.template_variables import checked_variables
 from specsplit.orchestrator.request import Request
+
+
+def check_request_values(settings: OrchestratorSettings) -> None:
+    """Refuse values of a request that no model could take, before one is loaded.
+
+    Raises:
+        InvalidRequest: a sampling parameter is out of range, or variables of the chat template are none.
+    """
+    settings.sampling()
+    checked_variables(settings.chat_template_kwargs)
 
 
 def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any]) -> OrchestratorSettings:
@@ -21,7 +32,7 @@ def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any])
 
     Raises:
         InvalidSettings: an option is unknown or malformed.
-        InvalidRequest: a sampling parameter is out of range.
+        InvalidRequest: a value is out of range.
     """
     given = dict(options)
     refuse_other_names(given)
@@ -32,7 +43,7 @@ def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any])
         # Not left to the settings, which would read a text in brackets as a JSON list.
         given["stop"] = (given["stop"],)
     chosen = override(settings, **given)
-    chosen.sampling()
+    check_request_values(chosen)
     return chosen
 
 
@@ -40,15 +51,16 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, settings: OrchestratorSet
     """Return the request for `prompt`; if the settings have no seed, draw one of 64 bits.
 
     Raises:
-        InvalidRequest: a value is out of range, or the model has no chat template.
+        InvalidRequest: a value is out of range, or the model has no chat template, or that does not read a variable.
     """
     check_prompt(prompt)
+    variables = checked_variables(settings.chat_template_kwargs)
     if is_conversation(prompt):
-        prompt_ids = tokenizer.encode_messages(cast("list[ChatMessage]", list(map(dict, prompt))))
+        prompt_ids = tokenizer.encode_messages(cast("list[ChatMessage]", list(map(dict, prompt))), variables)
     elif not isinstance(prompt, str):
         prompt_ids = [operator.index(cast("int", token_id)) for token_id in prompt]
     elif settings.chat:
-        prompt_ids = tokenizer.encode_messages([{"role": "user", "content": prompt}])
+        prompt_ids = tokenizer.encode_messages([{"role": "user", "content": prompt}], variables)
     else:
         prompt_ids = tokenizer.encode(prompt)
     return Request(

@@ -31,6 +31,7 @@ def chat(
         str | None,
         typer.Option("--endpoint", help="Use an OpenAI endpoint; its key is in SPECSPLIT_API_KEY.", metavar="URL"),
     ] = None,
+    chat_template_kwargs: options.ChatTemplateKwargs = None,
     max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
     temperature: options.Temperature = defaults.TEMPERATURE,
     top_p: options.TopP = defaults.TOP_P,

@@ -85,11 +85,7 @@ class WorkerAnswers:
     ) -> AsyncGenerator[Sequence[Piece]]:
         """See `Answers`."""
         chosen, tokenizer = request_settings(self.settings, parameters), self.workers.tokenizer
-        prompt = (
-            tokenizer.encode(conversation.raw_prompt(text))
-            if conversation.is_raw
-            else tokenizer.encode_messages(conversation.asking(text))
-        )
+        prompt = tokenizer.encode(conversation.raw_prompt(text)) if conversation.is_raw else conversation.asking(text)
         began_s = time.monotonic()
         async with aclosing(self.workers.orchestrator(chosen).stream(make_request(tokenizer, prompt, chosen))) as all_:
             async for chunk in all_:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import request_settings
+from specsplit.assembly.requests import check_request_values, make_request, request_settings
 from specsplit.cli import render
 from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
 from specsplit.cli.chat_turn import PARAMETERS, Conversation, run_command, split_parameters
@@ -37,7 +37,9 @@ def run(given: Mapping[str, Any]) -> int:
         raise InvalidSettings(f"--endpoint and {option} exclude each other: the endpoint has its own models.")
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True)
-    effective.settings.orchestrator.sampling()
+    check_request_values(effective.settings.orchestrator)
+    if given.get("raw") and "chat_template_kwargs" in given:
+        raise InvalidSettings("--chat-template-kwargs and --raw exclude each other: raw text has no chat template.")
     set_up_logging()
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
     return event_loop.run(_chat(effective, conversation, endpoint))
@@ -49,7 +51,8 @@ async def _chat(effective: EffectiveSettings, conversation: Conversation, endpoi
     async with AsyncExitStack() as stack:
         answers: Answers
         if endpoint is not None:
-            chosen = frozenset(name for name in PARAMETERS if f"orchestrator.{name}" in effective.origins)
+            names = PARAMETERS if conversation.is_raw else (*PARAMETERS, "chat_template_kwargs")
+            chosen = frozenset(name for name in names if f"orchestrator.{name}" in effective.origins)
             answers = EndpointAnswers(endpoint, os.environ.get(ENV_API_KEY), settings.orchestrator, chosen, stats)
             render.note(f"Model {await asyncio.to_thread(answers.meet)} at {endpoint}.")
         else:
@@ -57,7 +60,8 @@ async def _chat(effective: EffectiveSettings, conversation: Conversation, endpoi
                 models = load_local(settings, progress, max_sessions=1)
             workers = await stack.enter_async_context(open_workers(settings, models, render.note))
             if not conversation.is_raw:
-                workers.tokenizer.encode_messages(conversation.asking("Hi"))  # refused now, if at all
+                # What the template refuses is refused now.
+                make_request(workers.tokenizer, conversation.asking("Hi"), settings.orchestrator)
             answers = WorkerAnswers(workers, settings.orchestrator, stats)
         text = render.TextStream(sys.stdout)
         if text.legend is not None:

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from specsplit.assembly.models import LoadedDraft, check_models, load_local
+from specsplit.assembly.requests import check_request_values
 from specsplit.cli import render
 from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.cli.doctor_links import check_links
@@ -39,7 +40,7 @@ def run(given: Mapping[str, Any]) -> int:
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
     try:
         effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
-        effective.settings.orchestrator.sampling()
+        check_request_values(effective.settings.orchestrator)
         checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
         checks += check_links(effective)
         checks += _check_workers(effective)

@@ -58,6 +58,7 @@ def orchestrate(
     output: options.Output = None,
     concurrency: options.Concurrency = defaults.CONCURRENCY,
     chat: options.Chat = False,
+    chat_template_kwargs: options.ChatTemplateKwargs = None,
     max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
     temperature: options.Temperature = defaults.TEMPERATURE,
     top_p: options.TopP = defaults.TOP_P,

@@ -55,6 +55,12 @@ Output = Annotated[
 ]
 Concurrency = Annotated[int, _option("--concurrency", _PROMPT, "How many of them are answered at once.", metavar="N")]
 Chat = Annotated[bool, _option("--chat", _PROMPT, "Wrap the prompt in the model's chat template.", "off")]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    _option(
+        "--chat-template-kwargs", _PROMPT, 'Variables of the template, as {"enable_thinking": false}.', "none", "JSON"
+    ),
+]
 
 MaxNewTokens = Annotated[int, _option("--max-new-tokens -n", _SAMPLING, "Stop after so many tokens.", metavar="N")]
 Temperature = Annotated[float, _option("--temperature -t", _SAMPLING, "0 takes the best token each time.", metavar="X")]

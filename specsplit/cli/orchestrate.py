@@ -16,7 +16,7 @@ from typing import Any
 
 from specsplit.assembly.models import LoadedDraft, Models, check_models, load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import make_request
+from specsplit.assembly.requests import check_request_values, make_request
 from specsplit.assembly.workers import Workers
 from specsplit.cli import prompts_file, render
 from specsplit.cli.ctrl_c import INTERRUPTED, CtrlC
@@ -79,12 +79,16 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     set_up_logging()
     settings = effective.settings
     # Everything that can be refused is refused before a model is loaded, which may take minutes.
-    settings.orchestrator.sampling()
+    check_request_values(settings.orchestrator)
     batch = prompts_file.read_batch(given, settings)
     if given.get("logprobs") is not None and not given.get("json") and batch is None:
         raise InvalidSettings("--logprobs adds to the output of --json only; give both.")
     if batch is not None and batch.is_done:
         return batch.conclude(was_interrupted=False)
+    if "chat_template_kwargs" in given and not settings.orchestrator.chat and batch is None:
+        raise InvalidSettings(
+            "--chat-template-kwargs is for the model's chat template, which --chat applies; give both."
+        )
     prompt = read_prompt(given.get("prompt"), given.get("prompt_file")) if batch is None else ""
     option = "--draft" if settings.is_remote else "--draft-model"
     if given.get("compare") and not settings.speculates:

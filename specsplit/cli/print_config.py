@@ -61,7 +61,11 @@ def _as_toml(rows: list[tuple[str, Any, str]], foreign: list[tuple[str, Any]]) -
 
 
 def _toml_value(value: Any) -> str:
-    """Write a scalar, a list of strings, or pairs of token id and bias."""
+    """Write a scalar, a list of strings, pairs of token id and bias, or a table on one line."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value).items()
+        pairs = [f"{json.dumps(name)} = {_toml_value(each)}" for name, each in entries if each is not None]
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, tuple):
         entries = cast("tuple[str | tuple[int, float], ...]", value)
         value = [entry if isinstance(entry, str) else f"{entry[0]}={entry[1]}" for entry in entries]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NotRequired, Protocol, TypedDict
 
 from specsplit.core.types import Budget, Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
+
+TemplateValue = bool | int | float | str  # of a variable of a chat template
+Variables = Mapping[str, TemplateValue]
 
 
 class Drafter(Protocol):
@@ -124,10 +127,11 @@ class Verifier(Protocol):
 
 
 class ChatMessage(TypedDict):
-    """One message of a conversation; the template knows the roles."""
+    """One message of a conversation; the template knows the roles, and may tell the speaker's name."""
 
     role: str
     content: str
+    name: NotRequired[str]
 
 
 class Tokenizer(Protocol):
@@ -143,11 +147,11 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, special tokens included."""
         ...
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
         """Return the ids of a conversation by the model's chat template; no message has control tokens in it.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses these messages.
+            InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
         """
         ...
 

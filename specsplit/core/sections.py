@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import NoDecode
@@ -42,6 +42,14 @@ def _bias(entry: str) -> tuple[str, str]:
     if not found:
         raise ValueError("must look like ID=X, a token id and what to add to its logit")
     return token_id.strip(), bias.strip()
+
+
+def _object(value: object) -> object:
+    """Read an object from JSON in the environment or an option."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError('must be a JSON object, such as {"enable_thinking": false}') from None
 
 
 def _address(value: str) -> str:
@@ -120,8 +128,7 @@ class LinkSettings(_Frozen):
     tls_cert: Given = None
     tls_key: Given = None
     tls_ca: Given = None
-    insecure: bool = False
-    """Whether links without certificates may leave this machine."""
+    insecure: bool = False  # whether links without certificates may leave this machine
 
 
 class LoggedSettings(LinkSettings):
@@ -145,10 +152,8 @@ class WorkerSettings(ServiceSettings):
     """One worker: a remote one by its `address`, or else one that runs here, served or in process."""
 
     model: ModelSource | None = None
-    address: Address | None = None
-    """The address of a remote worker to use; a process that serves the role ignores it."""
-    listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
-    """Port 0 picks a free one."""
+    address: Address | None = None  # the address of a remote worker to use; a process that serves the role ignores it
+    listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN  # port 0 picks a free one
     dtype: Dtype | None = None
     device: Device = defaults.DEVICE
     threads: Threads = None
@@ -156,8 +161,7 @@ class WorkerSettings(ServiceSettings):
     served_name: ServedName | None = None
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
-    kv_memory: KVMemory | None = None
-    """Memory for the rows of all slots; by default every slot may be full."""
+    kv_memory: KVMemory | None = None  # memory for the rows of all slots; by default every slot may be full
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
     step_tokens: Positive | None = None  # tokens and nodes of a service's step; by default what its times give
@@ -181,14 +185,11 @@ class TargetSettings(WorkerSettings):
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
     caller_streams: Positive | None = None
-    stages: Addresses = ()
-    """Addresses of the stages, in the order of their layers."""
+    stages: Addresses = ()  # addresses of the stages, in the order of their layers
     spares: Addresses = ()
-    local_stages: Positive | None = None
-    """The number of stage processes to start here instead."""
+    local_stages: Positive | None = None  # the number of stage processes to start here instead
     ends: EndsAt = defaults.ENDS
-    retry: Seconds = defaults.RETRY_S
-    """Seconds for which stages that cannot be reached are tried again at the start."""
+    retry: Seconds = defaults.RETRY_S  # seconds for which stages that cannot be reached are tried again at the start
     step_timeout: StepSeconds = defaults.STEP_TIMEOUT_S
     """Seconds on one step after which a stage is taken to hang, even if it answers pings."""
 
@@ -266,10 +267,10 @@ class OrchestratorSettings(LinkSettings):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_strings)] = ()
     ignore_eos: bool = False
     chat: bool = False
-    timeout: PositiveNumber | None = None
-    """Seconds from the request to its deadline."""
-    retry: Seconds = defaults.RETRY_S
-    """Seconds for which an unreachable target is tried again."""
+    chat_template_kwargs: Annotated[dict[Any, Any], NoDecode, BeforeValidator(_object)] = {}
+    """Variables of the chat template; whoever makes a request checks them, by what the template reads."""
+    timeout: PositiveNumber | None = None  # seconds from the request to its deadline
+    retry: Seconds = defaults.RETRY_S  # seconds for which an unreachable target is tried again
     draft_patience: PositiveNumber = defaults.DRAFT_PATIENCE_S
     """Seconds for which a proposal is waited for, at least, before the round goes on without it."""
     audit: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the rounds that another target recomputes

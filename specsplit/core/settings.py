@@ -58,12 +58,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: Source,
-        env_settings: Source,
-        dotenv_settings: Source,
-        file_secret_settings: Source,
+        cls, settings_cls: type[BaseSettings], init_settings: Source, *others: Source, **named: Source
     ) -> tuple[Source, ...]:
         """Take only the values that are passed: `load_settings` merges the layers, because it keeps their origins."""
         return (init_settings,)

@@ -242,7 +242,8 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
         body = await read_body(request, TokenizeBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         if body.messages is not None:
-            tokens = await model.encode_messages([message.for_template() for message in body.messages])
+            messages = [message.for_template() for message in body.messages]
+            tokens = await model.encode_messages(messages, variables=body.chat_template_kwargs)
         else:
             tokens = await model.encode(body.prompt or "")
         return {"tokens": tokens, "count": len(tokens), "max_model_len": model.identity.context}

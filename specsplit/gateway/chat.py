@@ -15,9 +15,10 @@ async def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...
     """Return the token ids of the conversation.
 
     Raises:
-        InvalidRequest: the model has no chat template, or it refuses these messages.
+        InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
     """
-    return tuple(await model.encode_messages([message.for_template() for message in body.messages], body.timeout))
+    messages = [message.for_template() for message in body.messages]
+    return tuple(await model.encode_messages(messages, body.timeout, body.template_variables))
 
 
 @dataclass(slots=True)

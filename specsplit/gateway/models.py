@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError
-from specsplit.core.ports import ChatMessage, Tokenizer, Verifier
+from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.errors import ApiError
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -59,13 +60,15 @@ class ServedModel:
         """
         return await self._on_thread(self.tokenizer.encode, text, timeout_s)
 
-    async def encode_messages(self, messages: Sequence[ChatMessage], timeout_s: float | None = None) -> list[int]:
+    async def encode_messages(
+        self, messages: Sequence[ChatMessage], timeout_s: float | None = None, variables: Variables | None = None
+    ) -> list[int]:
         """Return the ids of a conversation, in the same way; raises as `encode` does.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses these messages.
+            InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
         """
-        return await self._on_thread(self.tokenizer.encode_messages, messages, timeout_s)
+        return await self._on_thread(partial(self.tokenizer.encode_messages, variables=variables), messages, timeout_s)
 
     async def _on_thread(self, encode: Callable[[T], list[int]], text: T, timeout_s: float | None) -> list[int]:
         try:

@@ -10,6 +10,7 @@ _FIELDS = {
     **dict.fromkeys(("content", "text", "input", "inputs"), "prompt"),
     "repeat_penalty": "repetition_penalty",
     "mode": "speculative.mode",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
 }
 """Our fields by the names that llama.cpp, transformers and our own command line have for them."""
 _PATHS = {

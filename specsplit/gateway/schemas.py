@@ -7,19 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specsplit.core.defaults import Mode
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, TemplateValue, Variables
 from specsplit.core.types import SamplingParams
 from specsplit.gateway.errors import ApiError
 from specsplit.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
+    MAX_SPEAKER,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     MAX_TIMEOUT_S,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
 )
+from specsplit.model.template_variables import template_variables
 
 _DEFAULT_MAX_TOKENS = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -74,6 +76,10 @@ def _content(value: object) -> object:
     raise ValueError('must be a text, or a list of parts {"type": "text", "text": ...}: this server takes text alone')
 
 
+def _variables(value: object) -> object:
+    return {} if value is None else template_variables(value)
+
+
 def _as_dict(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
@@ -81,6 +87,7 @@ def _as_dict(value: object) -> dict[str, object]:
 Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TemplateVariables = Annotated[dict[str, TemplateValue], BeforeValidator(_variables)]
 
 
 class Body(BaseModel):
@@ -216,6 +223,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
+    name: Annotated[str, Field(max_length=MAX_SPEAKER)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -227,7 +235,8 @@ class Message(Body):
         return value
 
     def for_template(self) -> ChatMessage:
-        return {"role": _ROLES[self.role], "content": self.content}
+        message: ChatMessage = {"role": _ROLES[self.role], "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 Messages = Annotated[list[Message], Field(min_length=1)]
@@ -244,12 +253,11 @@ class ChatBody(Generation):
         "parallel_tool_calls": (True, False),  # nothing without tools
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), ()),
         "add_special_tokens": (False,),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         **dict.fromkeys(("chat_template", "documents"), ()),
-        "chat_template_kwargs": ({},),
         **_NOT_BUILT,
     }
 
@@ -258,6 +266,21 @@ class ChatBody(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict[str, TemplateValue])
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Another way to give the template its variable of this name."""
+
+    @property
+    def template_variables(self) -> Variables:
+        """Return the variables that the chat template is given beside the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
+
+    @model_validator(mode="after")
+    def _check_effort(self) -> ChatBody:
+        if self.reasoning_effort is not None and "reasoning_effort" in self.chat_template_kwargs:
+            raise ValueError("has reasoning_effort twice: leave it out of chat_template_kwargs")
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
@@ -267,16 +290,19 @@ class ChatBody(Generation):
 
 
 class TokenizeBody(Body):
-    """The body of /tokenize: a prompt, or messages for the chat template."""
+    """The body of /tokenize: a prompt, or messages and variables for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict[str, TemplateValue])
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("must have either prompt or messages")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise ValueError("has chat_template_kwargs, which are for messages: a prompt has no chat template")
         return self
 
 

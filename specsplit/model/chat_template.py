@@ -1,25 +1,25 @@
 """Chat messages become token ids by the model's own template, rendered within limits in jinja2's immutable sandbox.
 
-What people write in a message never becomes a control token, whatever it looks like: the text of a control token is
-hidden from the template behind a mark, and encoded as the ordinary text that it is. Imports neither torch nor
-transformers.
+What people write in a message, a speaker's name or a variable never becomes a control token, whatever it looks like:
+the text of a control token is hidden from the template behind a mark, and encoded as the ordinary text that it is.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, TemplateValue, Variables
 
 _MARK = "\ue000{}\ue001"
 """Private-use characters around a number that nobody can guess."""
 _MARKED = re.compile("(\ue000[0-9]+\ue001)")
 Encode = Callable[[str, bool], list[int]]
 """Returns the ids of a text without those that a text begins or ends with; if True, with no look for control tokens."""
-Render = Callable[[Sequence[ChatMessage]], str]
+Render = Callable[[Sequence[ChatMessage], Variables], str]
 """Returns a conversation in the template's words, up to where the assistant's next message begins."""
 
 
@@ -40,18 +40,42 @@ class ChatTemplate:
         # Longest first, since one control token's text may begin another's.
         self._controls = sorted(filter(None, controls.texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._first_signs = {control[0] for control in self._controls if not control[0].isalnum()}
 
-    def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant's next message begins; raises as its parts do."""
+    def encode(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, own_texts: Collection[str] = ()
+    ) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant's next message begins; raises as its parts do.
+
+        `own_texts` are those among the variables that stand in the template as literals, such as what it compares with.
+        """
         hidden = _HiddenTexts()
-        shown: list[ChatMessage] = [
-            {"role": message["role"], "content": self._hide_controls(message["content"], hidden)}
-            for message in messages
-        ]
-        text, ids = self._render(shown), list[int]()
+        shown = [self._shown_message(message, hidden) for message in messages]
+        given: dict[str, TemplateValue] = {}
+        for name, value in (variables or {}).items():
+            is_shown = not isinstance(value, str) or (value in own_texts and self._control.search(value) is None)
+            given[name] = value if is_shown else self._hide_label(str(value), hidden)
+        text, ids = self._render(shown, given), list[int]()
         for part, is_hidden in hidden.parts(text):
             ids += self._encode_plainly(part) if is_hidden else self._encode(part)
         return ids
+
+    def _shown_message(self, message: ChatMessage, hidden: _HiddenTexts) -> ChatMessage:
+        shown: ChatMessage = {"role": message["role"], "content": self._hide_controls(message["content"], hidden)}
+        if "name" in message:
+            shown["name"] = self._hide_label(message["name"], hidden)
+        return shown
+
+    def _hide_label(self, text: str, hidden: _HiddenTexts) -> str:
+        """Return a name or variable, with a mark for all of it if a template could make a control token of it.
+
+        Unlike a content it may be set between two parts of a control token, as in <|{{ name }}|>, or be a pattern that
+        a function of the template fills in.
+        """
+        is_part = any(text.lower() in control.lower() for control in self._controls)
+        if text and (is_part or not self._first_signs.isdisjoint(text)):
+            return hidden.mark(text)
+        return self._hide_controls(text, hidden)
 
     def _hide_controls(self, content: str, hidden: _HiddenTexts) -> str:
         """Return `content` with marks for all that is, or beside the template's text could become, a control token."""

@@ -6,14 +6,14 @@ Text becomes ids in a LimitedProcess. Only ids become text here, by decoders tha
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specsplit.core.errors import ModelDamaged
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, Variables
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused, reason_of
 from specsplit.model.tokenizer import TransformersTokenizer
@@ -50,8 +50,14 @@ class SentTokenizer(TransformersTokenizer):
         except (Refused, OverLimit) as error:
             raise ModelDamaged(f"The target's tokenizer fails on this text: {error}.") from error
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return cast("list[int]", self._process.call({"call": "encode_messages", "messages": messages}))
+    def _call(self, request: Mapping[str, Any]) -> Any:
+        return self._process.call(request)
+
+    def _encode_chat(
+        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
+    ) -> list[int]:
+        given = {"messages": messages, "variables": variables, "own_texts": list(own_texts)}
+        return cast("list[int]", self._process.call({"call": "encode_messages", **given}))
 
     def close(self) -> None:
         """End its process."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,10 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, Variables
 from specsplit.model.chat_template import ChatTemplate, ControlTokens
 from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused, reason_of
+from specsplit.model.template_variables import refuse_unread
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 62
@@ -111,11 +112,11 @@ class TransformersTokenizer:
         with _no_panic():
             return self._tokenizer.encode(text)
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
         """Return the ids of a conversation by the chat template; nothing in a message becomes a control token.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses these messages.
+            InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
             ModelDamaged: the template needs more time or memory than it may.
         """
         if not self._template:
@@ -125,17 +126,29 @@ class TransformersTokenizer:
                 param="messages",
             )
         with _template_errors():
-            return self._encode_chat(messages)
+            if not variables:
+                return self._encode_chat(messages, {}, ())
+            texts = [value for value in variables.values() if isinstance(value, str)]
+            read = self._call({"call": "read_template", "source": self._template, "texts": texts})
+            refuse_unread(variables, read["names"], self._template_input())
+            return self._encode_chat(messages, variables, read["texts"])
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _call(self, request: Mapping[str, Any]) -> Any:
+        """Have the template's process do something."""
+        return _RENDERER.call(request)
+
+    def _encode_chat(
+        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
+    ) -> list[int]:
         def encode(text: str, is_plain: bool) -> list[int]:
             with _no_panic():
                 return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_plain)
 
-        def render(shown: Sequence[ChatMessage]) -> str:
-            return str(_RENDERER.call({"call": "render", "messages": shown, "template": self._template_input()}))
+        def render(shown: Sequence[ChatMessage], given: Variables) -> str:
+            template = {**given, **self._template_input()}
+            return str(self._call({"call": "render", "messages": shown, "template": template}))
 
-        return ChatTemplate(self._controls(), encode, render).encode(messages)
+        return ChatTemplate(self._controls(), encode, render).encode(messages, variables, own_texts)
 
     def _template_input(self) -> dict[str, Any]:
         """Return the chat template, and what it sees beside the messages."""

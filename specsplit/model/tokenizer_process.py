@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from specsplit.model.limited_process import HEAD, MAX_ANSWER_BYTES, reason_of
@@ -49,7 +50,11 @@ class Work:
 
         self._tokenizer = Tokenizer.from_str(tokenizer)
         controls = ControlTokens(control_texts, frozenset(control_ids))
-        self._chat = ChatTemplate(controls, self._encode_part, lambda messages: self.render(messages, template))
+
+        def render(messages: Sequence[Any], variables: Any) -> str:
+            return self.render(messages, {**variables, **template})
+
+        self._chat = ChatTemplate(controls, self._encode_part, render)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, special tokens included."""
@@ -60,9 +65,14 @@ class Work:
         self._tokenizer.encode_special_tokens = is_plain
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_messages(self, messages: list[Any]) -> list[int]:
+    def encode_messages(self, messages: list[Any], variables: dict[str, Any], own_texts: list[str]) -> list[int]:
         """Return the ids of a conversation."""
-        return self._chat.encode(messages)
+        return self._chat.encode(messages, variables, own_texts)
+
+    def read_template(self, source: str, texts: list[str]) -> dict[str, list[str]]:
+        """Return the names that a template reads from outside, and those of `texts` that stand in it as literals."""
+        names, literals = _names_and_literals(source)
+        return {"names": sorted(names), "texts": [text for text in texts if text in literals]}
 
     def render(self, messages: Sequence[Any], template: dict[str, Any]) -> str:
         """Return a conversation in the words of a template, which comes with what it sees beside the messages."""
@@ -76,10 +86,23 @@ class Work:
         return text
 
 
+@lru_cache(maxsize=2)
+def _names_and_literals(source: str) -> tuple[frozenset[str], frozenset[Any]]:
+    from jinja2 import meta, nodes
+    from transformers.utils import chat_template_utils
+
+    # transformers' own environment again: what it defines, such as raise_exception, is no variable.
+    compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template")  # noqa: B009  (not public)
+    environment = compile_template(source).environment
+    tree = environment.parse(source)
+    literals = {node.value for node in tree.find_all(nodes.Const)}
+    return frozenset(meta.find_undeclared_variables(tree)), frozenset(literals)
+
+
 def answer_to(work: Work, request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one call: a result, or a reason."""
     name, limit_s = request.pop("call"), request.pop("limit_s")
-    if name in ("encode_messages", "render"):
+    if name in ("encode_messages", "read_template", "render"):
         import transformers.utils.chat_template_utils  # noqa: F401  # pyright: ignore[reportUnusedImport]  (takes a second)
     # What is in the middle of a regular expression cannot be interrupted, only ended: the signal's default does that.
     signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -105,6 +105,12 @@ def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
         (("--endpoint", "http://127.0.0.1:9"), "cannot be reached"),
         (("--endpoint", "http://x", "--target", "x:1"), "--endpoint and --target exclude each other"),
         (("--temperature", "-1"), "temperature"),
+        (("--raw", "--chat-template-kwargs", "{}"), "--chat-template-kwargs and --raw exclude each other"),
+        (("--chat-template-kwargs", "{x"), "--chat-template-kwargs must be a JSON object, such as"),
+        (
+            ("--chat-template-kwargs", '{"enable_thinking": false}'),
+            "does not read enable_thinking; it reads nothing but",
+        ),
     ],
 )
 def test_what_cannot_be_chatted_with_is_one_sentence(arguments: tuple[str, ...], said: str):
@@ -166,13 +172,15 @@ def test_an_endpoint_that_breaks_off_ends_the_answer_only():
 def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():
     endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}')
     lines = ("Hi", "Hi top_p=0.9 max_tokens=7", "/seed 5", "temperature=1.5", "temperature=101", "Hi")
-    done = endpoint.chat("--top-k", "4", "--presence-penalty", "0.5", lines=lines)
+    options = ("--top-k", "4", "--presence-penalty", "0.5", "--chat-template-kwargs", '{"enable_thinking": false}')
+    done = endpoint.chat(*options, lines=lines)
     assert done.returncode == 0, done.stderr
-    base = {"top_k", "presence_penalty", "model", "stream", "stream_options", "messages"}
+    base = {"top_k", "presence_penalty", "chat_template_kwargs", "model", "stream", "stream_options", "messages"}
     more = set[str](), {"top_p", "max_tokens"}, {"seed", "temperature"}
     assert [set(body) for body in endpoint.bodies] == [base | names for names in more]
     last = endpoint.bodies[-1]
     assert (last["top_k"], last["presence_penalty"], last["seed"], last["temperature"]) == (4, 0.5, 5, 1.5)
+    assert last["chat_template_kwargs"] == {"enable_thinking": False}
     assert "temperature must be between 0 and 100" in done.stderr, "refused where it was set, and not kept"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, Variables
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 from specsplit.model.attention.metadata import SequenceInput
@@ -262,7 +262,7 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("A") for character in text]
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
     def token_text(self, token_id: int) -> str:

@@ -41,7 +41,8 @@ _FIELDS = (
         "response_format",
         "user",
     ),
-    *("max_completion_tokens", "metadata", "suffix", "role", "content", "unheard_of"),
+    *("max_completion_tokens", "metadata", "suffix", "role", "content", "name", "unheard_of"),
+    *("chat_template_kwargs", "reasoning_effort"),
 )
 _STRINGS = (
     "",

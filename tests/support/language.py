@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specsplit.core.ports import ChatMessage
+from specsplit.core.ports import ChatMessage, Variables
 from specsplit.core.types import Scores, SessionParams, Timings, TokenLogProb, prefix_hash
 
 EOS = 256
@@ -40,8 +40,10 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
+        names = [f" {message['name']}" if "name" in message else "" for message in messages]
+        lines = [f"{each['role']}{name}: {each['content']}\n" for each, name in zip(messages, names, strict=True)]
+        return self.encode("".join([*lines, *(f"{name}={value}\n" for name, value in (variables or {}).items())]))
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])

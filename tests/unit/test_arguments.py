@@ -12,7 +12,7 @@ import torch
 
 from specsplit import Client, InvalidRequest, InvalidSettings, Pipeline, SpecSplitError
 from specsplit.assembly.arguments import are_several, check_prompt, plain_settings
-from specsplit.assembly.requests import make_request
+from specsplit.assembly.requests import make_request, request_settings
 from specsplit.core.sections import OrchestratorSettings
 from tests.support.fakes import FakeTokenizer
 
@@ -29,6 +29,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
         (range(3), [0, 1, 2]),
         (MESSAGES, list(b"user: Hi\nassistant: Hello\n")),
         (tuple(MESSAGES), list(b"user: Hi\nassistant: Hello\n")),
+        ([{**MESSAGES[0], "name": "alice"}], list(b"user alice: Hi\n")),
     ],
 )
 def test_a_prompt_is_a_text_ids_or_messages(prompt: Any, expected: list[int]):
@@ -48,7 +49,8 @@ def test_a_list_of_any_of_them_is_several(prompts: Any):
         *(np.array([1, 2]), torch.tensor([1, 2]), iter([1]), Path("x")),
         *("", [], (), "\ud800", ["a", "b"], [1, "a"], [1.0], [None], [True], [1, [2]]),
         *([{}], [{"role": "user"}], [{"role": "user", "content": None}], [*MESSAGES, "x"], [*MESSAGES, 5]),
-        [{"role": "user", "content": "Hi", "name": "x"}],
+        *([{"role": "user", "content": "Hi", "name": 5}], [{"role": "user", "content": "Hi", "name": "n" * 65}]),
+        *([{"role": "user", "content": "Hi", "tools": "x"}], [{"role": "user", "name": "x"}]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -92,6 +94,8 @@ def test_paths_and_objects_of_torch_are_taken():
         *({"threads": "many"}, {"context": "long"}, {"context": 1}, {"sessions": 0}, {"sessions": 1.5}),
         *({"temperature": "hot"}, {"temperature": -1}, {"seed": -1}, {"stop": 5}, {"logit_bias": {"x": 1}}),
         *({"max_new_tokens": None, "nonsense": 1}, {"mode": "fast"}, {"retry": "soon"}, {"top_p": 2}),
+        *({"chat_template_kwargs": "{"}, {"chat_template_kwargs": [1]}, {"chat_template_kwargs": {"a": [1]}}),
+        *({"chat_template_kwargs": {5: 1}}, {"chat_template_kwargs": {"messages": "x"}}),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -110,6 +114,23 @@ def test_a_wrong_argument_of_a_client_is_one_sentence(arguments: dict[str, Any])
     with pytest.raises(SpecSplitError) as caught:
         Client(**arguments)
     _assert_sentence(caught.value)
+
+
+def test_variables_reach_the_chat_template_and_nothing_else():
+    settings = OrchestratorSettings(chat=True, chat_template_kwargs={"enable_thinking": False, "none": None})
+    for prompt in ("Hi", MESSAGES[:1]):
+        ids = make_request(FakeTokenizer(), prompt, settings).prompt_ids
+        assert bytes(ids) == b"user: Hi\nenable_thinking=False\n"
+    assert bytes(make_request(FakeTokenizer(), [72], settings).prompt_ids) == b"H"
+
+
+def test_variables_of_a_request_stand_for_those_of_the_settings():
+    settings = OrchestratorSettings(chat_template_kwargs={"a": 1, "b": 2})
+    assert request_settings(settings, {"chat_template_kwargs": {"b": 3}}).chat_template_kwargs == {"b": 3}
+    assert request_settings(settings, {"chat_template_kwargs": {}}).chat_template_kwargs == {}
+    assert request_settings(settings, {}).chat_template_kwargs == {"a": 1, "b": 2}
+    with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs must not have tools, which only"):
+        request_settings(settings, {"chat_template_kwargs": {"tools": "x"}})
 
 
 def test_a_client_that_is_not_connected_says_so():

@@ -64,6 +64,11 @@ def _error(arguments: list[str], capsys: Capture) -> tuple[int, str]:
         (["--prompt", "a", "--nodes", "0"], "--nodes must be at least 1"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--prompt", "a", "--logit-bias", "5"], "--logit-bias must look like ID=X"),
+        (["--prompt", "a", "--chat", "--chat-template-kwargs", "{a}"], "--chat-template-kwargs must be a JSON object"),
+        (["--prompt", "a", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be an object"),
+        (["--prompt", "a", "--chat", "--chat-template-kwargs", '{"a": {}}'], "chat_template_kwargs must have true or"),
+        (["--prompt", "a", "--chat", "--chat-template-kwargs", '{"tools": 1}'], "must not have tools, which only"),
+        (["--prompt", "a", "--chat-template-kwargs", "{}"], "template, which --chat applies; give both."),
         (["--prompt", "a", "--mode", "fast"], "--mode"),
         (["--prompt", "a", "--nodes", "many"], "--nodes"),
         (["--prompt", "a", "--top"], "--top"),
@@ -179,6 +184,7 @@ def test_print_config_shows_each_value_with_its_source_and_reads_back(
     monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_DEPTH", "3")
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     arguments = ["--nodes", "5", "--stop", 'say "a"\n', "--logit-bias", "7=-1.5", "--seed", str(2**64 - 1), "--chat"]
+    arguments += ["--chat-template-kwargs", '{"enable_thinking": false, "effort": "\\"low\\"", "left_out": null}']
     assert main(["orchestrate", "--print-config", *arguments]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^nodes = 5 +# command line$", out, flags=re.MULTILINE)
@@ -191,12 +197,15 @@ def test_print_config_shows_each_value_with_its_source_and_reads_back(
     assert tomllib.loads(out)["orchestrator"]["stop"] == ['say "a"\n']
     monkeypatch.delenv("SPECSPLIT_ORCHESTRATOR_DEPTH")
     again = load_settings(config=path).settings
-    assert again.orchestrator.model_dump(include={"nodes", "depth", "logit_bias", "seed", "chat"}) == {
+    assert again.orchestrator.model_dump(
+        include={"nodes", "depth", "logit_bias", "seed", "chat", "chat_template_kwargs"}
+    ) == {
         "nodes": 5,
         "depth": 3,
         "logit_bias": ((7, -1.5),),
         "seed": 2**64 - 1,
         "chat": True,
+        "chat_template_kwargs": {"enable_thinking": False, "effort": '"low"'},
     }
 
 

@@ -18,7 +18,7 @@ from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
 from specsplit.gateway.other_servers import our_path
-from specsplit.gateway.schemas import ChatBody, CompletionBody
+from specsplit.gateway.schemas import ChatBody, CompletionBody, TokenizeBody
 from specsplit.gateway.statistics import SpeculationRecord
 from specsplit.orchestrator.request import RoundFacts
 
@@ -76,7 +76,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("store", {"messages": MESSAGES, "store": True}),
     ("min_tokens", {"prompt": "x", "min_tokens": 1}),
     ("guided_json", {"messages": MESSAGES, "guided_json": {}}),
-    ("chat_template_kwargs", {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}),
+    ("chat_template", {"messages": MESSAGES, "chat_template": "{{ messages }}"}),
     ("tool_calls", {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}),
 ]
 
@@ -102,6 +102,53 @@ def test_what_asks_for_nothing_is_taken() -> None:
         "stop_token_ids": [],
     }
     assert validated(CompletionBody, {"prompt": "x", **of_vllm, "response_format": None}).prompt == ["x"]
+
+
+def test_a_message_may_have_a_name_of_64_characters() -> None:
+    named = validated(ChatBody, {"messages": [{**MESSAGES[0], "name": "n" * 64}, {**MESSAGES[0], "name": None}]})
+    assert [message.for_template() for message in named.messages] == [{**MESSAGES[0], "name": "n" * 64}, MESSAGES[0]]
+    for name, said in (("n" * 65, "must have at most 64 characters"), (5, "must be a text")):
+        with pytest.raises(ApiError, match=said) as caught:
+            validated(ChatBody, {"messages": [{**MESSAGES[0], "name": name}]})
+        assert (caught.value.status, caught.value.param) == (400, "messages.0.name")
+
+
+def test_variables_of_the_template_are_taken_without_those_that_are_null() -> None:
+    given = {"enable_thinking": False, "thinking_budget": 512, "effort": "high", "temperature": 0.5, "nothing": None}
+    for schema in (ChatBody, TokenizeBody):
+        found = validated(schema, {"messages": MESSAGES, "chat_template_kwargs": given}).chat_template_kwargs
+        assert found == {name: value for name, value in given.items() if value is not None}
+        assert found["enable_thinking"] is False
+        assert validated(schema, {"messages": MESSAGES, "chat_template_kwargs": None}).chat_template_kwargs == {}
+    both = {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"}
+    assert validated(ChatBody, both).template_variables == {"a": 1, "reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "must have true or false, a number or a text"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not have tools, which only the server"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "must not have bos_token"),
+        ({"enable_thinking": False}, "enable_thinking", "; here it is chat_template_kwargs.enable_thinking.$"),
+        ({"reasoning_effort": "fast"}, "reasoning_effort", "must be none, minimal, low"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            None,
+            "has reasoning_effort twice",
+        ),
+    ],
+)
+def test_wrong_variables_are_one_sentence(fields: dict[str, Any], param: str | None, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        validated(ChatBody, {"messages": MESSAGES, **fields})
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_prompt_to_tokenize_has_no_variables() -> None:
+    with pytest.raises(ApiError, match="are for messages"):
+        validated(TokenizeBody, {"prompt": "x", "chat_template_kwargs": {"a": 1}})
 
 
 @pytest.mark.parametrize(
@@ -135,6 +182,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "speculative": {"trace": 1}}, "speculative.trace", "must be true or false"),
     ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field of this request.$"),
     ({"prompt": "x", "n_predict": 1}, "n_predict", "is not a field of this request; here it is max_tokens.$"),
+    ({"prompt": "x", "enable_thinking": False}, "enable_thinking", "is not a field of this request.$"),
     ({"content": "x", "prompt": "x"}, "content", "is not a field of this request; here it is prompt.$"),
     ({}, "prompt", "is missing"),
 ]

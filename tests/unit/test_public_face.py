@@ -24,6 +24,7 @@ import torch
 from specsplit import Chunk, Client, InvalidRequest, Pipeline, RequestOptions, Result, SpecSplitError
 
 options: RequestOptions = {"max_new_tokens": 16, "temperature": 0.7, "stop": ["x"], "logit_bias": {5: 1.0}}
+options["chat_template_kwargs"] = {"enable_thinking": False, "effort": "low"}
 
 
 def texts(results: list[Result]) -> list[str]:

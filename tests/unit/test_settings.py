@@ -67,6 +67,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
         ("TOP_P", "0.9", "top_p", 0.9),
         ("SEED", str(2**64 - 1), "seed", 2**64 - 1),
         ("SEED", "", "seed", None),
+        ("CHAT_TEMPLATE_KWARGS", '{"enable_thinking": false}', "chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
 def test_every_kind_of_value_can_come_from_the_environment(
@@ -81,6 +82,15 @@ def test_a_file_writes_biases_as_a_table_or_as_the_command_line_does(tmp_path: P
     assert load_settings(config=table).settings.orchestrator.logit_bias == ((5, 1.5),)
     listed = _config(tmp_path, '[orchestrator]\nlogit_bias = ["5=1.5"]\n')
     assert load_settings(config=listed).settings.orchestrator.logit_bias == ((5, 1.5),)
+
+
+def test_a_file_writes_variables_of_the_template_as_a_table(tmp_path: Path):
+    for text in (
+        "chat_template_kwargs = {a = false, b = 1}\n",
+        "[orchestrator.chat_template_kwargs]\na = false\nb = 1\n",
+    ):
+        config = _config(tmp_path, f"[orchestrator]\n{text}")
+        assert load_settings(config=config).settings.orchestrator.chat_template_kwargs == {"a": False, "b": 1}
 
 
 def test_shared_options_reach_both_engines():
