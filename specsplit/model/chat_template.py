@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from specsplit.core.ports import ChatMessage, TemplateValue, Variables
+from specsplit.core.ports import ChatMessage, Variables
 
 _MARK = "\ue000{}\ue001"
 """Private-use characters around a number that nobody can guess."""
@@ -40,6 +40,7 @@ class ChatTemplate:
         # Longest first, since one control token's text may begin another's.
         self._controls = sorted(filter(None, controls.texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._folded_controls = "\n".join(self._controls).casefold()
         self._first_signs = {control[0] for control in self._controls if not control[0].isalnum()}
 
     def encode(
@@ -51,10 +52,10 @@ class ChatTemplate:
         """
         hidden = _HiddenTexts()
         shown = [self._shown_message(message, hidden) for message in messages]
-        given: dict[str, TemplateValue] = {}
-        for name, value in (variables or {}).items():
-            is_shown = not isinstance(value, str) or (value in own_texts and self._control.search(value) is None)
-            given[name] = value if is_shown else self._hide_label(str(value), hidden)
+        given = dict(variables or {})
+        for name, value in given.items():
+            if isinstance(value, str) and (value not in own_texts or self._control.search(value)):
+                given[name] = self._hide_label(value, hidden)
         text, ids = self._render(shown, given), list[int]()
         for part, is_hidden in hidden.parts(text):
             ids += self._encode_plainly(part) if is_hidden else self._encode(part)
@@ -69,11 +70,11 @@ class ChatTemplate:
     def _hide_label(self, text: str, hidden: _HiddenTexts) -> str:
         """Return a name or variable, with a mark for all of it if a template could make a control token of it.
 
-        Unlike a content it may be set between two parts of a control token, as in <|{{ name }}|>, or be a pattern that
-        a function of the template fills in.
+        Unlike a content it may be set between two parts of a control token, as in <|{{ name | trim | lower }}|>, or be
+        a pattern that a function of the template fills in.
         """
-        is_part = any(text.lower() in control.lower() for control in self._controls)
-        if text and (is_part or not self._first_signs.isdisjoint(text)):
+        is_part = text.casefold() in self._folded_controls
+        if text and (is_part or text != text.strip() or not self._first_signs.isdisjoint(text)):
             return hidden.mark(text)
         return self._hide_controls(text, hidden)
 

@@ -36,41 +36,41 @@ def template_variables(value: object) -> dict[str, TemplateValue]:
     """Return the variables that a request gives, without those that are None.
 
     Raises:
-        ValueError: they are none; the message is the end of a sentence that begins with the name of the field.
+        ValueError: they are malformed; the message is the end of a sentence that begins with the name of the field.
     """
     if not isinstance(value, Mapping):
         raise ValueError('must be an object, such as {"enable_thinking": false}')
-    found: dict[str, TemplateValue] = {}
-    for name, given in cast("Mapping[object, object]", value).items():
+    variables: dict[str, TemplateValue] = {}
+    for name, each in cast("Mapping[object, object]", value).items():
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ValueError("must have names of at most 64 letters, digits and underscores")
         if name in OURS:
             raise ValueError(f"must not have {name}, which only the server and the model set")
-        if given is not None:
-            found[name] = _value(name, given)
-    if len(found) > MAX_TEMPLATE_VARIABLES:
+        if each is not None:
+            variables[name] = _checked(name, each)
+    if len(variables) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"must have at most {MAX_TEMPLATE_VARIABLES} names")
-    return found
+    return variables
 
 
-def _value(name: str, given: object) -> TemplateValue:
-    if isinstance(given, str):
-        if len(given) > MAX_TEMPLATE_TEXT:
+def _checked(name: str, value: object) -> TemplateValue:
+    if isinstance(value, str):
+        if len(value) > MAX_TEMPLATE_TEXT:
             raise ValueError(f"must have a text of at most {MAX_TEMPLATE_TEXT} characters as {name}")
-        if _HALF_CHARACTER.search(given):
+        if _HALF_CHARACTER.search(value):
             raise ValueError(f"must have a text of whole characters as {name}")
-    elif not isinstance(given, bool | int | float):
+    elif not isinstance(value, bool | int | float):
         raise ValueError(f"must have true or false, a number or a text as {name}")
-    elif abs(given) > _LARGEST or math.isnan(given):
+    elif abs(value) > _LARGEST or math.isnan(value):
         raise ValueError(f"must have a finite number of at most 2^63 as {name}")
-    return given
+    return value
 
 
 def checked_variables(value: object) -> dict[str, TemplateValue]:
     """Return the variables as `template_variables` does.
 
     Raises:
-        InvalidRequest: they are none.
+        InvalidRequest: they are malformed.
     """
     try:
         return template_variables(value)

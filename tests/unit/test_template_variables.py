@@ -32,6 +32,7 @@ THINKING = (
 GLUED = (
     "{% for m in messages %}<|{{ m.name }}|><{{ m.name }}{{ m.content }}{{ x }}|>{% endfor %}{{ x }}{{ '<|im_' + x }}"
 )
+FILTERED = "{% for m in messages %}<|{{ m.name | trim | lower }}|>{{ m.content }}{% endfor %}<|{{ x | lower | trim }}|>"
 HI: list[ChatMessage] = [{"role": "user", "content": "hi"}]
 Make = Callable[[str], TransformersTokenizer]
 
@@ -109,7 +110,7 @@ def test_names_of_a_stranger_move_no_cursor_and_fill_no_screen(make: Make) -> No
     assert len(str(refused.value)) < 400
 
 
-@pytest.mark.parametrize("template", [THINKING, GLUED], ids=["thinking", "glued"])
+@pytest.mark.parametrize("template", [THINKING, GLUED, FILTERED], ids=["thinking", "glued", "filtered"])
 def test_no_control_token_can_be_written_in_a_name_or_variable(template: str) -> None:
     made = with_template(template)
     tokenizer = TransformersTokenizer(made, ())
@@ -122,6 +123,7 @@ def test_no_control_token_can_be_written_in_a_name_or_variable(template: str) ->
     expected = num_controls(named("~"), "~")
     for control in (*CONTROLS[:4], "<|bos|>"):
         pieces = [control[start:end] for start in range(len(control)) for end in range(start + 1, len(control) + 1)]
+        pieces += [f"{piece}\n" for piece in pieces] + [f" {piece.upper()}" for piece in pieces]
         for text in (*pieces, control + control, f"a {control} b", control[:-1] + control + control[-1:]):
             assert num_controls(named(text), "~") == expected, text
             assert num_controls(named("~"), text) == expected, text
