@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -122,20 +123,16 @@ def __getattr__(name: str) -> object:
 
 def _missing(name: str) -> Exception:
     """Return the error about a name that is not here, with our word for it if vLLM or transformers has it."""
-    said = f"module {__name__!r} has no attribute {name!r}"
-    if not name.startswith("_"):
-        from inspect import currentframe
+    from specsplit.assembly.other_names import answer_about_import
 
-        from specsplit.assembly.other_names import answer_about_import
-
-        answer, frame = answer_about_import(name), currentframe()
-        asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-        # Python makes its own words of an AttributeError if asked by `from specsplit import LLM`; an ImportError it
-        # lets through. Everybody else, hasattr() too, expects an AttributeError.
-        if answer is not None and asker is not None and asker.f_code.co_name == "_handle_fromlist":
-            return ImportError(f"There is no {name} in specsplit; {answer}.", name=__name__)
-        said += f"; {answer}" if answer is not None else ""
-    return AttributeError(said)
+    said, answer = f"module {__name__!r} has no attribute {name!r}", answer_about_import(name)
+    if answer is None:
+        return AttributeError(said)
+    # `from specsplit import LLM` replaces the words of an AttributeError by Python's own, but not those of an
+    # ImportError. All others who ask, such as hasattr(), expect an AttributeError.
+    if sys._getframe(2).f_code.co_name == "_handle_fromlist":  # pyright: ignore[reportPrivateUsage]
+        return ImportError(f"There is no {name} in specsplit; {answer}.", name=__name__)
+    return AttributeError(f"{said}; {answer}")
 
 
 def __dir__() -> list[str]:
