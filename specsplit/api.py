@@ -160,7 +160,7 @@ class Pipeline:
         """Return the settings of one request, checked here so that the call itself raises, not the first chunk."""
         self._refuse_if_closed()
         check_prompt(prompt)
-        return request_settings(self.settings.orchestrator, options)
+        return request_settings(self.settings.orchestrator, options, prompt)
 
     def _generate_all(self, prompts: Prompts, settings: Sequence[OrchestratorSettings]) -> list[Result]:
         with contextlib.ExitStack() as running:

@@ -99,7 +99,7 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Chunk, None]:
         """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
         check_prompt(prompt)
-        return self._stream(self._connected, prompt, request_settings(self._settings.orchestrator, options))
+        return self._stream(self._connected, prompt, request_settings(self._settings.orchestrator, options, prompt))
 
     async def score(self, prompt: Sequence[int], scored: Sequence[int], *, top_logprobs: int = 0) -> Scores:
         """Return the log-probability of each token of `scored` behind `prompt`, at temperature 1."""

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from specsplit.assembly.arguments import Prompt, check_prompt, is_conversation
 from specsplit.assembly.other_names import refuse_other_names
-from specsplit.core.errors import InvalidSettings
+from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.ports import ChatMessage, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import FLAT_KEYS, override
-from specsplit.model.template_variables import checked_variables
+from specsplit.model.template_variables import PARAM, checked_variables
 from specsplit.orchestrator.request import Request
 
 
@@ -21,18 +21,20 @@ def check_request_values(settings: OrchestratorSettings) -> None:
     """Refuse values of a request that no model could take, before one is loaded.
 
     Raises:
-        InvalidRequest: a sampling parameter is out of range, or variables of the chat template are none.
+        InvalidRequest: a sampling parameter is out of range, or variables of the chat template are malformed.
     """
     settings.sampling()
     checked_variables(settings.chat_template_kwargs)
 
 
-def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any]) -> OrchestratorSettings:
+def request_settings(
+    settings: OrchestratorSettings, options: Mapping[str, Any], prompt: Prompt | None = None
+) -> OrchestratorSettings:
     """Return the settings of one request: its own `options` over `settings`.
 
     Raises:
         InvalidSettings: an option is unknown or malformed.
-        InvalidRequest: a value is out of range.
+        InvalidRequest: a value is out of range, or `prompt` has variables for a chat template that is not applied.
     """
     given = dict(options)
     refuse_other_names(given)
@@ -44,6 +46,12 @@ def request_settings(settings: OrchestratorSettings, options: Mapping[str, Any])
         given["stop"] = (given["stop"],)
     chosen = override(settings, **given)
     check_request_values(chosen)
+    if given.get("chat_template_kwargs") and prompt is not None:
+        is_chat = is_conversation(prompt) or (isinstance(prompt, str) and chosen.chat)
+        if not is_chat:
+            raise InvalidRequest(
+                f"{PARAM} needs messages, or a text with chat: other prompts have no template.", param=PARAM
+            )
     return chosen
 
 

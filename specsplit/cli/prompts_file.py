@@ -185,7 +185,7 @@ class Batch:
         if line.error is not None:
             return {"error": line.error}
         try:
-            chosen = request_settings(self._settings.orchestrator, line.options)
+            chosen = request_settings(self._settings.orchestrator, line.options, line.prompt)
             request = make_request(workers.tokenizer, line.prompt, chosen)
             result = None
             async with aclosing(workers.stream(request, chosen)) as chunks:

@@ -133,6 +133,16 @@ def test_variables_of_a_request_stand_for_those_of_the_settings():
         request_settings(settings, {"chat_template_kwargs": {"tools": "x"}})
 
 
+def test_variables_of_a_request_without_a_template_are_refused():
+    settings, given = OrchestratorSettings(), {"chat_template_kwargs": {"a": 1}}
+    for prompt, options in (("Hi", given), ([72], given), ([72], {**given, "chat": True})):
+        with pytest.raises(InvalidRequest, match="needs messages, or a text with chat") as caught:
+            request_settings(settings, options, prompt)
+        _assert_sentence(caught.value)
+    for prompt, options in ((MESSAGES, given), ("Hi", {**given, "chat": True}), ("Hi", {"chat_template_kwargs": {}})):
+        assert request_settings(settings, options, prompt).chat_template_kwargs == options["chat_template_kwargs"]
+
+
 def test_a_client_that_is_not_connected_says_so():
     client = Client("127.0.0.1:1")
     with pytest.raises(InvalidRequest, match="not connected"):

@@ -73,6 +73,7 @@ def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
         {"id": "number", "prompt": 5},
         {"id": "typo", "prompt": "x", "temprature": 1},
         {"id": "chat", "prompt": "x", "chat": True, "chat_template_kwargs": {"a": 1}, "max_new_tokens": 1},
+        {"id": "plain", "prompt": "x", "chat_template_kwargs": {"a": 1}},
         {"id": "table", "prompt": "x", "chat_template_kwargs": {"a": []}},
         {"id": "hot", "prompt": "x", "temperature": -1},
         {"id": "long", "token_ids": [1] * 99},
@@ -84,13 +85,15 @@ def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
     assert (answers["b"]["prompt_token_ids"], len(answers["b"]["token_ids"])) == ([1, 2, 3], 2)
     assert {"text", "finish_reason", "seed"} <= answers["b"].keys()
     reasons = {key: entry["error"] for key, entry in answers.items() if "error" in entry}
-    assert reasons.keys() == {4, 5, 6, "neither", "both", "empty", "ids", "number", "typo", "hot", "long", "table"}
+    wrong = {4, 5, 6, "neither", "both", "empty", "ids", "number", "typo", "hot", "long", "plain", "table"}
+    assert reasons.keys() == wrong
     assert "the nearest one is temperature" in reasons["typo"]
     assert "temperature must be" in reasons["hot"]
     assert "chat_template_kwargs must have true or false, a number or a text as a." in reasons["table"]
+    assert "needs messages, or a text with chat" in reasons["plain"]
     assert bytes(answers["chat"]["prompt_token_ids"]) == b"user: x\na=1\n"
     assert "leaves no room" in reasons["long"]
-    assert "15 of 15 prompts done, 12 failed" in capsys.readouterr().err
+    assert "16 of 16 prompts done, 13 failed" in capsys.readouterr().err
     assert not files.target.slots
 
 
