@@ -151,10 +151,11 @@ class Orchestrator:
                 chunk = await rounds.next_chunk()
                 now_s = first_token_s = clock.now()
                 retrier.waits_when_full = True
-                while chunk.finish_reason is None:
-                    yield chunk
-                    chunk = await rounds.next_chunk()
-                    now_s = clock.now()
+                with self._target.counted():
+                    while chunk.finish_reason is None:
+                        yield chunk
+                        chunk = await rounds.next_chunk()
+                        now_s = clock.now()
                 ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
                 chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
         yield chunk

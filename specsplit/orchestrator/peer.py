@@ -11,7 +11,8 @@ import asyncio
 import logging
 import math
 import random
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
@@ -21,6 +22,7 @@ from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
 from specsplit.orchestrator.request import Reason
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.step_times import DecodingSessions
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, MOST_COOLDOWN_S = 0.05, 2.0, 5.0
@@ -58,6 +60,7 @@ class TargetPeer:
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
+        self.decoding = DecodingSessions()
         self._ping_s = math.inf
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
@@ -67,6 +70,15 @@ class TargetPeer:
         """Give the verifier of one session: one of the replicas, if there are several."""
         return self.verifier.session() if isinstance(self.verifier, Replicas) else nullcontext(self.verifier)
 
+    @contextmanager
+    def counted(self) -> Generator[None]:
+        """Count a session that is behind its prompt."""
+        self.decoding.count += 1
+        try:
+            yield
+        finally:
+            self.decoding.count -= 1
+
     def stats(self, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> SpeculationStats:
         """Return what is known of decoding with `draft`, for sessions that pick tokens alike.
 
@@ -75,7 +87,7 @@ class TargetPeer:
         of_pair = self._stats.setdefault(draft if draft is not None else self, {})
         stats = of_pair.get((is_greedy, plans))
         if stats is None:
-            stats = of_pair[is_greedy, plans] = SpeculationStats(plans=plans)
+            stats = of_pair[is_greedy, plans] = SpeculationStats(plans=plans, here=self.decoding)
             if self._ping_s < math.inf:
                 stats.times.observe_ping(self._ping_s)
         return stats

@@ -15,6 +15,11 @@ SWITCH_MARGIN = 0.05
 """Share by which another plan must be faster to replace the present one. Chosen: above the noise of the medians."""
 SWITCH_PATIENCE = 3
 """Decisions in a row that the margin must be exceeded. Chosen: one stretch of text does not flip the mode."""
+SURE_FACTOR = 1.5
+"""Times as fast as the present plan that one without nodes replaces it at once. Chosen: beyond the noise of a moment.
+
+Measured: eight sessions that begin with what one alone had decided ran at half of plain decoding for 180 rounds.
+"""
 DEFAULT_MAX_NODES = 32
 """Tree nodes that mode auto verifies per round at most, if the user sets no bound."""
 AUTO_DEPTH = 12
@@ -123,5 +128,10 @@ Measured: with eight sessions, T=1, trials that never become rarer cost a tenth;
 """
 MIN_RATE_FACTOR, MAX_RATE_FACTOR = 0.3, 16.0
 """Bounds of measured over predicted tokens per second. Measured: an upper bound of 1.5 cost 10 % of a warm text."""
-MAX_STALL = 10.0
-"""Times its predicted seconds that a round counts at most. Measured: one stall of 5 s was believed for thousands."""
+LEAST_PLAIN_FACTOR = 0.7
+"""Least of them for plain decoding once it is left. Chosen: its prediction is made of its own rounds' medians.
+
+Measured: prompts of eight sessions made it 0.3, and a draft at half its rate was kept for 900 rounds.
+"""
+MAX_STALL = 1 / MIN_RATE_FACTOR
+"""Times its predicted seconds that a round counts at most: what lasts shows all the same, and a few stalls do not."""

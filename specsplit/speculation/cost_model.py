@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Literal
 
 from specsplit.core.record import record
-from specsplit.speculation.constants import SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
+from specsplit.speculation.constants import SURE_FACTOR, SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
 from specsplit.speculation.step_times import DraftTimes, StepTimes
 
 RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
@@ -144,7 +144,8 @@ def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs
 class Limits:
     """The plans that a decision compares, and when it replaces the present one.
 
-    Another plan has to be faster by `margin` at `patience` decisions in a row.
+    Another plan has to be faster by `margin` at `patience` decisions in a row; one without nodes only once, if it is
+    SURE_FACTOR times as fast.
     """
 
     nodes: tuple[int, ...] = TREE_SIZES
@@ -178,6 +179,8 @@ class Decision(ModePlan):
     """Its tokens per second in rounds for which lookup has nothing better: the rate that lookup has to beat."""
     has_draft: bool = True
     """Whether the decision was made among modes with a draft."""
+    num_sessions: int = 1
+    """Sessions in a step when it was made."""
 
 
 def choose_plan(
@@ -210,7 +213,8 @@ def choose_plan(
     needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:
         return _decision(current, corrected)
-    if last.num_beaten + 1 >= limits.patience:
+    is_sure = is_less_of_it and best.tokens_per_s > SURE_FACTOR * current.tokens_per_s
+    if is_sure or last.num_beaten + 1 >= limits.patience:
         return _decision(best, corrected)
     return _decision(current, corrected, last.num_beaten + 1)
 

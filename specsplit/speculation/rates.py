@@ -10,6 +10,7 @@ from copy import deepcopy
 
 from specsplit.speculation.constants import (
     FORGIVENESS,
+    LEAST_PLAIN_FACTOR,
     LOOKUP_RETRY,
     LOOKUP_YIELD,
     LOOKUP_YIELD_STEP,
@@ -50,6 +51,10 @@ class RateCorrection:
         share = FORGIVENESS / 2 ** min(self.num_failed, MAX_HALVINGS)
         self._taken_s += share * (self._predicted_s - self._taken_s)
 
+    def forgive_down_to(self, factor: float) -> None:
+        """Forgive as much as brings the factor up to this one, if it is below."""
+        self._taken_s = min(self._taken_s, self._predicted_s / factor)
+
     @property
     def factor(self) -> float:
         """The factor on the next prediction."""
@@ -84,8 +89,11 @@ class RateCorrections:
     def leave(self, mode: RoundMode, *, is_failed: bool) -> None:
         """Count that `mode` was left for another, after a trial in vain or after it had paid for long."""
         correction = self._by_mode.get(mode)
-        if correction is not None:
-            correction.num_failed = correction.num_failed + 1 if is_failed else 0
+        if correction is None:
+            return
+        correction.num_failed = correction.num_failed + 1 if is_failed else 0
+        if mode == PLAIN:
+            correction.forgive_down_to(LEAST_PLAIN_FACTOR)
 
     def factor(self, mode: RoundMode) -> float:
         """Return the factor on a predicted rate of `mode`."""

@@ -32,7 +32,7 @@ from specsplit.speculation.cost_model import (
 )
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
-from specsplit.speculation.step_times import WorkerTimes
+from specsplit.speculation.step_times import DecodingSessions, WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree
 
 _NO_TREES = Profile(accept_by_depth=(0.0,))
@@ -53,22 +53,22 @@ class _Learned:
         self.decided_at: dict[_DecisionKey, int] = {}
         """The round, counted over all sessions, of each decision."""
 
-    def copy(self) -> _Learned:
-        other = _Learned({has_draft: predictor.copy() for has_draft, predictor in self.predictors.items()})
-        other.decisions, other.decided_at = dict(self.decisions), dict(self.decided_at)
-        return other
+    def for_other_load(self) -> _Learned:
+        """Return what another load begins with: the corrections, and no decision to hold on to."""
+        return _Learned({has_draft: predictor.copy() for has_draft, predictor in self.predictors.items()})
 
 
 class SpeculationStats:
     """Measured times and counted outcomes of rounds; older ones count less, so that they follow a change.
 
     `plans` says whether these statistics serve `auto` or a stream. Those need all of it; other modes need only the
-    acceptance, so the rest is not counted for them. Callers check `plans` before they add to `times`.
+    acceptance, so the rest is not counted for them. Callers check `plans` before they add to `times`. `here` are the
+    sessions of this process at the target.
     """
 
-    def __init__(self, *, plans: bool = True) -> None:
+    def __init__(self, *, plans: bool = True, here: DecodingSessions | None = None) -> None:
         self.plans = plans
-        self.times = WorkerTimes()
+        self.times = WorkerTimes(here)
         self.acceptance = Acceptance()
         self.probes = ProbeAllowance()
         self.lookup_yield = LookupYield()
@@ -119,7 +119,9 @@ class SpeculationStats:
         seconds = ended_s - began_s
         if not decision.nodes:
             self.probes.earn(began_s, ended_s)
-        if mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
+        # A round that was predicted for another load says nothing of the prediction.
+        is_comparable = _doublings(decision.num_sessions) == _doublings(num_sessions)
+        if is_comparable and mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
             self._learned.predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
 
@@ -180,16 +182,18 @@ class SpeculationStats:
             1 / round_s(PLAIN, 0, 0, costs),
         )
         predictor.decided(current, decision.mode)
-        learned.decisions[key] = decision = replace(decision, without_lookup=without_lookup, has_draft=has_draft)
+        learned.decisions[key] = decision = replace(
+            decision, without_lookup=without_lookup, has_draft=has_draft, num_sessions=costs.num_sessions
+        )
         learned.decided_at[key] = self._num_rounds
         return decision
 
     def _follow_load(self) -> None:
         """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
-        doublings = self.times.sessions.value.bit_length() - 1
+        doublings = _doublings(self.times.sessions.value)
         learned = self._learned_by_load.get(doublings)
         if learned is None:
-            learned = self._learned_by_load[doublings] = self._learned.copy()
+            learned = self._learned_by_load[doublings] = self._learned.for_other_load()
         self._learned = learned
 
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
@@ -232,3 +236,7 @@ class SpeculationStats:
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
         tree_s, rows = times.tree_s if num_nodes else 0.0, num_nodes + num_sessions
         return expected / (times.verify.curve(rows)[rows] + times.gap_s + tree_s)
+
+
+def _doublings(num_sessions: int) -> int:
+    return num_sessions.bit_length() - 1

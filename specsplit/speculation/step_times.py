@@ -193,10 +193,40 @@ class DraftTimes:
                 self._call.observe(max(wall_s - device_s, 0.0))
 
 
+class DecodingSessions:
+    """How many sessions of this process are behind their prompts, at one target."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class StepSessions:
+    """Sessions that share the target's steps: the share of those here that lately did, and as many others as lately.
+
+    So a change of the number here shows at once, and not after some rounds that were planned for another load.
+    """
+
+    def __init__(self, here: DecodingSessions) -> None:
+        self._here = here
+        self._share, self._others = RunningMedian(1.0), RunningMedian(0)
+
+    def observe(self, num_sessions: int) -> None:
+        """Count a step with so many sessions."""
+        here = max(self._here.count, 1)
+        self._share.observe(min(num_sessions / here, 1.0))
+        self._others.observe(max(num_sessions - here, 0))
+
+    @property
+    def value(self) -> int:
+        return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
+
+
 class WorkerTimes:
     """Seconds of the target's and the draft's work and of the ways to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, here: DecodingSessions | None = None) -> None:
         self.verify: StepTimes | None = None
         """Target forwards by rows."""
         self.verify_concurrent: StepTimes | None = None
@@ -211,8 +241,7 @@ class WorkerTimes:
         """None as soon as a verify has measured the round trip better."""
         self._overhead = RunningMedian(0.0)
         self._has_plain_gap = False
-        self.sessions = RunningMedian(1)
-        """Sessions that share the target's steps."""
+        self.sessions = StepSessions(here or DecodingSessions())
         self._tree, self._behind_tree = RunningMedian(0.0), RunningMedian(0.0)
 
     @property

@@ -10,14 +10,14 @@ import pytest
 
 from specsplit.core.types import ROOT, Identity, Proposal, Timings
 from specsplit.speculation.acceptance import lookup_cells
-from specsplit.speculation.constants import LOOKUP_RETRY, MAX_STEP_SESSIONS
+from specsplit.speculation.constants import LOOKUP_RETRY, MAX_STEP_SESSIONS, MEDIAN_WINDOW
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import StepTimes, WorkerTimes
+from specsplit.speculation.step_times import DecodingSessions, StepTimes, WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree, TokenTree
 
 TARGET = Identity(
@@ -340,3 +340,57 @@ def test_what_a_call_takes_is_learned_only_where_somebody_waited_for_it():
     for _ in range(20):
         stats.times.observe_propose(levels, None)
     assert stats.times.draft.call_s == known_s
+
+
+def test_more_sessions_here_show_before_a_step_has_them():
+    here = DecodingSessions()
+    times = WorkerTimes(here)
+    for here.count, in_step in ((1, 1), (8, 8), (8, 4), (1, 6)):
+        for _ in range(MEDIAN_WINDOW):
+            times.sessions.observe(in_step)
+        assert times.sessions.value == in_step
+    here.count = 3
+    assert times.sessions.value == 3 + 5, "five others were there lately"
+    for _ in range(MEDIAN_WINDOW):
+        times.sessions.observe(1)
+    assert times.sessions.value == 1, "on a chain each has its own steps"
+    here.count = 6
+    assert times.sessions.value == 2
+
+
+def test_rounds_that_were_planned_for_another_load_correct_nothing():
+    stats = shared(1)
+    before = decided(stats)
+    assert before.num_sessions == 1
+    for _ in range(MEDIAN_WINDOW):
+        stats.times.sessions.observe(8)
+    for _ in range(40):
+        stats.observe_round(before, before.mode, 1, 0.0, 1.0)
+    for _ in range(MEDIAN_WINDOW):
+        stats.times.sessions.observe(1)
+    assert decided(stats).tokens_per_s == pytest.approx(before.tokens_per_s, rel=0.05)
+
+
+def test_a_new_load_holds_on_to_no_plan_of_another():
+    stats = shared(1)
+    assert decided(stats).mode == "pingpong"
+    for _ in range(MEDIAN_WINDOW):
+        stats.times.sessions.observe(16)
+    assert decided(stats).mode == "plain", "at once, without the patience of a plan that is beaten"
+
+
+def test_plain_decoding_that_is_left_is_not_believed_slow():
+    predictor = RatePredictor(LookupShare(), has_draft=True)
+    for _ in range(400):
+        predictor.observe_round("plain", "plain", 0.001, 1.0)
+    assert predictor.predict_without_lookup("plain", 100.0) == pytest.approx(30, rel=1e-4)
+    predictor.decided("plain", "pingpong")
+    assert predictor.predict_without_lookup("plain", 100.0) == pytest.approx(70)
+
+
+def test_a_plan_at_half_the_rate_of_plain_decoding_is_left_at_once():
+    stats = shared(1)
+    assert decided(stats).mode == "pingpong"
+    for _ in range(60):
+        stats.times.observe_propose(Timings(device_ms=400, num_forwards=4, num_tokens=4), 0.4)
+    assert decided(stats).mode == "plain"
