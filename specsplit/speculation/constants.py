@@ -133,5 +133,5 @@ LEAST_PLAIN_FACTOR = 0.7
 
 Measured: prompts of eight sessions made it 0.3, and a draft at half its rate was kept for 900 rounds.
 """
-MAX_STALL = 1 / MIN_RATE_FACTOR
-"""Times its predicted seconds that a round counts at most: what lasts shows all the same, and a few stalls do not."""
+MAX_STALL = 10.0
+"""Times its predicted seconds that a round counts at most. Measured: one stall of 5 s was believed for thousands."""
