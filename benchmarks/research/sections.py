@@ -107,7 +107,7 @@ def of_long_prompt(record: Record, path: Path, name: str) -> Section:
     settings, turns = record["settings"], record["turns"]
     section = Section(f"{path.name}: {settings['num_readers']} readers beside a prompt of somebody else")
     section.text(
-        f"{models_of(settings)}, {settings['num_prompt_tokens']} tokens in the prompt, {len(turns)} turns; "
+        f"{models_of(settings)}, {settings['num_prompt_tokens']} tokens in the prompt, turns: {len(turns)}; "
         f"99th percentile of the waits with the prompt, divided by that without: {spread(record['ratio'])}."
     )
     waits = {each: list(chain.from_iterable(turn[f"{each}_ms"] for turn in turns)) for each in ("without", "with")}
