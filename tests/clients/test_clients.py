@@ -48,9 +48,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs(client: str) -> Path:
     """Return the folder of the client's programs, which are installed if they are not there."""
     folder = ROOT / ".clients" / client
-    if not (folder / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    whole = folder / "is-whole"
+    if not whole.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", *PACKAGES[client]], check=True)
+        whole.touch()
     return folder / "bin"
 
 
