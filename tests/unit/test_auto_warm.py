@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.peer import target_peer
 from specsplit.orchestrator.request import Request, Result
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
@@ -101,3 +103,28 @@ def test_a_session_beyond_the_drafts_context_takes_no_draft_from_others():
     alone = rates_of(short, good_guess, ("pingpong",), draft_context=700)
     together = rates_of([*long, *short], good_guess, ("pingpong",), draft_context=700, at_once=True)
     assert together[1] > 0.9 * alone[0]
+
+
+def test_a_request_counts_from_its_first_token_to_its_end():
+    diary = Diary()
+    target, draft = TimedTarget(diary, verify_s), TimedDraft(diary, 0.002, good_guess)
+    target.context = draft.context = CONTEXT
+    peer = target_peer(target)  # peers are known as long as somebody holds them
+    counts = peer.decoding
+
+    async def main() -> list[int]:
+        owner = Orchestrator(target, draft, FakeTokenizer(), Speculation(mode="auto"), LoopClock())
+        first, second = (owner.stream(request) for request in requests(SHORT, 2, 20))
+        seen = [counts.count]
+        async with aclosing(first), aclosing(second):
+            await anext(first)
+            seen.append(counts.count)
+            await anext(second)
+            seen.append(counts.count)
+            async for _ in first:
+                pass
+            seen.append(counts.count)
+        await owner.aclose()
+        return [*seen, counts.count]
+
+    assert run_virtual(main, max_turns=5_000_000) == [0, 1, 2, 1, 0]

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.research import context_growth
 from benchmarks.research.rounds import critical_path
+from benchmarks.research.rounds.overhead import interval_of_median
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.orchestrator.request import RequestTimings, Result
@@ -65,3 +66,8 @@ def test_the_round_that_brings_the_prompt_to_the_draft_does_not_count() -> None:
 def test_the_law_is_a_constant_and_a_slope() -> None:
     constant, slope = context_growth.law({256: [3.256], 1000: [4.0], 4000: [7.0]})
     assert (constant, slope) == (pytest.approx(3.0), pytest.approx(1.0))
+
+
+def test_the_interval_of_a_median_grows_narrow_with_more_turns() -> None:
+    assert interval_of_median([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert interval_of_median([float(turn) for turn in range(40)]) == (13.0, 26.0), "by the binomial distribution"
