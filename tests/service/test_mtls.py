@@ -31,7 +31,7 @@ from tests.contract.verifier_contract import without_tree
 from tests.support.certificates import Authority, Paths
 from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.processes import LIMIT_S
-from tests.support.rpc_servers import LOOPBACK
+from tests.support.rpc_servers import LOOPBACK, duplex_status
 
 DAY = timedelta(days=1)
 STREAM_LIMITS = StreamLimits(4, 2, 2)
@@ -101,14 +101,9 @@ async def code_of(channel: grpc.aio.Channel, path: str, *arity: bool) -> grpc.St
     call = getattr(channel, kind)(path)
     try:
         async with asyncio.timeout(LIMIT_S):
-            if kind == "unary_unary":
-                await call(request)
-            else:
-                running = call() if arity[0] else call(request)
-                if arity[0]:
-                    await running.write(request)
-                    await running.done_writing()
-                await running.read()
+            if kind == "stream_stream":
+                return await duplex_status(call, request)
+            await (call(request) if kind == "unary_unary" else call(request).read())
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

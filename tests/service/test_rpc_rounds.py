@@ -30,7 +30,7 @@ from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, Faults
 from tests.support.processes import LIMIT_S
-from tests.support.rpc_servers import LOOPBACK, CountingProxy, verifier_at, wait_until
+from tests.support.rpc_servers import LOOPBACK, CountingProxy, duplex_status, verifier_at, wait_until
 
 ROUNDS = "/specsplit.v1.TargetService/Rounds"
 VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
@@ -158,12 +158,7 @@ async def test_a_message_that_makes_no_sense_ends_its_stream_and_no_other(messag
     async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server, verifier_at(server) as verifier:
         assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call = channel.stream_stream(ROUNDS)()
-            for message in messages:
-                await call.write(message)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await read_all(call)
-        assert raised.value.code() is BAD
+            assert await duplex_status(channel.stream_stream(ROUNDS), *messages) is BAD
         assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
         await wait_until(lambda: server.num_running == 0)
 

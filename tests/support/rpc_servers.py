@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -59,6 +60,28 @@ async def wait_until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110 - the state of another side, which sets no event here
             await asyncio.sleep(0.001)
+
+
+async def duplex_status(begin: Callable[[], Any], *messages: bytes) -> grpc.StatusCode:
+    """Send the messages on a call that streams both ways, and return the status that it ends with.
+
+    A call that the server ends during a write has no status but INTERNAL from grpc.aio itself; it is begun again.
+    """
+    while True:
+        call = begin()
+        try:
+            for message in messages:
+                await call.write(message)
+            await call.done_writing()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        except asyncio.InvalidStateError:
+            return await call.code()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core":
+                continue
+            return error.code()
+        return grpc.StatusCode.OK
 
 
 class CountingProxy:
