@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 
@@ -20,6 +20,8 @@ from specsplit.telemetry import spans
 
 _RETIRED_S = 7 * 86400.0
 """Time for which calls begun before a rotation may go on over the connection that they have."""
+_STATUS_S = 1.0
+"""Time for the status of a call whose write has failed."""
 
 
 class WorkerChannel:
@@ -146,20 +148,33 @@ class Duplex:
             LinkError, SpecSplitError: the call has failed with this error.
         """
         try:
-            await self._call.write(data)
+            await self._send(data)
         except grpc.aio.AioRpcError as failure:
-            # grpc.aio reports INTERNAL of its own if the call ends during the write.
-            is_cut = failure.code() is grpc.StatusCode.INTERNAL
-            self._lost = self._channel.cut() if is_cut else self._channel.error(failure)
-            self._abort()
-            raise self._lost from failure
-        except asyncio.InvalidStateError:
-            # The call has ended before; reading raises the error it ended with, if there was one.
-            await self.read()
-            raise self._channel.cut() from None
+            raise self._channel.error(failure) from failure
+        except grpc.aio.InternalError as failure:
+            await self._raise_end(failure)
         except asyncio.CancelledError:
-            self._channel.raise_if_closed()
+            self._raise_if_lost()
+            self._call.cancel()
             raise
+
+    async def _send(self, data: bytes) -> None:
+        # If the peer ends the call meanwhile, grpc.aio's own `write` replaces its status by INTERNAL: a refusal would
+        # look like a fault, and be tried again. What lies beneath leaves the status alone.
+        await self._call.wait_for_connection()
+        await self._call._cython_call.send_serialized_message(data)
+
+    async def _raise_end(self, failure: Exception) -> NoReturn:
+        """Raise the error that the call has ended with; its status comes with the messages before it, if any."""
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                await self._call.code()
+        except TimeoutError:
+            self._lost = self._channel.cut()
+            self.cancel()
+            raise self._lost from failure
+        await self.read()
+        raise self._channel.cut() from failure
 
     async def read(self) -> bytes | None:
         """Return the next message, None if the peer has ended the call in order; raises as `write` does."""
@@ -168,11 +183,15 @@ class Duplex:
         except grpc.aio.AioRpcError as failure:
             raise self._channel.error(failure) from failure
         except asyncio.CancelledError:
-            self._channel.raise_if_closed()
-            if self._lost is not None:
-                raise self._lost from None
+            self._raise_if_lost()
             raise
         return None if data is grpc.aio.EOF else cast(bytes, data)
+
+    def _raise_if_lost(self) -> None:
+        """Raise the reason if it was not the caller that ended the call."""
+        self._channel.raise_if_closed()
+        if self._lost is not None:
+            raise self._lost from None
 
     async def end(self) -> None:
         """Close our direction of the call; on a call that is over this does nothing."""
@@ -182,10 +201,3 @@ class Duplex:
     def cancel(self) -> None:
         """Break the call off; doing so again has no effect."""
         self._call.cancel()
-
-    def _abort(self) -> None:
-        """Break off the call beneath grpc.aio."""
-        # After a write that failed, its own `cancel` does nothing and a task of the call stays for ever.
-        beneath = getattr(self._call, "_cython_call", None)
-        if beneath is not None:
-            beneath.cancel("a write failed")

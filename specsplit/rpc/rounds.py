@@ -147,7 +147,7 @@ class _RoundStream:
     def _error(self) -> SpecSplitError:
         try:
             self._stream.check()
-        except LinkError as error:
+        except (LinkError, NoFreeSlot) as error:
             return type(error)(str(error))
         except Exception as error:  # noqa: BLE001 - a status for one message, or a mistake of ours
             return WorkerFailed(f"{self._peer} ended the stream of all rounds: {error}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from specsplit.core.errors import Overloaded
+from specsplit.core.errors import NoFreeSlot, Overloaded
 from specsplit.core.ports import VerifyStream
 from specsplit.core.types import Budget, Proposal, SessionParams, StreamLimits, Turn
 from specsplit.draft.engine import DraftEngine
@@ -19,6 +21,7 @@ from specsplit.engine.caller_limits import CallerLimits
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.rpc import shares
+from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.pb import common_pb2
@@ -32,7 +35,7 @@ from tests.support.certificates import Authority
 from tests.support.hash_model import LetterTokenizer, hash_model, plain_tokens
 from tests.support.metrics import samples_of, value
 from tests.support.rounds import plain_text, script
-from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at
+from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 
 NUM_SLOTS, NUM_ATTEMPTS, NUM_TOKENS = 4, 12, 24
 PROMPT = [*range(1, 13)]
@@ -203,3 +206,34 @@ async def test_a_peer_may_have_so_many_streams_over_all_its_connections(monkeypa
         assert await first[0].read() is grpc.aio.EOF
         async with verifier_at(server) as verifier:
             assert await text_of(verifier) == TRUTH
+
+
+async def test_a_stream_too_many_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_PEER_STREAMS", 0)
+    async with served_target(CallerLimits()) as (_, server), verifier_at(server) as verifier:
+        with pytest.raises(NoFreeSlot, match="as many as one may have"):
+            await text_of(verifier)
+
+
+async def test_a_call_that_ends_while_we_write_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_PEER_STREAMS", 0)
+    async with served_target(CallerLimits()) as (_, server):
+        channel = WorkerChannel(server.address, "The target", "target", ON_LOOPBACK)
+        for _ in range(5):
+            stream = channel.duplex("/specsplit.v1.TargetService/Rounds")
+            reading = asyncio.create_task(stream.read())
+            with pytest.raises(NoFreeSlot):
+                await write_until_refused(stream)
+            with pytest.raises(NoFreeSlot):
+                await reading
+        await channel.aclose()
+        await wait_until(lambda: not any(is_status_task(task) for task in asyncio.all_tasks()))
+
+
+async def write_until_refused(stream: Duplex) -> None:
+    while True:  # more than there is room for, so that a write waits when the refusal comes
+        await stream.write(bytes(100_000))
+
+
+def is_status_task(task: asyncio.Task[Any]) -> bool:
+    return "_handle_status_once_received" in repr(task.get_coro())
