@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
-from specsplit.gateway.sse import EventStream, error_response, logged, until_disconnect
+from specsplit.gateway.sse import EventStream, end_early, error_response, logged, until_disconnect
 from specsplit.gateway.statistics import Detail
 from specsplit.limits import MAX_BODY_BYTES
 from specsplit.orchestrator.request import Request as GenerationRequest
@@ -126,10 +127,14 @@ class _Door:
     async def _let_in(self, request: Request, receive: Receive, send: Send) -> None:
         scope, request_id = request.scope, request.state.request_id
 
+        sent: Message | None = None
+
         async def send_with_id(message: Message) -> None:
+            nonlocal sent
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
+            sent = message
 
         caller = ""
         if self._keys is not None and request.url.path not in _OPEN_PATHS:
@@ -140,7 +145,11 @@ class _Door:
                 return
             caller = found
         scope["state"]["caller"] = caller
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the time to drain is over
+            if not await end_early(sent, scope, receive, send_with_id):
+                raise
 
 
 def _headers(scope: Scope) -> Iterator[tuple[str, str]]:

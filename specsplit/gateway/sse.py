@@ -10,16 +10,18 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specsplit.core.progress import Progress, listening
 from specsplit.engine.cancellation import to_its_end
-from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.errors import SERVER_ERROR, ApiError, api_error
 from specsplit.telemetry.session_log import log_request
 
 T = TypeVar("T")
 QUIET_S = 1.0
 """A stream that has nothing to send for so long sends a comment, so that nobody takes it for dead."""
+_LAST_WORD_S = 1.0
+"""Time for a client to take the error that ends its answer."""
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _REFUSED = frozenset({401, 403, 413, 429, 503})
 """Statuses of requests that are sent away: for want of a key or of room, or since they are too large."""
@@ -122,6 +124,25 @@ def logged(error: ApiError, scope: Scope) -> Response:
         event = "refused" if error.status in _REFUSED else "lost"
         log_request(event, scope.get("state", {}).get("request_id", ""), error.status, error.code or error.type)
     return error_response(error)
+
+
+async def end_early(sent: Message | None, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Tell the client of a request that is ended that the server shuts down; `sent` is the last message of its answer.
+
+    Return False if the answer has come to a place where no word fits in.
+    """
+    if sent is not None and not sent.get("more_body"):
+        return False
+    ended = "The server is shutting down; ask again."
+    error = ApiError(503, ended, SERVER_ERROR, code="server_shutting_down", headers={"retry-after": "1"})
+    answer = logged(error, scope)
+    with suppress(TimeoutError):  # it does not read
+        async with asyncio.timeout(_LAST_WORD_S):
+            if sent is None:
+                await answer(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": f"data: {_to_json(error.body())}\n\n".encode()})
+    return True
 
 
 def error_response(error: ApiError) -> Response:
