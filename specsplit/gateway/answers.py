@@ -133,7 +133,9 @@ class Answers:
                 choice = self.format.delta(part)
                 if trace is not None:
                     choice["speculative"] = trace
-                extra: dict[str, Any] = {"usage": self._usage()} if always_usage else {}
+                # As OpenAI documents it: a stream that ends with the usage has null in its place before.
+                usage: dict[str, Any] = {"usage": None} if ends_with_usage else {}
+                extra: dict[str, Any] = {"usage": self._usage()} if always_usage else usage
                 num_left -= part.finish_reason is not None
                 if num_left == 0 and not ends_with_usage:
                     extra |= self._statistics()

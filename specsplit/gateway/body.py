@@ -65,8 +65,10 @@ def strict_json(content: bytes) -> dict[str, Any]:
         ApiError: it is no JSON object.
     """
     try:
+        # Decoded here, since json itself would let halves of characters pass.
+        text = content.decode("utf-8-sig")
         value: object = json.loads(
-            content, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
+            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
         )
     except RecursionError as error:
         raise ApiError(400, "The body is nested too deeply.") from error

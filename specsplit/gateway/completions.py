@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specsplit.core.errors import InvalidRequest
 from specsplit.gateway.answers import Part
 from specsplit.gateway.logprobs import TokenEntry, completion_logprobs
 from specsplit.gateway.models import ServedModel
@@ -15,7 +16,15 @@ from specsplit.orchestrator.request import Request
 
 
 async def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt."""
+    """Return the token ids of each prompt.
+
+    Raises:
+        InvalidRequest: a prompt of ids has one that the model lacks; an echo asks the tokenizer before the target.
+    """
+    vocab_size = model.identity.vocab_size
+    for prompt in body.prompt:
+        if not isinstance(prompt, str) and not all(0 <= token_id < vocab_size for token_id in prompt):
+            raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
     return [
         tuple(await model.encode(prompt, body.timeout) if isinstance(prompt, str) else prompt) for prompt in body.prompt
     ]

@@ -72,8 +72,12 @@ class ServedModel:
 
     async def _on_thread(self, encode: Callable[[T], list[int]], text: T, timeout_s: float | None) -> list[int]:
         try:
-            async with asyncio.timeout(timeout_s), self._encoding:
-                return await asyncio.to_thread(encode, text)
+            async with asyncio.timeout(timeout_s):
+                await self._encoding.acquire()
+                # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
+                encoding = asyncio.ensure_future(asyncio.to_thread(encode, text))
+                encoding.add_done_callback(lambda _: self._encoding.release())
+                return await asyncio.shield(encoding)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"The request was not finished within its {timeout_s:g} s; allow it more."

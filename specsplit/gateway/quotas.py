@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
-from specsplit.core.errors import Overloaded
+from specsplit.core.errors import NoFreeSlot, Overloaded
 from specsplit.engine.caller_limits import TokenRate
 
 RETRY_S = 1.0
@@ -46,10 +46,22 @@ class GatewayQuotas:
         if self._max_requests is not None and self._running[caller] >= self._max_requests:
             sentence = f"This key has {self._max_requests} requests under way, as many as one may have"
             raise self._refusal("requests", sentence, RETRY_S)
+        num_spent = 0
+
+        def spend(count: int) -> None:
+            nonlocal num_spent
+            num_spent += count
+            self._rate.take(caller, count)
+
         self._rate.take(caller, num_tokens)
         self._running[caller] += 1
         try:
-            yield lambda count: self._rate.take(caller, count)
+            yield spend
+        except NoFreeSlot:
+            # Sent away by a worker before the first token: a request that comes again pays for its prompt once.
+            if not num_spent:
+                self._rate.take(caller, -num_tokens)
+            raise
         finally:
             self._running[caller] -= 1
             if not self._running[caller]:

@@ -91,6 +91,7 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
     assert chunks[-1].usage is not None
     assert whole.usage is not None
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
 
 
 async def test_the_asynchronous_client_works_too(gateway: GatewayProcess) -> None:

@@ -36,6 +36,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": "\\ud800"}', "half a character"),
         (b'{"\\uDfff": 1}', "half a character"),
+        (b'{"a": "\xed\xa0\x80"}', "not valid JSON"),
+        ('{"a": "\\ud800"}'.encode("utf-16"), "not valid JSON"),
         (b"\xff\xfe\x00", "not valid JSON"),
         (b"9" * 5000, "not valid JSON"),
         (b"[]", "must be a JSON object"),

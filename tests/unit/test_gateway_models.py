@@ -1,0 +1,70 @@
+"""What the gateway does before a worker is asked: it encodes on a thread, checks ids, and counts a caller's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest, Overloaded
+from specsplit.gateway.completions import prompt_ids
+from specsplit.gateway.models import ServedModel
+from specsplit.gateway.quotas import GatewayQuotas
+from specsplit.gateway.schemas import CompletionBody
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTarget, FakeTokenizer
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Its first text takes until the second one is begun, or a fifth of a second."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.has_second = threading.Event(), threading.Event()
+        self.had_two_at_once = False
+
+    def encode(self, text: str) -> list[int]:
+        if text == "first":
+            self.has_begun.set()
+            self.had_two_at_once = self.has_second.wait(0.2)
+        else:
+            self.has_second.set()
+        return super().encode(text)
+
+
+async def served(tokenizer: FakeTokenizer) -> ServedModel:
+    target = FakeTarget()
+    orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
+    return ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)
+
+
+async def test_a_tokenizer_has_one_thread_though_its_client_has_left() -> None:
+    tokenizer = SlowTokenizer()
+    model = await served(tokenizer)
+    first = asyncio.create_task(model.encode("first"))
+    await asyncio.to_thread(tokenizer.has_begun.wait)
+    first.cancel()
+    assert await model.encode("second") == tokenizer.encode("second")
+    assert first.cancelled()
+    assert not tokenizer.had_two_at_once
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 12, 1 << 40, 10**30])
+async def test_an_id_that_the_model_lacks_is_refused_before_it_is_echoed(token_id: int) -> None:
+    model = await served(FakeTokenizer())
+    assert await prompt_ids(model, CompletionBody(prompt=[[1, 2], "a"])) == [(1, 2), (97,)]
+    with pytest.raises(InvalidRequest, match="outside the vocabulary") as refused:
+        await prompt_ids(model, CompletionBody(prompt=[[1], [2, token_id]], max_tokens=0, echo=True))
+    assert refused.value.param == "prompt"
+
+
+def test_a_request_that_a_worker_sends_away_costs_no_tokens() -> None:
+    quotas = GatewayQuotas(tokens_per_s=1.0)
+    for _ in range(10):
+        with pytest.raises(Overloaded, match="the queue is full"), quotas.answering("alice", 50):
+            raise Overloaded("the queue is full", 1.0)
+    with quotas.answering("alice", 50) as spend:
+        spend(1)
+    with pytest.raises(Overloaded, match="tokens per second"), quotas.answering("alice", 50):
+        pass
