@@ -48,10 +48,9 @@ class DraftClient:
         """The draft's nodes that the target scored last; the draft hears of them with the next call."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
         self._loop = asyncio.get_running_loop()
-        self._cooldown = Cooldown()
+        self._cooldown, self._verify = Cooldown(), _MeanVerify()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
-        self._verify = _MeanVerify()
 
     def enter(self) -> None:
         """Count this session with the peer, which pings a failing draft as long as a session could use it."""
@@ -103,8 +102,7 @@ class DraftClient:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
                 budget = replace(budget, max_new_nodes=draft.max_nodes)
-        trouble = self.trouble
-        if trouble is not None:
+        if (trouble := self.trouble) is not None:
             return trouble
         asked_s, verified = self._loop.time(), () if is_probe else self.scored
         wait_s = remaining_s = math.inf
@@ -216,6 +214,10 @@ class DraftClient:
         identity, params = self._peer.identity, self.contract.params
         assert identity is not None, "met before it is asked"
         return replace(params, sampling=params.sampling.within(identity.vocab_size), top_logprobs=None)
+
+    def forget(self, proposal: Proposal) -> None:
+        """Let the draft offer these nodes again, since they came too late for the tree to have a place for them."""
+        self._num_known_nodes = min(self._num_known_nodes, proposal.first_node - 1)
 
     def observe(self, scored: tuple[int, ...], verify_s: float) -> None:
         """Count a round: which of the draft's nodes were scored, how long the verify took."""

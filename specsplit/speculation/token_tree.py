@@ -186,6 +186,11 @@ class DraftNumbers:
     count: int = 0
     """Nodes that the draft knows."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the draft can name the root, or a node below it, by a number that means something here."""
+        return self.root != UNNUMBERED or self.count > 0
+
 
 class SpeculationTree:
     """The orchestrator's tree: the nodes below the token at `root_position` that are not yet decided.

@@ -20,7 +20,6 @@ from tests.support.virtual_time import LoopClock, run_virtual
 
 VERIFY_S, LEVEL_S = 0.010, 0.002
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=101, seed=7, ignore_eos=True)
-TRUTH = tuple(plain_tokens(SessionParams(seed=7), REQUEST.prompt_ids, 101))
 
 
 def serve(
@@ -30,6 +29,7 @@ def serve(
     diary: Diary | None = None,
     draft: TimedDraft | None = None,
     retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
+    request: Request = REQUEST,
     **shape: int,
 ) -> Result:
     """Serve one request in virtual time and check its text."""
@@ -41,7 +41,7 @@ def serve(
     async def main() -> Result:
         drafter = None if mode == "plain" else worker
         owner = Orchestrator(target, drafter, FakeTokenizer(), speculation, LoopClock(), retry_policy=retry_policy)
-        result = await owner.generate(REQUEST)
+        result = await owner.generate(request)
         await asyncio.sleep(1)  # nobody waits for a slow draft to close its session
         await owner.aclose()
         assert not target.slots
@@ -49,7 +49,7 @@ def serve(
         return result
 
     result = run_virtual(main)
-    assert result.token_ids == TRUTH
+    assert result.token_ids == tuple(plain_tokens(SessionParams(seed=7), request.prompt_ids, 101))
     return result
 
 
@@ -132,6 +132,25 @@ def test_a_hanging_draft_is_awaited_once_and_shows_in_the_result():
     assert {(phase.worker, phase.reason) for phase in result.degraded} == {("draft", "slow")}
     assert result.num_rounds == 100
     assert result.timings.decode_s < 100 * VERIFY_S + 2.0  # a second or two of trying again, not 100 x 0.1 s
+
+
+class _LateDraft(TimedDraft):
+    """A draft whose first answer, after a long prompt, comes when the text has gone on."""
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        is_first = not self.known_nodes
+        proposal = await super().propose(turn, known_nodes, budget)
+        await asyncio.sleep(2.5 * VERIFY_S if is_first else 0.0)
+        return proposal
+
+
+@pytest.mark.parametrize("mode", ["overlap", "stream"])
+def test_nodes_that_came_too_late_are_offered_again(mode: RoundMode):
+    """The draft is always right, so its own tree never begins anew: what it does not send again is lost for good."""
+    long_prompt = replace(REQUEST, prompt_ids=REQUEST.prompt_ids * 6)
+    draft = _LateDraft(Diary(), LEVEL_S, perfect_guess)
+    counts = serve(mode, perfect_guess, draft=draft, request=long_prompt).speculative_decoding
+    assert counts.num_accepted_draft_tokens > 50
 
 
 def test_draft_forwards_and_their_time_are_counted_once():

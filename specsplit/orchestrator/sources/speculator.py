@@ -153,9 +153,14 @@ class Speculator:
             self.waits.count_work(timings.device_ms, draft.asked_s, self._loop.time())
         epoch = draft.contract.epoch
         # A late proposal, asked for before the last verdict, hangs on a token that is not the root any more.
-        if proposal.root_position < self.tree.root_position:
+        is_late = proposal.root_position < self.tree.root_position
+        if is_late:
             self._compare(proposal, budget, epoch)
-        return self.tree.take(proposal, budget.max_new_nodes, epoch)
+        num_new = self.tree.take(proposal, budget.max_new_nodes, epoch)
+        # The root was no node of the draft that is known here, so whatever hangs below it there is unknown, too.
+        if is_late and not self.tree.drafted.is_known:
+            draft.forget(proposal)
+        return num_new
 
     def _compare(self, proposal: Proposal, budget: Budget, epoch: int) -> None:
         """Compare a late proposal with the tokens committed since its root, for the statistics."""
