@@ -45,6 +45,8 @@ async def local_workers(
     auto_modes: tuple[RoundMode, ...] = ("pingpong",) if are_on_loop else ("overlap", "pingpong")
     placement = Placement(is_on_loop=are_on_loop, auto_modes=auto_modes, max_requests=models.max_sessions)
     workers = Workers(target, draft, models.tokenizer, placement)
+    # Each request has a slot, but perhaps no memory for its rows: it waits until another one has ended.
+    target.open_queue()
     try:
         for engine in filter(None, (target, draft)):
             engine.reuse_prefixes(prefix_reuse)
@@ -89,6 +91,7 @@ async def _on_own_thread(
     executor = ThreadExecutor(model.role, model.threads)
     try:
         async with aclosing(make(model, executor)) as engine:
+            engine.open_queue()
             engine.reuse_prefixes(prefix_reuse)
             if measures:
                 await engine.measure()

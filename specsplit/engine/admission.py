@@ -157,7 +157,8 @@ class AdmissionQueue:
                 self._report(waiter)
                 waiter.has_news.clear()
                 # A slot that becomes free from here on sets `has_news`, so no wake-up is lost during the attempt.
-                if self._may_try(waiter) and await try_take():
+                # Whoever is sent away during it hears so; the caller gives back what came of it.
+                if self._may_try(waiter) and await try_take() and waiter.error is None:
                     return loop.time() - began_s
                 await self._wait_for_news(waiter, end_s)
         finally:

@@ -188,22 +188,26 @@ class Engine:
         # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
         sentence = "Others wait for a slot of this worker already; try again"
         has_turn = not len(self._admission) or turn.session in self._sessions
-        while True:
-            if has_turn:
-                try:
-                    result, timings = await run()
-                    break
-                except BaseException as error:
-                    if not _frees_place(error):
-                        if waited_s:
-                            await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
-                        raise
-                    sentence = str(error)
-            opening = _opening_of(turn, self._sessions.seniority.preempted_since(turn.session))
-            if not self._admission.has_place_for(opening):
-                raise self._admission.overloaded(sentence)
-            waited_s = await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
-            has_turn = True
+        try:
+            while True:
+                if has_turn:
+                    try:
+                        result, timings = await run()
+                        break
+                    except BaseException as error:
+                        if not _frees_place(error):
+                            raise
+                        sentence = str(error)
+                opening = _opening_of(turn, self._sessions.seniority.preempted_since(turn.session))
+                if not self._admission.has_place_for(opening):
+                    raise self._admission.overloaded(sentence)
+                waited_s = await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
+                has_turn = True
+        except BaseException:
+            # Whoever leaves or is sent away while it gets a slot, or before its first turn, leaves none behind.
+            if turn.session in self._sessions:
+                await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
+            raise
         return result, _waited(timings, waited_s * 1e3)
 
     def _may_wait(self, turn: Turn) -> bool:
@@ -211,11 +215,7 @@ class Engine:
 
     async def _take_slot(self, turn: Turn) -> bool:
         """Try to give the session a slot before its first turn."""
-        try:
-            is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, turn)))
-        except BaseException:
-            await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
-            raise
+        is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, turn)))
         return is_open
 
     async def _do(self, action: Callable[[], object]) -> None:
@@ -262,9 +262,13 @@ def _frees_place(error: BaseException) -> bool:
 
 
 def kept_sessions(sessions: SessionTable, caller: str) -> set[str]:
-    """Return the sessions of a caller that nobody could evict; any thread may ask, of a moment ago."""
+    """Return the sessions of a caller that nobody could evict, and those that were preempted and come back.
+
+    Any thread may ask, of a moment ago.
+    """
     found = {each.key for each in list(sessions.open_sessions) if is_of(caller, sessions.params_of(each.key))}
-    return {key for key in found if not sessions.idle.is_evictable(key)}
+    kept = {key for key in found if not sessions.idle.is_evictable(key)}
+    return kept | sessions.seniority.preempted_of(caller)
 
 
 def memory_of(sessions: SessionTable) -> KVStatistics:

@@ -28,9 +28,10 @@ class Rank:
 
 @record
 class _Preempted:
-    """A session that lost its rows, and how many had ended by then."""
+    """A session that lost its rows, whose it is, and how many had ended by then."""
 
     rank: Rank
+    caller: str
     num_ended: int
     preempted_s: float
 
@@ -56,10 +57,10 @@ class Seniority:
         """Return the rank of an open session."""
         return self._ranks[key]
 
-    def preempt(self, key: str) -> None:
-        """Let a session go that comes back."""
+    def preempt(self, key: str, caller: str = "") -> None:
+        """Let a session of a caller go, which comes back."""
         self.num_preempted += 1
-        self._preempted[key] = _Preempted(self._ranks.pop(key), self._num_ended, self._now())
+        self._preempted[key] = _Preempted(self._ranks.pop(key), caller, self._num_ended, self._now())
 
     def end(self, key: str) -> None:
         """Let an open session go, if there is one; it would come back as a new one."""
@@ -74,6 +75,10 @@ class Seniority:
         """Return when a session was opened that has been preempted since, None for any other; any thread may ask."""
         preempted = self._preempted.get(key)
         return preempted.rank.opened_s if preempted is not None else None
+
+    def preempted_of(self, caller: str) -> set[str]:
+        """Return the sessions of a caller that were preempted and have not come back; any thread may ask."""
+        return {key for key, preempted in list(self._preempted.items()) if preempted.caller == caller}
 
     def may_return(self, key: str) -> bool:
         """Whether a session may be opened: a preempted one only after another one has ended, or if it is alone.

@@ -15,7 +15,7 @@ from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, StaleE
 from specsplit.core.ports import Clock
 from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
-from specsplit.engine.callers import salt
+from specsplit.engine.callers import caller_of, salt
 from specsplit.engine.idle_sessions import IdleSessions, Pins
 from specsplit.engine.prefix_match import Match
 from specsplit.engine.seniority import Seniority
@@ -58,6 +58,11 @@ class WorkerSession:
     @property
     def is_in_use(self) -> bool:
         return self.last_used_s == math.inf
+
+    @property
+    def caller(self) -> str:
+        """Whose part of the worker it takes; empty if nobody says, or it has not begun."""
+        return caller_of(self.sampler.params) if self.sampler is not None else ""
 
     @property
     def salt(self) -> str:
@@ -268,7 +273,7 @@ class SessionTable:
 
     def preempt(self, session: WorkerSession) -> None:
         """Give a session's rows to others; its next turn hears SlotBehind."""
-        self.seniority.preempt(session.key)  # first, so that its end is none that others wait for
+        self.seniority.preempt(session.key, session.caller)  # first, so that its end is none that others wait for
         self._forget(session)
         self.slots.release(session.slot)
 

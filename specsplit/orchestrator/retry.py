@@ -136,6 +136,8 @@ class Retrier:
     ) -> Answer:
         """Do the same after a first attempt that ended with `error`.
 
+        The time for which a target has a caller wait for its tokens does not count as `retry_s`.
+
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`.
         """
@@ -147,6 +149,9 @@ class Retrier:
                 raise error
             self.num_failures += 1
             self._events.degrade("target", reason_of(error))
+            if isinstance(error, Overloaded) and error.limit == "tokens":
+                # A caller's tokens come back with time alone, and the target says when: that is no attempt in vain.
+                end_s = min(end_s + error.retry_after_s, self.deadline_s)
             # The pause never outlives the end, so the last attempt begins in time.
             left_s = end_s - self._loop.time()
             if left_s <= 0:

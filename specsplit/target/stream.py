@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, StaleRound
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
@@ -146,10 +146,11 @@ class TargetStream:
 
     async def _ended(self, *, keeps_slot: bool) -> None:
         await asyncio.wait({self._task})
-        # A later epoch took the session over: its slot is no longer ours to free.
+        # A later epoch took the session over, or it was preempted and comes back: its slot, or its place in the queue,
+        # is not ours to free.
         error = None if self._task.cancelled() else self._task.exception()
-        is_taken_over = isinstance(error, StaleEpoch | StaleRound)
-        await self._leave(keeps_slot or is_taken_over)
+        goes_on = isinstance(error, StaleEpoch | StaleRound | SlotBehind)
+        await self._leave(keeps_slot or goes_on)
 
     @property
     def _is_blocked(self) -> bool:

@@ -10,12 +10,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError
+from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerUnreachable
 from specsplit.core.progress import Progress, listening
+from specsplit.core.types import Proposal, SessionParams
 from specsplit.engine.admission import AGE_S, AdmissionQueue, FreedRate, Opening
+from specsplit.engine.executor import LoopExecutor
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.request import RetryPolicy
 from specsplit.orchestrator.retry import Retrier
+from specsplit.target.engine import TargetEngine
+from tests.support.hash_model import hash_model
+from tests.support.rounds import script
+from tests.support.rpc_servers import wait_until
 from tests.support.virtual_time import VirtualTimeLoop, run_virtual
 
 NUM_SLOTS, NUM_PLACES = 2, 4
@@ -203,6 +209,38 @@ def test_a_later_call_of_a_session_takes_the_place_of_its_first() -> None:
     assert run_virtual(main) == ["first", "second", "again", "other"]
 
 
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "drained"])
+async def test_who_is_sent_away_keeps_no_slot_that_was_on_its_way(is_closed: bool) -> None:
+    """The slot is tried for on the executor, a few turns of the loop later; whatever turn it is in, it comes back."""
+    model, _ = hash_model("target", max_sessions=1, context=48)
+    num_sent_away = 0
+    for num_turns in range(12):
+        target = TargetEngine(model, LoopExecutor())
+        target.open_queue(4)
+        params = SessionParams()
+        await target.verify(script(params, [1, 2], 0, 1, "first"), Proposal(1, 1))
+        waiting = asyncio.create_task(target.verify(script(params, [1, 2], 0, 1, "second"), Proposal(1, 1)))
+        await wait_until(lambda target=target: target.load.num_waiting == 1)
+        await target.close("first")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        is_waiting = target.load.num_waiting == 1
+        if is_closed:
+            await target.close("second")
+        else:
+            target.refuse_waiting(lambda: WorkerUnreachable("The worker is shutting down."))
+        if is_waiting:
+            num_sent_away += 1
+            with pytest.raises((StaleRound, WorkerUnreachable)):
+                await waiting
+        else:
+            await asyncio.gather(waiting, return_exceptions=True)
+            await target.close("second")
+        assert target.statistics().sessions.num_slots_used == 0
+        await target.aclose()
+    assert 0 < num_sent_away < 12, "some turns are before the slot is there, and some after"
+
+
 def test_refused_callers_come_back_as_fast_as_slots_become_free() -> None:
     rate = FreedRate()
     for number in range(9):
@@ -229,6 +267,23 @@ def test_an_orchestrator_comes_back_when_it_was_told_to() -> None:
         return asked_s, retrier.queue_s
 
     assert run_virtual(main) == ([0.0, 7.5, 15.0, 22.5], 22.5)
+
+
+def test_tokens_of_a_caller_are_waited_for_beyond_the_time_for_retries() -> None:
+    """A long prompt may overdraw a caller's tokens by more than that; its text, which was begun, is not given up."""
+
+    async def main() -> list[float]:
+        loop, asked_s = asyncio.get_running_loop(), list[float]()
+
+        async def ask() -> None:
+            asked_s.append(loop.time())
+            if len(asked_s) <= 2:
+                raise Overloaded("This caller may use 10 tokens per second.", 20.0, "tokens")
+
+        await Retrier(None, RetryPolicy(retry_s=5.0), RequestEvents()).ask(ask)
+        return asked_s
+
+    assert run_virtual(main) == [0.0, 20.0, 40.0]
 
 
 def test_progress_keeps_an_attempt_alive_and_reaches_the_listener() -> None:

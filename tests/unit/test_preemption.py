@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,13 +13,18 @@ from typing import Any, get_args
 
 import pytest
 
+from specsplit.assembly.local import local_workers
+from specsplit.assembly.models import Models
+from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import Overloaded, SlotBehind
 from specsplit.core.ports import Verifier
-from specsplit.core.types import Proposal, SamplingParams, SessionParams, Turn, Verdict
+from specsplit.core.sections import OrchestratorSettings
+from specsplit.core.types import Proposal, SamplingParams, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
+from specsplit.engine.caller_limits import CallerLimits
 from specsplit.engine.engine import Engine
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.loader import LoadedModel, load_model
@@ -120,6 +126,23 @@ async def test_texts_are_those_of_requests_alone(mode: Mode, alone: list[tuple[i
         await draft.aclose()
 
 
+async def test_requests_of_one_process_wait_for_memory(alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch):
+    """Each has a slot, but the memory is for fewer; `retry` is for targets that are away, not for those at work."""
+    for module in (engine_session, engine_slots):
+        monkeypatch.setattr(module, "HEADROOM_ROWS", 100)
+    settings = OrchestratorSettings(mode="plain", retry=0)
+
+    async def answer(workers: Workers, one: Request) -> tuple[int, ...]:
+        async with aclosing(workers.stream(replace(one, max_new_tokens=4), settings)) as chunks:
+            results = [chunk.result async for chunk in chunks]
+        assert results[-1] is not None
+        return results[-1].token_ids
+
+    async with local_workers(Models(load("target", is_short=True), None)) as workers:
+        texts = await asyncio.gather(*(answer(workers, one) for one in requests()))
+    assert texts == [text[:4] for text in alone]
+
+
 @pytest.mark.parametrize("ends", ["stages", pytest.param("coordinator", marks=pytest.mark.slow)])
 async def test_a_chain_counts_the_rows_of_its_stages(ends: Any, alone: list[tuple[int, ...]]):
     parts = Shards.load(folder("llama"), 3, (1,), ends, max_sessions=NUM_REQUESTS, context=CONTEXT)
@@ -148,9 +171,9 @@ async def crowded(row_limit: int) -> AsyncIterator[TargetEngine]:
 class Client:
     """One session, which verifies a token at a time as plain decoding does."""
 
-    def __init__(self, target: TargetEngine, key: str, length: int, priority: int = 5) -> None:
+    def __init__(self, target: TargetEngine, key: str, length: int, priority: int = 5, epoch: int = 1) -> None:
         self.ids, self.key, self._target = [1 + len(key)] * length, key, target
-        self._round, self._held, self._epoch = 0, 0, 1
+        self._round, self._held, self._epoch = 0, 0, epoch
         self._params = SessionParams(priority=priority)
 
     async def step(self, *, max_wait_s: float | None = None) -> Verdict:
@@ -239,6 +262,53 @@ async def test_the_less_urgent_goes_first():
         await usual.step()
         for client in (background, urgent, usual):
             await client.close()
+
+
+async def test_a_stream_that_was_preempted_keeps_its_place():
+    """Whoever closes a stream that lost its rows comes back, and goes before those who came later."""
+    async with crowded(64) as target:
+        old, young, late = Client(target, "s", 6), Client(target, "tt", 20), Client(target, "late", 24)
+        await old.step()
+        opening = script(SessionParams(), young.ids, 0, 1, young.key)
+        stream = target.open_stream(opening, StreamLimits(1, 1, max_unacknowledged=1))
+        commit = await stream.next_commit()
+        assert commit is not None
+        await old.steps(30)
+        stream.propose(Proposal(1, commit.length), is_more_coming=False)
+        with pytest.raises(SlotBehind):
+            await stream.next_commit()
+        arrived = asyncio.create_task(late.step())
+        await wait_until(lambda: target.load.num_waiting == 1)
+        await stream.close()
+        again = Client(target, young.key, 20, epoch=2)
+        back = asyncio.create_task(again.step())
+        await wait_until(lambda: target.load.num_waiting == 2)
+        await old.close()
+        done, _ = await asyncio.wait({arrived, back}, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {back}, "there is memory for one of them"
+        await again.close()
+        await arrived
+        await late.close()
+
+
+async def test_a_preempted_session_still_counts_as_one_of_its_callers():
+    async with crowded(64) as target:
+        target.quotas.limit(CallerLimits(sessions=2))
+        old, young, more = (Client(target, "c" * number, length) for number, length in ((1, 6), (2, 20), (3, 4)))
+        for client in (old, young):
+            await client.step()
+        await old.steps(30)
+        with pytest.raises(SlotBehind):
+            await young.step()
+        first, again = (script(SessionParams(), client.ids, 0, 1, client.key) for client in (more, young))
+        with pytest.raises(Overloaded, match="2 sessions"), target.quotas.using(first):
+            pass
+        with target.quotas.using(again):
+            pass
+        for client in (old, young):
+            await client.close()
+        with target.quotas.using(first):
+            pass
 
 
 async def test_warm_rows_go_before_any_session():
