@@ -14,7 +14,7 @@ from tests.support.processes import ROOT, WorkerProcess
 _DRAIN = ("--drain", "60")
 _WORKER = ("--sessions", "8", "--threads", "1", "--dtype", "fp32", *_DRAIN)
 _STAGE = ("--sessions", "8", "--dtype", "fp32", *_DRAIN)
-_STAGES = {"stage a": "0:5", "stage b": "5:10", "spare a": "0:5", "spare b": "5:10"}
+_STAGES = {"stage a": "0:6", "stage b": "6:12", "spare a": "0:6", "spare b": "6:12"}
 _RETRY_S = "120"
 """Gateways over a single target wait for its restart."""
 

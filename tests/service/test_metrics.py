@@ -62,7 +62,7 @@ async def statistics(worker: WorkerProcess) -> WorkerStatistics:
 
 
 def test_every_role_counts_for_prometheus_what_top_reads(tmp_path: Path, capfd: Capture) -> None:
-    stage = stage_process(tmp_path, "0:10", *METRICS)
+    stage = stage_process(tmp_path, "0:12", *METRICS)
     target = WorkerProcess("target", tmp_path, "--stages", stage.address, *METRICS, "--metrics-compat", "vllm")
     draft = WorkerProcess("draft", tmp_path, "--threads", "1", *METRICS)
     workers = (target, draft, stage)

@@ -87,7 +87,7 @@ def test_a_chain_of_two_stages_gives_the_text_of_plain_decoding_over_mtls(certs:
     code, out, err = run("orchestrate", *ASKED, "--mode", "plain")
     assert code == 0, err
     plain = json.loads(out)
-    stages = [("stage", "--layers", layers, "--context", "256") for layers in ("0:4", "4:10")]
+    stages = [("stage", "--layers", layers, "--context", "256") for layers in ("0:4", "4:12")]
     with started(tmp_path, certs, *stages) as (first, second):
         chain = f"{first.address},{second.address}"
         with started(tmp_path, certs, ("target", "--stages", chain, "--context", "256")) as (target,):

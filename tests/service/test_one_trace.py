@@ -75,7 +75,7 @@ async def running_chain(folder: Path) -> AsyncGenerator[Chain]:
     (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
     ends = ("--ends", "coordinator", *JSON_LOG, *METRICS)
     async with AsyncExitStack() as stack:
-        stages = [stage_process(folder, layers, *ends) for layers in ("0:5", "5:10")]
+        stages = [stage_process(folder, layers, *ends) for layers in ("0:6", "6:12")]
         draft = WorkerProcess("draft", folder, "--threads", "1", *JSON_LOG, *METRICS)
         for worker in (draft, *stages):
             stack.callback(worker.close)

@@ -33,13 +33,13 @@ def _check(capfd: Capture, addresses: list[str], *arguments: str) -> tuple[int, 
 
 @pytest.mark.parametrize("ends", ["stages", "coordinator"])
 def test_a_chain_is_equal_to_one_process_at_every_boundary(ends: str, capfd: Capture):
-    with served_stages(*(_stage(layers, ends=ends) for layers in ("0:1", "1:4", "4:10"))) as addresses:
+    with served_stages(*(_stage(layers, ends=ends) for layers in ("0:1", "1:4", "4:12"))) as addresses:
         code, report, err = _check(capfd, addresses, "--ends", ends)
         assert (code, err, report["ok"]) == (0, "", True)
         found = report["stages"]
         assert isinstance(found, list)
         assert [(stage["stage"], stage["address"], stage["layers"]) for stage in found] == [
-            (0, addresses[0], "0:1"), (1, addresses[1], "1:4"), (2, addresses[2], "4:10")
+            (0, addresses[0], "0:1"), (1, addresses[1], "1:4"), (2, addresses[2], "4:12")
         ]  # fmt: skip
         assert all(stage["max_deviation"] <= 1e-5 and stage["time_ms"] > 0 for stage in found)
         assert [stage["num_other_picks"] for stage in found] == [None, None, 0]
@@ -48,23 +48,23 @@ def test_a_chain_is_equal_to_one_process_at_every_boundary(ends: str, capfd: Cap
 def test_the_first_stage_that_differs_is_named_at_an_equal_hash(tmp_path: Path, capfd: Capture):
     other = str(altered_model(tmp_path / "other", ALTERED, 0.25))  # where no hash looks
     same = str(EMBEDDED_TARGET)
-    with served_stages(_stage("0:2"), _stage("2:5", other), _stage("5:10")) as addresses:
+    with served_stages(_stage("0:2"), _stage("2:5", other), _stage("5:12")) as addresses:
         assert main(["stage-check", "--stages", ",".join(addresses), "--context", "256", "--model", same]) == 1
         out, err = capfd.readouterr()
     assert err.startswith(f"Stage 1 at {addresses[1]} (layers 2:5) is the first that differs from the model in one ")
     table = [line.split() for line in out.splitlines()]
     assert table[0][:3] == ["stage", "address", "layers"]
     assert [(row[1], row[2], row[-1]) for row in table[1:]] == [
-        (addresses[0], "0:2", "equal"), (addresses[1], "2:5", "differs"), (addresses[2], "5:10", "differs")
+        (addresses[0], "0:2", "equal"), (addresses[1], "2:5", "differs"), (addresses[2], "5:12", "differs")
     ]  # fmt: skip
 
 
 def test_weights_of_another_hash_are_refused_before_any_packet(tmp_path: Path, capfd: Capture):
     other = str(altered_model(tmp_path / "other", ALTERED, 0.0))
-    with served_stages(_stage("0:2"), _stage("2:10", other)) as addresses:
+    with served_stages(_stage("0:2"), _stage("2:12", other)) as addresses:
         code, report, err = _check(capfd, addresses)
     assert (code, report) == (1, {})
-    assert err.startswith(f"Error: The stage at {addresses[1]} has other weights for layers 2:10 ")
+    assert err.startswith(f"Error: The stage at {addresses[1]} has other weights for layers 2:12 ")
 
 
 def test_a_stage_that_is_not_there_is_one_sentence(capfd: Capture):
@@ -94,6 +94,6 @@ async def test_a_local_stage_that_dies_is_started_again_at_its_address():
 @pytest.mark.slow
 async def test_a_local_stage_that_cannot_start_says_why_in_its_own_words():
     with pytest.raises(WorkerFailed) as caught:
-        async with local_stages(["5:13"], ("--model", "embedded")):
+        async with local_stages(["5:15"], ("--model", "embedded")):
             pass
-    assert str(caught.value).startswith("Stage 0 (layers 5:13) ended before it served: embedded has 10 layers")
+    assert str(caught.value).startswith("Stage 0 (layers 5:15) ended before it served: embedded has 12 layers")

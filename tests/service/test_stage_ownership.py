@@ -127,7 +127,7 @@ async def taken(peer: StagePeer, chain: ChainId) -> Duplex:
 async def test_a_target_is_not_live_while_others_have_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "TAKEN_S", 0.5)
     monkeypatch.setattr(serve, "LOOK_S", 0.05)
-    sections = [StageSettings(model="embedded", layers=layers, context=256, threads=1) for layers in ("0:5", "5:10")]
+    sections = [StageSettings(model="embedded", layers=layers, context=256, threads=1) for layers in ("0:6", "6:12")]
     with served_stages(*sections) as at:
         door = Door(int(at[1].rpartition(":")[2]))
         async with door.running(), stranger(at[1]) as peer:

@@ -42,8 +42,8 @@ class Cut:
 
     def __init__(self, folder: Path, *, has_spare: bool = False, ends: str = "stages") -> None:
         own = ("--ends", ends)
-        self.stages = [stage_process(folder, layers, *own) for layers in ("0:4", "4:10")]
-        self.spare = stage_process(folder, "4:10", *own) if has_spare else None
+        self.stages = [stage_process(folder, layers, *own) for layers in ("0:4", "4:12")]
+        self.spare = stage_process(folder, "4:12", *own) if has_spare else None
         addresses = ",".join(stage.address for stage in self.stages)
         spares = () if self.spare is None else ("--spares", self.spare.address)
         self.target = WorkerProcess("target", folder, "--stages", addresses, *spares, *own)
@@ -71,7 +71,7 @@ class Near:
 
 @pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Near]:
-    settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:10")]
+    settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:12")]
     with served_stages(*settings) as addresses:
         started = Near(tmp_path_factory.mktemp("near"), addresses)
         yield started
@@ -133,10 +133,10 @@ def test_stages_that_do_not_fit_are_refused_with_the_reason(near: Near, tmp_path
     for arguments, reason in (
         (
             ("--stages", f"{last},{first}"),
-            f"The first stage, at {last}, has layers 4:10 and does not begin with layer 0",
+            f"The first stage, at {last}, has layers 4:12 and does not begin with layer 0",
         ),
-        (("--stages", first), f"Layers 4:10 are missing behind the last stage, at {first} (layers 0:4)."),
-        (("--stages", last), f"The first stage, at {last}, has layers 4:10 and does not begin with layer 0"),
+        (("--stages", first), f"Layers 4:12 are missing behind the last stage, at {first} (layers 0:4)."),
+        (("--stages", last), f"The first stage, at {last}, has layers 4:12 and does not begin with layer 0"),
         (("--stages", f"{first},{last}", "--model", other), f"The stage at {first} has other weights for layers 0:4"),
         (("--stages", f"{first},{last}", "--dtype", "fp16"), f"computes in {DTYPE}, not in fp16"),
         (("--stages", f"{first},{last}", "--dtype", "int8"), f"computes in {DTYPE}, not in int8; give both the same"),
@@ -313,7 +313,7 @@ def test_with_ends_at_the_coordinator_the_text_is_the_same(
 
 @pytest.mark.slow
 async def test_a_target_waits_for_a_stage_that_comes_later_and_says_so_once(tmp_path: Path):
-    stages = [stage_process(tmp_path, layers) for layers in ("0:3", "3:10")]
+    stages = [stage_process(tmp_path, layers) for layers in ("0:3", "3:12")]
     addresses = ",".join([stage.address for stage in stages])
     stages[1].kill()
     target = WorkerProcess("target", tmp_path, "--stages", addresses)

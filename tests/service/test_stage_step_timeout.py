@@ -35,7 +35,7 @@ def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
     monkeypatch.setattr(StageEngine, "forward", forward_or_hang)
     # A stage that hangs on its loop answers no ping, like a process that is stopped; this is about one that does.
     monkeypatch.setattr(StageEngine, "forward_now", lambda stage, packet: None)
-    settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:10", "4:10")]
+    settings = [StageSettings(layers=layers, threads=1) for layers in ("0:4", "4:12", "4:12")]
     with served_stages(*settings) as (first, second, spare):
         where = ("--stages", f"{first},{second}", "--spares", spare)
         target = WorkerProcess("target", tmp_path, *where, "--step-timeout", str(STEP_TIMEOUT_S))

@@ -27,7 +27,7 @@ from tests.support.rounds import plain_text
 from tests.support.stage_processes import EMBEDDED_TARGET, close_all, stage_process
 
 pytestmark = pytest.mark.slow
-LAYERS = ("0:4", "4:10")
+LAYERS = ("0:4", "4:12")
 PROMPT = torch.randint(3, 4000, (40,), generator=torch.Generator().manual_seed(40)).tolist()
 PARAMS = SessionParams(SamplingParams(temperature=0.7), seed=3, prompt_length=40, max_tokens=64)
 TEXT_LENGTH = 6

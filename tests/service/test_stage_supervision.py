@@ -67,8 +67,8 @@ async def test_a_stopped_local_stage_is_killed_and_its_sessions_go_on(tmp_path: 
         assert is_gone(stopped)
         assert local_pids(target)[1] != stopped
         told = target.stderr
-        assert re.search(r"Stage 1 \(layers 5:10\) is ended, since it hangs: it does not answer\.$", told, re.MULTILINE)
-        assert "Stage 1 (layers 5:10) ended (signal 9); starting it again in 0.2 s" in told
+        assert re.search(r"Stage 1 \(layers 6:12\) is ended, since it hangs: it does not answer\.$", told, re.MULTILINE)
+        assert "Stage 1 (layers 6:12) ended (signal 9); starting it again in 0.2 s" in told
         assert "Stage 0 (layers 0:5) is ended" not in told
         await eventually(lambda: ("behind", run.lengths[10]) in sent_again(target))
         assert [tokens for reason, tokens in sent_again(target) if reason == "behind"] == [run.lengths[10]]

@@ -117,7 +117,7 @@ async def test_an_older_release_is_told_from_another_role(capsys: Capture) -> No
 
 
 def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stage = stage_process(tmp_path, "0:10")
+    stage = stage_process(tmp_path, "0:12")
     target = WorkerProcess("target", tmp_path, "--stages", stage.address)
     draft = WorkerProcess("draft", tmp_path, "--threads", "1")
     addresses = ["--target", target.address, "--draft", draft.address, "--stage", stage.address]
@@ -133,7 +133,7 @@ def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.
     assert [rows[role]["state"] for role in ("target", "draft", "stage")] == ["ok"] * 3
     assert rows["target"]["num_slots"] == 4
     assert rows["target"]["num_slots_warm"] == 1
-    assert rows["stage"]["layers"] == "0:10"
+    assert rows["stage"]["layers"] == "0:12"
     assert rows["stage"]["num_sessions"] == 1, "the warm slot's rows"
     assert len(text) > 0
     assert all(address in table for address in addresses[1::2])

@@ -109,18 +109,18 @@ def test_a_stage_without_layers_is_told_how_to_name_them(capsys: pytest.CaptureF
     assert "name them with --layers A:B" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layers", ["4:13", "10:11"])
+@pytest.mark.parametrize("layers", ["4:15", "12:13"])
 def test_layers_that_the_model_lacks_are_refused(layers: str, capsys: pytest.CaptureFixture[str]):
     assert main(["stage", "--layers", layers]) == 2
     err = capsys.readouterr().err
     assert err == (
-        f"Error: embedded has 10 layers, 0 to 9, so there are no layers {layers}; the last range ends with 10.\n"
+        f"Error: embedded has 12 layers, 0 to 11, so there are no layers {layers}; the last range ends with 12.\n"
     )
 
 
 def test_more_local_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]):
-    assert main(["target", "--local-stages", "11"]) == 2
-    assert capsys.readouterr().err == ("Error: 11 stages are too many for 10 layers: every stage holds at least one.\n")
+    assert main(["target", "--local-stages", "13"]) == 2
+    assert capsys.readouterr().err == ("Error: 13 stages are too many for 12 layers: every stage holds at least one.\n")
 
 
 def test_a_stage_check_needs_stages(capsys: pytest.CaptureFixture[str]):

@@ -39,7 +39,7 @@ from specsplit.core.settings import override
 TARGET = str(Path(specsplit.model.__file__).parent / "embedded" / "target")
 """The embedded target by its folder: so it can be a draft, and has none unless one is named."""
 DRAFTS = {EMBEDDED_DRAFT: EMBEDDED, TARGET_AS_DRAFT: TARGET, NO_DRAFT: None}
-_STAGES = {"stage 0": "0:5", "stage 1": "5:10"}
+_STAGES = {"stage 0": "0:6", "stage 1": "6:12"}
 _SESSIONS = "16"
 """Sessions whose link was cut keep their slots until they expire."""
 _RETRY_S, _SETTLING_S = 300.0, 60.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from benchmarks.research.tests.toy_sources import module
-from benchmarks.research.train_pair import begin, corpus, model, sittings, stages, tokenizer
+from benchmarks.research.train_pair import begin, corpus, mean, model, sittings, stages, tokenizer
 from benchmarks.research.train_pair.begin import Beginning
 from benchmarks.research.train_pair.card import recipe_section
 from benchmarks.research.train_pair.commands import EMBEDDED
@@ -185,6 +185,21 @@ def test_a_pair_goes_on_from_where_it_was_shipped(run: stages.Run, pair: Path, t
     done = sittings.of(again.space.record())
     assert [len(done[name]) for name in ("target", "draft")] == [1, 2]
     assert "| tokens seen |" in recipe_section(again.space.record())
+
+
+def test_a_sitting_settles_once_between_its_beginning_and_its_end(run: stages.Run, pair: Path):
+    begin.begin(run, pair, Beginning())
+    with pytest.raises(InvalidSettings, match="run the stage `target` first"):
+        mean.settle(run, {"target": 0.75})
+    stages.train_target(run, 0.005)
+    begun, ended = model.load(run.space.started_target), model.load(run.space.target)
+    mean.settle(run, {"target": 0.75})
+    for name, settled in model.load(run.space.target).named_parameters():
+        wanted = 0.25 * begun.get_parameter(name) + 0.75 * ended.get_parameter(name)
+        torch.testing.assert_close(settled, wanted, atol=0, rtol=2**-8)  # kept in bf16
+    assert run.space.record()["target"]["share"] == 0.75
+    with pytest.raises(InvalidSettings, match="settled already, at 0.75"):
+        mean.settle(run, {"target": 0.5})
 
 
 def test_the_pair_in_the_package_tells_of_its_sittings():

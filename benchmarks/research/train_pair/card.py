@@ -99,6 +99,7 @@ def recipe_section(record: dict[str, Any]) -> str:
             _each(all_of, lambda one: f"{one['device']}, {one['dtype']}, {one['threads']}") for all_of in both
         ),
         "seed": (_each(all_of, lambda one: str(one["seed"])) for all_of in both),
+        "share of its end in the weights": (_each(all_of, lambda one: f"{one.get('share', 1):g}") for all_of in both),
         "commit": (_each(all_of, lambda one: one["commit"]) for all_of in both),
     }
     lines += [f"| {name} | " + " | ".join(map(str, values)) + " |" for name, values in rows.items()]

@@ -170,6 +170,18 @@ def distill(
 
 
 @app.command()
+def settle(
+    work: Work,
+    target_share: Annotated[float, typer.Option(min=0, max=1, help="Of the target's weights as the sitting ended.")],
+    draft_share: Annotated[float, typer.Option(min=0, max=1, help="The same of the draft's.")],
+) -> None:
+    """After a sitting that went on from a pair: keep weights between those at its beginning and at its end."""
+    from benchmarks.research.train_pair import mean
+
+    mean.settle(_run(work), {"target": target_share, "draft": draft_share})
+
+
+@app.command()
 def evaluate(work: Work, device: Device = "auto", threads: Threads = CORES) -> None:
     """Measure the pair, hold it against the bars, and write the model card."""
     from benchmarks.research.train_pair import judge

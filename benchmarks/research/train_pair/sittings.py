@@ -33,6 +33,7 @@ def _own(record: dict[str, Any], name: str) -> dict[str, Any]:
     sitting = {part: facts[part] for part in ("parameters", "shape", "device", "dtype", "threads", "seed")}
     sitting |= {"tokens": state["tokens"], "steps": state["step"], "minutes": round(state["elapsed_s"] / 60, 1)}
     sitting |= {"commit": origin["commit"][:12], "machine": origin["machine"], "versions": origin["versions"]}
+    sitting |= {"share": facts["share"]} if "share" in facts else {}
     measured = record.get("evaluation", {})
     sitting |= {"nats_per_byte": measured.get(name), "corpus": measured.get("corpus")}
     return sitting | ({"texts": record["continuations"]["rows"]} if name == "draft" else {})

@@ -75,7 +75,7 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path, context: int) -> N
         chat_template=_CHAT_TEMPLATE,
         model_max_length=context,
     )
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(folder, save_jinja_files=False)  # the template in the file that every loader reads
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], batch: int = 1000) -> Iterator[list[int]]:
