@@ -17,7 +17,7 @@ def settle(run: Run, shares: dict[str, float]) -> None:
         InvalidSettings: a model did not go on from another one, is not trained yet, or has been settled before.
     """
     space, record = run.space, run.space.record()
-    for name, share in shares.items():
+    for name in shares:
         begun, folder = space.root / "start" / name, space.pair / name
         space.require(begun / "model.safetensors", "grow")
         space.require(folder / "model.safetensors", name)
