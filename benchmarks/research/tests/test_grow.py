@@ -198,7 +198,7 @@ def test_a_sitting_settles_once_between_its_beginning_and_its_end(run: stages.Ru
         wanted = 0.25 * begun.get_parameter(name) + 0.75 * ended.get_parameter(name)
         torch.testing.assert_close(settled, wanted, atol=0, rtol=2**-8)  # kept in bf16
     assert run.space.record()["target"]["share"] == 0.75
-    with pytest.raises(InvalidSettings, match="settled already, at 0.75"):
+    with pytest.raises(InvalidSettings, match=r"settled already, at 0\.75"):
         mean.settle(run, {"target": 0.5})
 
 
