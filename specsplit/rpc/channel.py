@@ -161,8 +161,12 @@ class Duplex:
     async def _send(self, data: bytes) -> None:
         # If the peer ends the call meanwhile, grpc.aio's own `write` replaces its status by INTERNAL: a refusal would
         # look like a fault, and be tried again. What lies beneath leaves the status alone.
+        beneath = getattr(self._call, "_cython_call", None)
+        if beneath is None:  # another grpcio than those we know
+            await self._call.write(data)
+            return
         await self._call.wait_for_connection()
-        await self._call._cython_call.send_serialized_message(data)
+        await beneath.send_serialized_message(data)
 
     async def _raise_end(self, failure: Exception) -> NoReturn:
         """Raise the error that the call has ended with; its status comes with the messages before it, if any."""
