@@ -151,7 +151,7 @@ class Duplex:
             await self._send(data)
         except grpc.aio.AioRpcError as failure:
             raise self._channel.error(failure) from failure
-        except grpc.aio.InternalError as failure:
+        except (grpc.aio.InternalError, asyncio.InvalidStateError) as failure:
             await self._raise_end(failure)
         except asyncio.CancelledError:
             self._raise_if_lost()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.research.train_pair import model, tokenizer
+from benchmarks.research.train_pair import model, stages
 from benchmarks.research.train_pair.stages import Run
 from specsplit.core.errors import InvalidSettings
 
@@ -26,8 +26,7 @@ def settle(run: Run, shares: dict[str, float]) -> None:
     for name, share in shares.items():
         folder = space.pair / name
         mean = between(model.load(space.root / "start" / name), model.load(folder), share)
-        model.save(mean, folder)
-        tokenizer.save_for_transformers(tokenizer.load(space.tokenizer), folder, model.CONTEXT)
+        stages.save(run, mean, folder)
         space.note(**{name: {**space.record()[name], "share": share}})
         run.tell(f"the {name} is {share:g} of what the sitting came to, and the rest of what it began with")
 

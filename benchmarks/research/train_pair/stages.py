@@ -122,7 +122,7 @@ def train_target(run: Run, minutes: float) -> None:
     task = TargetTask(trained, forward, losses, stream, recipe.target_batches, recipe.seed)
     rates = recipe.target_rates if is_new else recipe.continued_rates
     _run_loop(run, "target", task, Optimizers(trained, rates, machine.dtype), minutes)
-    _save(run, trained, space.target)
+    save(run, trained, space.target)
     space.note(target=_facts(run, "target", trained, minutes))
 
 
@@ -165,7 +165,7 @@ def distill_draft(run: Run, minutes: float) -> None:
     )
     rates = recipe.draft_rates if is_new else recipe.continued_rates
     _run_loop(run, "draft", task, Optimizers(draft, rates, machine.dtype), minutes)
-    _save(run, draft, space.draft)
+    save(run, draft, space.draft)
     space.note(draft=_facts(run, "draft", draft, minutes))
 
 
@@ -175,7 +175,8 @@ def _run_loop(run: Run, name: str, task: TargetTask | DraftTask, optimizers: Opt
     run.space.note(**{f"{name}_state": asdict(state)})
 
 
-def _save(run: Run, trained: LlamaForCausalLM, folder: Path) -> None:
+def save(run: Run, trained: LlamaForCausalLM, folder: Path) -> None:
+    """Write a model as an ordinary checkpoint, its tokenizer beside it."""
     model.save(trained, folder)
     tokenizer.save_for_transformers(tokenizer.load(run.space.tokenizer), folder, model.CONTEXT)
 
