@@ -202,7 +202,8 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
 
 
 def test_a_trace_tells_what_each_round_drafted(gateway: GatewayProcess) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True, "speculative": {"trace": True}}
+    drafting = {"trace": True, "mode": "pingpong"}  # its trees branch, so some of their nodes are rejected
+    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True, "speculative": drafting}
     events = _events(httpx.post(f"{gateway.url}/v1/completions", json=asked).text)
     traces = [event["choices"][0]["speculative"] for event in events]
     tokens = [token for trace in traces for token in trace["tokens"]]
