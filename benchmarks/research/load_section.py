@@ -17,7 +17,7 @@ _WAITS = ("load", "ttft ms", "itl ms", "e2e ms", "refused", "refused in ms")
 def of_load(record: Record, path: Path, name: str) -> Section:
     """Return the section of a line of `load`: rates, goodput and waits of every system under every load."""
     settings, limits = record["settings"], record["settings"]["limits"]
-    section = Section(f"{path.name}: load")
+    section = Section(f"{path.name}: {_title(record)}")
     if not record["is_complete"]:
         section.warn("Not whole: it was interrupted.")
     warn(section, record, record)
@@ -46,6 +46,16 @@ def of_load(record: Record, path: Path, name: str) -> Section:
         section.add([_plot(name, temperature, [each for each in points if each["temperature"] == temperature])])
     section.origin(record)
     return section
+
+
+def _title(record: Record) -> str:
+    """Return what tells the line from the others of its file: systems, loads, and the minute in which it began."""
+    settings = record["settings"]
+    clients = [str(each) for each in dict.fromkeys(point["clients"] for point in record["points"]) if each]
+    loads = f"{', '.join(clients)} client{'s' if clients != ['1'] else ''}"
+    loads += " and an open loop" if any(point["clients"] is None for point in record["points"]) else ""
+    began = record["provenance"]["time"][:16].replace("T", " ")
+    return f"{', '.join(settings['systems'])} under {loads}, T {shown(settings['temperatures'])}, {began}"
 
 
 def load_name(point: Record) -> str:

@@ -66,7 +66,8 @@ def of_stage_sessions(record: Record, path: Path, name: str) -> Section:
     settings = record["settings"]
     decoding = f"Lookup of {settings['nodes']} nodes" if settings["nodes"] else "Plain decoding"
     ways = list(next(iter(record["tokens_per_s"].values())))
-    section = Section(f"{path.name}: {settings['sessions']} sessions on {settings['stages']} stages")
+    place = f"{settings['sessions']} sessions on {settings['stages']} stages"
+    section = Section(f"{path.name}: {place}, {decoding[0].lower()}{decoding[1:]}")
     section.text(
         f"{decoding}, {settings['tokens']} tokens a session, {settings['rounds']} alternating rounds; steps one after "
         "the other, or one under way per stage; tokens per second of all sessions together."
