@@ -56,6 +56,10 @@ SILENCE_S = 5.0
 """A client that acknowledges nothing for so long loses its slot as soon as somebody waits for one."""
 MAX_WAIT_S = 300.0
 """Longest wait of one call for a slot; whoever waits longer has to come again."""
+MIN_RETRY_S = 0.05
+"""Shortest pause before whoever was refused asks again, whatever the refusal says."""
+MAX_REFUSED_S = 3600.0
+"""Longest time for which a request without a deadline, or a stream of LMTP, comes back to whoever refuses it."""
 MAX_WAITING_SCORES = 64
 """Scores of one caller that may wait; one more is refused."""
 
@@ -95,6 +99,8 @@ MAX_HEAD_BYTES = 32 << 10
 HEADERS_S = 10.0
 """A connection without a whole request head for so long is closed; one that was never used, too."""
 KEEP_ALIVE_S = 60
+SEND_S = 60.0
+"""A client of HTTP that takes nothing of its answer for so long is cut off."""
 MAX_CHOICES = 128
 """Answers to one request: its prompts times `n`."""
 MAX_STOPS = 16

@@ -276,8 +276,8 @@ async def _follow(
         async with aclosing(orchestrator.stream(request)) as chunks:
             try:
                 async for chunk in chunks:
-                    line.clear()
+                    line.end()
                     transcript.add(chunk)
                     show(chunk)
             finally:
-                line.clear()
+                line.end()

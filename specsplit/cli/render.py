@@ -111,11 +111,11 @@ class ProgressLine:
             self._write(progress_sentence(progress))
             self._is_shown = True
 
-    def clear(self) -> None:
-        """Take the line away."""
+    def end(self) -> None:
+        """Take the line away for good: where the answer is shown, it would be written over."""
         if self._is_shown:
             self._write("")
-            self._is_shown = False
+        self._can_show = self._is_shown = False
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")
@@ -126,6 +126,8 @@ def progress_sentence(progress: Progress) -> str:
     """Return the words for what a request waits for."""
     if progress.position:
         return f"waiting: position {progress.position} of {progress.queued}"
+    if progress.retry_after_s:
+        return f"refused: asking again in {progress.retry_after_s:.2g} s"
     return f"prompt: {progress.done} of {progress.total} tokens"
 
 

@@ -35,7 +35,7 @@ SpecSplitError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from specsplit.limits import MIN_RETRY_S
 
 
 class SpecSplitError(Exception):
@@ -103,11 +103,11 @@ class NoFreeSlot(ResourceError):
 
 
 class Overloaded(NoFreeSlot):
-    """No place to wait is left, or the caller has reached a `limit` of its own; `retry_after_s` later there is one."""
+    """No place to wait is left, or the caller has reached a `limit` of its own; ask again `retry_after_s` later."""
 
     def __init__(self, message: str, retry_after_s: float, limit: str = "") -> None:
         super().__init__(message)
-        self.retry_after_s, self.limit = retry_after_s, limit
+        self.retry_after_s, self.limit = max(MIN_RETRY_S, retry_after_s), limit
 
 
 class WorkerClosed(ResourceError):
@@ -185,7 +185,7 @@ class InvalidPacket(LinkError):
 class StageBehind(SessionError):
     """A stage's slots hold only `have` rows (by slot) of those that a packet builds on; nothing was computed."""
 
-    def __init__(self, have: Mapping[int, int]) -> None:
+    def __init__(self, have: dict[int, int]) -> None:
         held = ", ".join(f"{rows} of slot {slot}" for slot, rows in have.items())
         super().__init__(f"a stage holds too few rows: {held}")
         self.have = dict(have)

@@ -26,8 +26,7 @@ class Computing(Protocol):
 def joint_exactness(parts: Iterable[Computing]) -> Exactness:
     """Return the exactness of what all of `parts` computed together: "bits" if all say so, with the same numerics."""
     parts = list(parts)
-    have_bits = all(part.exactness == "bits" for part in parts)
-    return "bits" if have_bits and joint_numerics(parts) else "near ties"
+    return "bits" if joint_numerics(parts) and all(part.exactness == "bits" for part in parts) else "near ties"
 
 
 def joint_numerics(parts: Iterable[Computing]) -> str:

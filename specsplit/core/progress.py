@@ -1,4 +1,4 @@
-"""Progress of a request before its first token: its place in a worker's queue, and how far its prefill is.
+"""Reports of what a request waits for: its place in a queue, how far its prefill is, or when it is asked again.
 
 The listener travels with the context of the caller, like a trace: whoever makes progress reports it to the current
 listener, be it in process or at the end of a stream.
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Either the place in a queue (`position` from 1, of `queued`), or a prefill: `done` of `total` tokens."""
+    """The place in a queue (`position` from 1, of `queued`), a refusal to wait out, or `done` of `total` tokens."""
 
     queued: int = 0
     position: int = 0
     done: int = 0
     total: int = 0
+    retry_after_s: float = 0.0
 
 
 Listener = Callable[[Progress], None]

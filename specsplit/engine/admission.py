@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerClosed
 from specsplit.core.progress import Listener, Progress, current_listener
 from specsplit.core.record import record
-from specsplit.limits import MAX_WAIT_S
+from specsplit.limits import MAX_WAIT_S, MIN_RETRY_S
 from specsplit.telemetry.session_log import log_session
 
 AGE_S = 10.0
@@ -28,7 +28,7 @@ _REPORT_S = 5.0
 """Longest time without a report to somebody who waits, who could not tell silence from a dead worker."""
 _RATE_S, _RATE_SLOTS = 60.0, 32
 """How far back, in seconds and in slots, the rate is measured at which slots become free."""
-_LEAST_RETRY_S, _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.05, 0.5, 30.0
+_DEFAULT_RETRY_S, _MOST_RETRY_S = 0.5, 30.0
 
 
 @record
@@ -97,7 +97,7 @@ class FreedRate:
         if len(self._freed_s) > 1:
             per_slot_s = (now_s - self._freed_s[0]) / len(self._freed_s)
         self._promised_s = min(max(now_s, self._promised_s) + per_slot_s, now_s + _MOST_RETRY_S)
-        return max(_LEAST_RETRY_S, self._promised_s - now_s)
+        return max(MIN_RETRY_S, self._promised_s - now_s)
 
 
 class AdmissionQueue:

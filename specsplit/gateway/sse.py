@@ -156,4 +156,6 @@ def _sentence(progress: Progress | None) -> str:
         return "working"
     if progress.position:
         return f"waiting: position {progress.position} of {progress.queued}"
+    if progress.retry_after_s:
+        return f"refused: asking again in {progress.retry_after_s:.2g} s"
     return f"prompt: {progress.done} of {progress.total} tokens"

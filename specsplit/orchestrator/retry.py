@@ -21,6 +21,7 @@ from specsplit.core.errors import (
     WorkerUnreachable,
 )
 from specsplit.core.progress import Listener, Progress, current_listener, listening
+from specsplit.limits import MAX_REFUSED_S
 from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
@@ -136,13 +137,14 @@ class Retrier:
     ) -> Answer:
         """Do the same after a first attempt that ended with `error`.
 
-        The time for which a target has a caller wait for its tokens does not count as `retry_s`.
+        The time for which a target has a caller wait for its tokens does not count as `retry_s`, up to MAX_REFUSED_S.
 
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`.
         """
         again, began_s = partial(send, *arguments), self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
+        most_s = min(self.deadline_s, max(end_s, began_s + MAX_REFUSED_S))
         pause_s = _FIRST_PAUSE_S
         while True:
             if isinstance(error, Overloaded) and not self.waits_when_full:
@@ -151,7 +153,7 @@ class Retrier:
             self._events.degrade("target", reason_of(error))
             if isinstance(error, Overloaded) and error.limit == "tokens":
                 # A caller's tokens come back with time alone, and the target says when: that is no attempt in vain.
-                end_s = min(end_s + error.retry_after_s, self.deadline_s)
+                end_s = min(end_s + error.retry_after_s, most_s)
             # The pause never outlives the end, so the last attempt begins in time.
             left_s = end_s - self._loop.time()
             if left_s <= 0:
@@ -160,6 +162,8 @@ class Retrier:
                 # The worker spreads those whom it refuses over time, so there is nothing to jitter or to double.
                 wait_s = min(error.retry_after_s, left_s)
                 self.queue_s += wait_s
+                if (listener := current_listener()) is not None:
+                    listener(Progress(retry_after_s=wait_s))
             else:
                 wait_s = min(self.policy.rng.uniform(0, pause_s), left_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)

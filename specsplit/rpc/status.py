@@ -175,7 +175,7 @@ def _retry_after_s(rich: status_pb2.Status | None) -> float:
     info = error_details_pb2.RetryInfo()
     try:
         if rich is not None and any(packed.Unpack(info) for packed in rich.details):
-            return min(max(0.0, info.retry_delay.ToMilliseconds() / 1e3), _MOST_RETRY_S)
+            return min(info.retry_delay.ToMilliseconds() / 1e3, _MOST_RETRY_S)
     except (DecodeError, ValueError):
         pass
     return _DEFAULT_RETRY_S

@@ -10,11 +10,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specsplit.core.errors import DeadlineExceeded, Overloaded, SpecSplitError, StaleRound, WorkerUnreachable
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    NoFreeSlot,
+    Overloaded,
+    SpecSplitError,
+    StaleRound,
+    WorkerUnreachable,
+)
 from specsplit.core.progress import Progress, listening
 from specsplit.core.types import Proposal, SessionParams
 from specsplit.engine.admission import AGE_S, AdmissionQueue, FreedRate, Opening
 from specsplit.engine.executor import LoopExecutor
+from specsplit.limits import MAX_REFUSED_S, MIN_RETRY_S
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.request import RetryPolicy
 from specsplit.orchestrator.retry import Retrier
@@ -284,6 +292,44 @@ def test_tokens_of_a_caller_are_waited_for_beyond_the_time_for_retries() -> None
         return asked_s
 
     assert run_virtual(main) == [0.0, 20.0, 40.0]
+
+
+def test_a_refusal_that_names_no_time_is_waited_out_all_the_same() -> None:
+    """A peer's RetryInfo may be 0 s, or less: whoever believed it would ask without a pause."""
+
+    async def main() -> tuple[list[float], list[Progress]]:
+        loop, asked_s, heard = asyncio.get_running_loop(), list[float](), list[Progress]()
+
+        async def ask() -> None:
+            asked_s.append(loop.time())
+            if len(asked_s) <= 4:
+                raise Overloaded("All sessions are in use.", -1.0 if len(asked_s) % 2 else 0.0)
+
+        with listening(heard.append):
+            await Retrier(60.0, RetryPolicy(), RequestEvents()).ask(ask)
+        return asked_s, heard
+
+    asked_s, heard = run_virtual(main)
+    assert asked_s == pytest.approx([number * MIN_RETRY_S for number in range(5)])
+    assert heard == [Progress(retry_after_s=MIN_RETRY_S)] * 4
+
+
+def test_a_caller_without_tokens_is_given_up_in_the_end() -> None:
+    """Without a deadline, too: other requests of the caller may take its tokens for ever."""
+
+    async def main() -> tuple[float, int]:
+        loop, num_asked = asyncio.get_running_loop(), 0
+
+        async def ask() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            raise Overloaded("This caller may use 10 tokens per second.", 20.0, "tokens")
+
+        with pytest.raises(NoFreeSlot, match="asked again for 3600"):
+            await Retrier(None, RetryPolicy(retry_s=5.0), RequestEvents()).ask(ask)
+        return loop.time(), num_asked
+
+    assert run_virtual(main) == (MAX_REFUSED_S, MAX_REFUSED_S / 20 + 1)
 
 
 def test_progress_keeps_an_attempt_alive_and_reaches_the_listener() -> None:

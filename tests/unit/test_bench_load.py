@@ -40,7 +40,7 @@ class Counter:
     async def send(self, task: Task) -> Sample:
         self.asked.append(task.id)
         if self.now == self._room:
-            raise Overloaded("Full.", 0.001)
+            raise Overloaded("Full.", 0.05)
         if task.id == self._broken:
             raise WorkerFailed("It broke.")
         self.now += 1
@@ -65,7 +65,7 @@ async def test_a_client_that_is_refused_comes_back_until_it_is_served():
     outcomes = await ClosedLoop(2).run(system.send, TASKS)
     refused = [each for each in outcomes if not each.is_done]
     assert refused
-    assert {each.retry_after_s for each in refused} == {0.001}
+    assert {each.retry_after_s for each in refused} == {0.05}
     assert sorted(each.number for each in outcomes if each.is_done) == list(range(7))
 
 
@@ -75,7 +75,7 @@ async def test_an_open_loop_sends_whatever_became_of_the_others():
     assert sorted(system.asked) == [task.id for task in TASKS], "each once: who is refused is lost"
     assert outcomes[0].error == "It broke."
     assert [each.is_done for each in outcomes].count(True) == 2
-    assert [each.retry_after_s for each in outcomes].count(0.001) == 4
+    assert [each.retry_after_s for each in outcomes].count(0.05) == 4
 
 
 async def test_arrivals_are_those_of_the_seed_and_the_rate():
@@ -246,5 +246,12 @@ def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
     assert [point["systems"]["endpoint"]["num_done"] for point in record["points"]] == [8, 8, 10]
     assert (record["is_complete"], record["num_rounds"], record["settings"]["endpoint"]["model"]) == (True, 2, None)
     (section,) = page.build([path], lambda name: None, needs_commit=False)
-    assert section.title == "load.jsonl: load"
+    assert section.title.startswith("load.jsonl: endpoint under 1, 2 clients and an open loop, T 0, ")
     assert habits.url in page.render([section], lambda name: None)
+
+
+def test_every_section_of_the_recorded_loads_has_a_title_of_its_own():
+    results, names = Path(__file__).parents[2] / "benchmarks" / "results", ("load.jsonl", "stage-sessions.jsonl")
+    sections = page.build([results / name for name in names], lambda name: None, needs_commit=False)
+    titles = [section.title for section in sections]
+    assert len(set(titles)) == len(titles) >= 18, titles

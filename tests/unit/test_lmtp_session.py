@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from specsplit.core.types import Identity
+from specsplit.core.errors import Overloaded
+from specsplit.core.types import Identity, Proposal, Turn, Verdict
 from specsplit.gateway.lmtp import session as sessions
 from specsplit.gateway.lmtp.session import LmtpServer, LmtpSession
 from specsplit.gateway.models import ModelTable, ServedModel
+from specsplit.limits import MAX_REFUSED_S
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.request import RetryPolicy
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import EOS, FakeTarget, FakeTokenizer
+from tests.support.virtual_time import run_virtual
 
 NUM_FUZZED = 20_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 400
 
@@ -26,7 +30,8 @@ class Pipe:
 
     def __init__(self, target: FakeTarget, identity: Identity) -> None:
         tokenizer = FakeTokenizer()
-        orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
+        policy = RetryPolicy(waits_when_full=False)
+        orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"), retry_policy=policy)
         model = ServedModel("small", identity, tokenizer, target, lambda _: orchestrator)
         self.target = target
         self.frames: list[tuple[str, list[dict[str, Any]]]] = []
@@ -145,6 +150,27 @@ async def test_closing_ends_every_stream_and_says_so(pipe: Pipe) -> None:
     assert [pipe.items(stream_id)[-1].get("error") for stream_id in (1, 2)] == ["The server is shutting down."] * 2
     assert pipe.session.num_open == 0
     assert not pipe.target.slots
+
+
+def test_a_stream_that_is_always_refused_ends_with_the_refusal() -> None:
+    class FullTarget(FakeTarget):
+        num_asked = 0
+
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            self.num_asked += 1
+            raise Overloaded("The queue is full.", 0.0 if self.num_asked < 1000 else 30.0)
+
+    async def main() -> tuple[list[dict[str, Any]], float, int]:
+        target = FullTarget()
+        pipe = Pipe(target, await target.ping())
+        items = await pipe.ask("GENERATE", prompt=[1], max_tokens=4)
+        return items, asyncio.get_running_loop().time(), target.num_asked
+
+    items, ended_s, num_asked = run_virtual(main)
+    assert items[-1] == {"stream_id": 1, "error": "The queue is full."}
+    assert MAX_REFUSED_S - 30 <= ended_s <= MAX_REFUSED_S
+    assert num_asked < 1200
+    assert {item["status"] for item in items[:-1]} == {"queued"}
 
 
 async def test_any_frame_is_answered_and_a_stream_beside_it_unharmed(pipe: Pipe) -> None:

@@ -187,6 +187,8 @@ def progress_item(stream_id: int, progress: Progress) -> Item:
     """Return a stream's place in the worker's queue, or how far its prompt has come."""
     if progress.position:
         return status_item(stream_id, "queued", position=progress.position, queued=progress.queued)
+    if progress.retry_after_s:
+        return status_item(stream_id, "queued")
     return status_item(stream_id, "prefill", done=progress.done, total=progress.total)
 
 

@@ -15,6 +15,7 @@ from specsplit.gateway.lmtp.messages import Generate, Item, Score
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering
+from specsplit.limits import MAX_REFUSED_S
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import detokenizer_of
 
@@ -41,14 +42,22 @@ class _Texts:
 async def _admitted(begin: Callable[[], AsyncGenerator[T]], tell_full: TellFull) -> AsyncGenerator[T]:
     """Yield what `begin()` yields; while the worker's queue is full, begin again at the time that it names.
 
-    The real client knows no way to ask again, so nobody is sent away. A worker refuses before the first item only.
+    The real client knows no way to ask again, so nobody is sent away before MAX_REFUSED_S. A worker refuses before the
+    first item only.
+
+    Raises:
+        Overloaded: the queue was full for all that time.
     """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + MAX_REFUSED_S
     while True:
         try:
             async with aclosing(begin()) as items:
                 async for item in items:
                     yield item
         except Overloaded as error:
+            if loop.time() + error.retry_after_s > end_s:
+                raise
             tell_full()
             await asyncio.sleep(error.retry_after_s)
         else:
