@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specsplit.gateway.generation import Answer, chunks_of
-from specsplit.gateway.logprobs import TokenEntry
+from specsplit.gateway.logprobs import TextOffsets, TokenEntry
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering, Spend
@@ -49,8 +49,6 @@ class Part:
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list[TokenEntry])
     """Its tokens, if the request asked for log-probabilities."""
-    offset: int = 0
-    """The place of its text in the answer."""
     finish_reason: str | None = None
     is_opening: bool = False
 
@@ -82,6 +80,8 @@ class Answers:
     exactness_reason: str = ""
     """Why a text that was begun with the promise of bits lost it; empty if none did."""
     record: SpeculationRecord = field(default_factory=SpeculationRecord)
+    offsets: dict[int, TextOffsets] = field(default_factory=dict[int, TextOffsets])
+    """The places of the tokens of each answer that has begun."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
@@ -97,12 +97,12 @@ class Answers:
         parts = [Part(index) for index in range(len(self.requests))]
         traces: list[list[dict[str, Any]]] = [[] for _ in self.requests]
         for part in parts:
-            opening = await self.format.opening(part.index)
+            opening = await self._opening(part.index)
             if opening is not None:
                 part.extend(*opening, "length")
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
-                parts[index].extend(chunk.text, self._entries(chunk), chunk.finish_reason)
+                parts[index].extend(chunk.text, self._entries(index, chunk), chunk.finish_reason)
                 if self.body.speculative.trace:
                     traces[index].append(trace_of(chunk, self.model.tokenizer))
         choices = [self.format.whole(part) for part in parts]
@@ -126,9 +126,8 @@ class Answers:
         options = self.body.stream_options
         ends_with_usage = options is not None and options.include_usage
         always_usage = options is not None and options.continuous_usage_stats
-        offsets = [0] * len(self.requests)
         num_left = len(self.requests)
-        async with aclosing(self._parts(offsets)) as parts:
+        async with aclosing(self._parts()) as parts:
             async for part, trace in parts:
                 choice = self.format.delta(part)
                 if trace is not None:
@@ -143,7 +142,7 @@ class Answers:
         if ends_with_usage:
             yield self._message(self.format.chunk_object, [], usage=self._usage(), **self._statistics())
 
-    async def _parts(self, offsets: list[int]) -> AsyncGenerator[tuple[Part, dict[str, Any] | None]]:
+    async def _parts(self) -> AsyncGenerator[tuple[Part, dict[str, Any] | None]]:
         """Yield what there is to tell: parts with text, tokens that were asked for, and ends."""
         unopened = set(range(len(self.requests)))
         traces, wants_tokens = self.body.speculative.trace, self.requests[0].logprobs is not None
@@ -151,18 +150,22 @@ class Answers:
             async for index, chunk in chunks:
                 if index in unopened:
                     unopened.remove(index)
-                    opening = await self.format.opening(index)
+                    opening = await self._opening(index)
                     if opening is not None:
                         yield Part(index, *opening, is_opening=True), None
-                        offsets[index] += len(opening[0])
-                entries = self._entries(chunk)
+                entries = self._entries(index, chunk)
                 if not (chunk.text or chunk.finish_reason or traces or (wants_tokens and entries)):
                     continue  # a character or a possible stop string is not complete yet
-                part = Part(index, chunk.text, entries, offsets[index], chunk.finish_reason)
-                offsets[index] += len(chunk.text)
+                part = Part(index, chunk.text, entries, chunk.finish_reason)
                 yield part, trace_of(chunk, self.model.tokenizer) if traces else None
         for index in sorted(unopened):  # only the prompt was asked for
-            yield Part(index, *(await self.format.opening(index) or ("", [])), finish_reason="length"), None
+            yield Part(index, *(await self._opening(index) or ("", [])), finish_reason="length"), None
+
+    async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
+        """Return what an answer begins with, behind which its tokens come."""
+        opening = await self.format.opening(index)
+        self.offsets[index] = TextOffsets(self.model.tokenizer, len(opening[0]) if opening is not None else 0)
+        return opening
 
     async def _chunks(self) -> AsyncGenerator[Answer]:
         """Yield the chunks of all answers, each of which is counted."""
@@ -186,8 +189,8 @@ class Answers:
                 self.record.add(chunk.facts)
                 yield index, chunk
 
-    def _entries(self, chunk: Chunk) -> list[TokenEntry]:
-        return list(zip(chunk.token_ids, chunk.logprobs, strict=True)) if chunk.logprobs else []
+    def _entries(self, index: int, chunk: Chunk) -> list[TokenEntry]:
+        return self.offsets[index].entries(chunk.token_ids, chunk.logprobs) if chunk.logprobs else []
 
     def _message(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}

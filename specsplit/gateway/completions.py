@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import TokenLogProb
 from specsplit.gateway.answers import Part
-from specsplit.gateway.logprobs import TokenEntry, completion_logprobs
+from specsplit.gateway.logprobs import TextOffsets, TokenEntry, completion_logprobs
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import CompletionBody, Generation
 from specsplit.orchestrator.request import Request
@@ -79,19 +80,19 @@ class CompletionFormat:
         number = index // (self.body.n or 1)
         prompt, ids = self.body.prompt[number], self.prompts[number]
         text = prompt if isinstance(prompt, str) else self.model.tokenizer.decode(ids)
-        return text, [] if self.body.logprobs is None else await self._prompt_entries(ids)
+        return text, [] if self.body.logprobs is None else await self._prompt_entries(ids, text)
 
-    async def _prompt_entries(self, ids: tuple[int, ...]) -> list[TokenEntry]:
+    async def _prompt_entries(self, ids: tuple[int, ...], text: str) -> list[TokenEntry]:
         """Return the log-probabilities of a prompt's tokens; nothing is known of the first."""
         if ids not in self._scored:
-            entries: list[TokenEntry] = [(ids[0], None)]
+            found: list[TokenLogProb | None] = [None]
             if len(ids) > 1:
                 orchestrator = self.model.orchestrator(self.body.speculative.mode)
                 scores = await orchestrator.score(
                     ids[:1], ids[1:], self.body.logit_bias, self.body.logprobs or 0, timeout_s=self.body.timeout
                 )
-                entries += zip(ids[1:], scores.tokens, strict=True)
-            self._scored[ids] = entries
+                found += scores.tokens
+            self._scored[ids] = TextOffsets(self.model.tokenizer, text=text).entries(ids, found)
         return self._scored[ids]
 
     def whole(self, part: Part) -> dict[str, Any]:
@@ -99,5 +100,5 @@ class CompletionFormat:
 
     def delta(self, part: Part) -> dict[str, Any]:
         has_logprobs = self.body.logprobs is not None
-        logprobs = completion_logprobs(self.model.tokenizer, part.entries, part.offset) if has_logprobs else None
+        logprobs = completion_logprobs(self.model.tokenizer, part.entries) if has_logprobs else None
         return {"index": part.index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}

@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from specsplit.core.ports import Tokenizer
 from specsplit.core.types import TokenLogProb
-
-TokenEntry = tuple[int, TokenLogProb | None]
-"""A token and its log-probability; None for a prompt's first token, which nothing precedes."""
+from specsplit.orchestrator.text import REPLACEMENT, Detokenizer
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry], offset: int) -> dict[str, Any]:
-    """Return the entries as lists; the first token begins at `offset` of the answer's text."""
-    texts = [_unique_text(tokenizer, token_id) for token_id, _ in entries]
-    offsets: list[int] = []
-    for token_id, _ in entries:
-        offsets.append(offset)
-        offset += len(tokenizer.token_text(token_id))
+class TokenEntry(NamedTuple):
+    """A token as a client sees it."""
+
+    token_id: int
+    found: TokenLogProb | None
+    """None for a prompt's first token, which nothing precedes."""
+    offset: int
+    """The character of the text with which it begins."""
+
+
+class TextOffsets:
+    """Finds the places of a text's tokens, in order; the first one begins at `start`.
+
+    They follow from the tokens alone, not from how much text is held back: a token that ends a character is at the
+    place of that character, as the one that begins it, and a token behind the end of the text is where it would be.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, text: str = "") -> None:
+        self._tokenizer, self._text, self._offset = tokenizer, text, start
+        """`text` is known for prompts only."""
+        self._complete = _completed_text(tokenizer)
+
+    def entries(self, token_ids: Iterable[int], found: Iterable[TokenLogProb | None]) -> list[TokenEntry]:
+        """Return the entries of the next tokens."""
+        made: list[TokenEntry] = []
+        for token_id, each in zip(token_ids, found, strict=True):
+            made.append(TokenEntry(token_id, each, self._offset))
+            self._offset += len(self._complete(token_id)) or self._length_of_control(token_id)
+        return made
+
+    def _length_of_control(self, token_id: int) -> int:
+        """Return the length of a control token, which is no text, but may have been written out in a prompt."""
+        name = self._tokenizer.token_text(token_id) if self._text else ""
+        return len(name) if REPLACEMENT not in name and self._text.startswith(name, self._offset) else 0
+
+
+def _completed_text(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Return what tells the text that each token in turn completes."""
+    token_bytes = tokenizer.token_bytes
+    if token_bytes is None:
+        return Detokenizer(tokenizer.decode).push
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return lambda token_id: decoder.decode(token_bytes(token_id))
+
+
+def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    """Return the entries as lists."""
     return {
-        "tokens": texts,
-        "token_logprobs": [None if entry is None else entry.log_prob for _, entry in entries],
-        "top_logprobs": [None if entry is None else _top(tokenizer, token_id, entry) for token_id, entry in entries],
-        "text_offset": offsets,
+        "tokens": [_unique_text(tokenizer, entry.token_id) for entry in entries],
+        "token_logprobs": [None if entry.found is None else entry.found.log_prob for entry in entries],
+        "top_logprobs": [
+            None if entry.found is None else _top(tokenizer, entry.token_id, entry.found) for entry in entries
+        ],
+        "text_offset": [entry.offset for entry in entries],
     }
 
 
@@ -49,11 +90,11 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenEntry]) -> dict[s
     """Return the entries as objects, each with its likeliest tokens."""
     content = [
         {
-            **_chat_entry(tokenizer, token_id, entry.log_prob),
-            "top_logprobs": [_chat_entry(tokenizer, likely_id, log_prob) for likely_id, log_prob in entry.top],
+            **_chat_entry(tokenizer, entry.token_id, entry.found.log_prob),
+            "top_logprobs": [_chat_entry(tokenizer, likely_id, log_prob) for likely_id, log_prob in entry.found.top],
         }
-        for token_id, entry in entries
-        if entry is not None
+        for entry in entries
+        if entry.found is not None
     ]
     return {"content": content, "refusal": None}
 

@@ -1,0 +1,109 @@
+"""`text_offset` of completions: the place of each token in the text, streamed or whole, whatever text is held back."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext
+from typing import Any
+
+import pytest
+
+from specsplit.core.types import TokenLogProb
+from specsplit.gateway.answers import Answers
+from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
+from specsplit.gateway.logprobs import TextOffsets
+from specsplit.gateway.metrics import Metrics
+from specsplit.gateway.models import ServedModel
+from specsplit.gateway.schemas import CompletionBody
+from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.speculation.options import Speculation
+from tests.support.fakes import FakeTarget, FakeTokenizer
+from tests.support.language import TOKENS, WindowedTokenizer
+
+PROMPT = "a €:"
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+async def answers(tokenizer: FakeTokenizer, **fields: Any) -> Answers:
+    target = FakeTarget()
+    orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
+    model = ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)
+    body = CompletionBody(**{"prompt": PROMPT, "max_tokens": 24, "logprobs": 1, "ignore_eos": True, **fields})
+    prompts = await prompt_ids(model, body)
+    return Answers(
+        id="cmpl-1",
+        model=model,
+        body=body,
+        requests=make_requests(body, prompts, body.token_limit, body.logprobs, ""),
+        num_prompt_tokens=len(prompts[0]),
+        format=CompletionFormat(model, body, prompts),
+        metrics=Metrics(),
+        detail="none",
+        answering=lambda num_tokens: nullcontext(lambda count: None),
+    )
+
+
+async def whole(tokenizer: FakeTokenizer, **fields: Any) -> list[dict[str, Any]]:
+    return (await (await answers(tokenizer, **fields)).whole())["choices"]
+
+
+async def joined(tokenizer: FakeTokenizer, **fields: Any) -> list[dict[str, Any]]:
+    """Return the choices that the events of a stream join to."""
+    made = await answers(tokenizer, **fields)
+    choices: list[dict[str, Any]] = [
+        {"index": index, "text": "", "logprobs": {name: [] for name in LISTS}, "finish_reason": None}
+        for index in range(len(made.requests))
+    ]
+    events: AsyncGenerator[dict[str, Any]] = made.events()
+    async with aclosing(events):
+        async for event in events:
+            for part in event["choices"]:
+                choice = choices[part["index"]]
+                choice["text"] += part["text"]
+                choice["finish_reason"] = part["finish_reason"]
+                for name in LISTS:
+                    choice["logprobs"][name] += part["logprobs"][name]
+    return choices
+
+
+@pytest.mark.parametrize("tokenizer", [FakeTokenizer(), WindowedTokenizer()], ids=["bytes", "windows"])
+@pytest.mark.parametrize("fields", [{}, {"stop": ["b E", "END", "€"]}, {"echo": True}], ids=str)
+async def test_a_stream_joins_to_the_arrays_of_the_whole_answer(
+    tokenizer: FakeTokenizer, fields: dict[str, Any]
+) -> None:
+    for seed in range(12):
+        asked = {"seed": seed, "n": 2, **fields}
+        assert await joined(tokenizer, **asked) == await whole(tokenizer, **asked)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_an_offset_is_the_character_with_which_the_token_begins(echo: bool) -> None:
+    num_inside = 0
+    for seed in range(12):
+        made = await answers(FakeTokenizer(), seed=seed, echo=echo)
+        (choice,) = (await made.whole())["choices"]
+        request, start = made.requests[0], len(PROMPT) if echo else 0
+        ids = (await made.model.orchestrator(None).generate(request)).token_ids
+        # [characters before the token | the token, whose first bytes may be within a character]
+        before = [b"".join(TOKENS[each] for each in ids[:place]) for place in range(len(ids))]
+        whole_characters = [codecs.utf_8_decode(data, "replace", False) for data in before]
+        num_inside += sum(count < len(data) for data, (_, count) in zip(before, whole_characters, strict=True))
+        offsets: list[int] = choice["logprobs"]["text_offset"]
+        assert offsets[-len(ids) :] == [start + len(text) for text, _ in whole_characters]
+        assert offsets[: -len(ids)] == ([0, 1, 2, 2, 2, 3] if echo else [])
+    assert num_inside > 12, "some tokens begin within a character"
+
+
+class Controls(FakeTokenizer):
+    """Its last token is a control token."""
+
+    def token_text(self, token_id: int) -> str:
+        return "<s>" if token_id == 256 else super().token_text(token_id)
+
+
+def test_a_control_token_has_the_length_that_it_has_in_the_text() -> None:
+    nothing: list[TokenLogProb | None] = [None] * 4
+    for text, expected in (("ab", [0, 0, 1, 2]), ("<s>ab", [0, 3, 4, 5]), ("ab<s>", [0, 0, 1, 2])):
+        entries = TextOffsets(Controls(), text=text).entries([256, *b"ab", 256], nothing)
+        assert [entry.offset for entry in entries] == expected
