@@ -18,7 +18,7 @@ from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import ChatMessage, Variables
 from specsplit.model.chat_template import ChatTemplate, ControlTokens
 from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused, reason_of
-from specsplit.model.template_variables import refuse_unread
+from specsplit.model.template_variables import PARAM, refuse_unread
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 62
@@ -116,8 +116,9 @@ class TransformersTokenizer:
         """Return the ids of a conversation by the chat template; nothing in a message becomes a control token.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
-            ModelDamaged: the template needs more time or memory than it may.
+            InvalidRequest: the model has no chat template; it refuses these messages, does not read a variable, or
+                needs more time or memory with its value than it may.
+            ModelDamaged: the template needs more than it may, and no variable has a value that may be why.
         """
         if not self._template:
             raise InvalidRequest(
@@ -125,7 +126,7 @@ class TransformersTokenizer:
                 "/v1/completions), or put a chat_template.jinja beside its tokenizer.",
                 param="messages",
             )
-        with _template_errors():
+        with _template_errors(variables or {}):
             if not variables:
                 return self._encode_chat(messages, {}, ())
             texts = [value for value in variables.values() if isinstance(value, str)]
@@ -218,7 +219,7 @@ def _no_panic() -> Generator[None]:
 
 
 @contextmanager
-def _template_errors() -> Generator[None]:
+def _template_errors(variables: Variables) -> Generator[None]:
     try:
         yield
     except Refused as error:
@@ -226,4 +227,8 @@ def _template_errors() -> Generator[None]:
             f"The model's chat template refuses these messages ({error}).", param="messages"
         ) from error
     except OverLimit as error:
+        # A number may say how often something is repeated, and a text may be read as one.
+        if any(not isinstance(value, bool) for value in variables.values()):
+            sentence = f"The model's chat template cannot be used with these values of {PARAM}: {error}."
+            raise InvalidRequest(sentence, param=PARAM) from error
         raise ModelDamaged(f"The model's chat template cannot be used on these messages: {error}.") from error

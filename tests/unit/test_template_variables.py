@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
 from specsplit.limits import MAX_TEMPLATE_TEXT, MAX_TEMPLATE_VARIABLES
@@ -99,6 +99,17 @@ def test_a_name_that_is_not_read_is_refused_with_those_that_are(make: Make) -> N
 def test_a_variable_that_makes_the_template_refuse_is_one_sentence(make: Make) -> None:
     with pytest.raises(InvalidRequest, match=r"refuses these messages \(no\)\.$"):
         make(THINKING).encode_messages(HI, {"raising": True})
+
+
+@pytest.mark.parametrize("value", [10**12, "1000000000000"], ids=["number", "text"])
+def test_a_variable_with_which_the_template_needs_too_much_is_wrong(make: Make, value: int | str) -> None:
+    tokenizer = make("{{ 'a' * (x | default(1) | int) }}{% if y %}{{ 'a' * 10 ** 12 }}{% endif %}")
+    with pytest.raises(InvalidRequest, match="with these values of chat_template_kwargs: it needed too much") as caught:
+        tokenizer.encode_messages(HI, {"x": value})
+    assert caught.value.param == "chat_template_kwargs"
+    with pytest.raises(ModelDamaged, match="needed too much memory"):
+        tokenizer.encode_messages(HI, {"y": True})
+    assert tokenizer.decode(tokenizer.encode_messages(HI, {"x": 3})) == "aaa"
 
 
 def test_names_of_a_stranger_move_no_cursor_and_fill_no_screen(make: Make) -> None:
