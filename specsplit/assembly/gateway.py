@@ -102,10 +102,14 @@ async def serving_gateway(
                 refused=lambda limit: metrics.over_limit.labels(limit).inc(),
             ),
         )
-        server = await stack.enter_async_context(serving_http(create_app(gateway), host, port))
+        on_cut = metrics.ends.cut.inc
+        http = serving_http(create_app(gateway), host, port, on_cut=on_cut)
+        server = await stack.enter_async_context(http)
         lmtp = None
         if lmtp_at is not None:
-            lmtp = await stack.enter_async_context(serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp"))
+            lmtp = await stack.enter_async_context(
+                serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp", on_cut)
+            )
         yield RunningGateway(server, gateway, lmtp)
 
 

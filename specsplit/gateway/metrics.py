@@ -37,13 +37,16 @@ class _Children(dict[str | tuple[str, ...], M]):
 
 
 class _Instruments:
-    """Makes the instruments of one registry, each with a value for every model."""
+    """Makes the instruments of one registry, each with a value for every model but for plain ones."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def counter(self, name: str, text: str, *labels: str) -> _Children[Counter]:
         return _Children(Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry))
+
+    def plain_counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Children[Histogram]:
         names = ("model_name", *labels)
@@ -121,6 +124,7 @@ class _EndMetrics:
     def __init__(self, make: _Instruments) -> None:
         self.success = make.counter("request_success", "Answers that came to their end.", "finished_reason")
         self.failed = make.counter("request_failed", "Answers that did not: errors, and clients that left.")
+        self.cut = make.plain_counter("clients_not_reading", "Clients cut off since they did not read their answer.")
 
 
 class Metrics:

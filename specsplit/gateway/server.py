@@ -1,10 +1,10 @@
-"""The HTTP server: uvicorn on our own event loop, with time limits for idle and slow connections, and a drain."""
+"""The HTTP server: uvicorn on our own event loop, with time limits for idle, slow and deaf connections, and a drain."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.gateway.lmtp.protocol import LastWordProtocol
-from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_BYTES
+from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_BYTES, SEND_S
+from specsplit.telemetry.session_log import log_request
 
 PING_S = 20.0
 """Period of a WebSocket's pings; a client that has not answered one for as long again is cut off."""
@@ -25,15 +26,25 @@ _LAST_WORDS_S = 2.0
 """Time for requests that a drain has ended to tell their clients."""
 
 
+class _Config(uvicorn.Config):
+    """uvicorn's settings, and who is called for each client that was cut off since it did not read."""
+
+    on_cut: Callable[[], None] = staticmethod(lambda: None)
+
+
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes connections whose next request head does not come in time."""
+    """uvicorn's HTTP/1.1, which ends connections that send no request head in time, or do not read their answer."""
 
     _waiting: asyncio.TimerHandle | None = None
+    """Until the next head has to be there."""
+    _sending: asyncio.TimerHandle | None = None
+    """Until the client has to have taken something; only while it leaves something unread."""
     _is_last = False
     """Whether the next request is the only one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # whatever the client leaves unread pauses its answer
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -57,7 +68,16 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_sending()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_sending()
+        super().resume_writing()
 
     @property
     def _is_idle(self) -> bool:
@@ -74,8 +94,32 @@ class LimitedProtocol(H11Protocol):
             self._waiting = None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._stop_waiting()  # from here on it is no HTTP
+        # From here on it is no HTTP: LMTP looks after its clients by pings.
+        self._stop_waiting()
+        self._stop_sending()
+        self.transport.set_write_buffer_limits()
         super().handle_websocket_upgrade(event)
+
+    def _wait_for_reader(self) -> None:
+        self._sending = self.loop.call_later(SEND_S, self._check_reader, self.transport.get_write_buffer_size())
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def _check_reader(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._wait_for_reader()  # it is slow, and yet it reads
+            return
+        cycle: Any = self.cycle
+        config = self.config
+        state: dict[str, str] = cycle.scope.get("state", {}) if cycle is not None else {}
+        log_request("lost", state.get("request_id", ""), 499, "client_not_reading")
+        assert isinstance(config, _Config), "made by serving_http"
+        config.on_cut()
+        # Closing would wait for the client to read the rest. The application hears that the client has gone.
+        self.transport.abort()
 
     def _close(self) -> None:
         self._waiting = None
@@ -140,14 +184,18 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def serving_http(app: ASGIApp, host: str, port: int, option: str = "--http") -> AsyncGenerator[HttpServer]:
+async def serving_http(
+    app: ASGIApp, host: str, port: int, option: str = "--http", on_cut: Callable[[], None] = lambda: None
+) -> AsyncGenerator[HttpServer]:
     """Serve `app` at the address of `option` for the length of the block; port 0 picks a free one.
+
+    `on_cut` is called for each client that was cut off since it did not read.
 
     Raises:
         InvalidSettings: nothing can listen there.
     """
     listener = _listen(host, port, option)
-    config = uvicorn.Config(
+    config = _Config(
         app,
         http=LimitedProtocol,
         ws=LastWordProtocol,
@@ -162,6 +210,7 @@ async def serving_http(app: ASGIApp, host: str, port: int, option: str = "--http
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
+    config.on_cut = on_cut
     server = _Uvicorn(config)
     running = asyncio.create_task(server.serve([listener]))
     await server.has_started.wait()

@@ -33,7 +33,7 @@ class App:
         self.go_on = asyncio.Event()
         self.has_ended = asyncio.Event()
         self.error: Exception | None = None
-        self.num_events = 1
+        self.num_events, self.text = 1, ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = Response("ok") if scope["path"] == "/whole" else EventStream(self._events())
@@ -42,7 +42,8 @@ class App:
     async def _events(self) -> AsyncGenerator[dict[str, Any]]:
         try:
             for number in range(self.num_events):
-                yield {"number": number}
+                yield {"number": number, "text": self.text}
+                await asyncio.sleep(0)  # as for a worker
             listener = current_listener()
             assert listener is not None
             listener(Progress(queued=5, position=2))
@@ -105,6 +106,32 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
             writer.write(REQUEST)
             await reader.readuntil(b"data:")
         await app.has_ended.wait()
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "SEND_S", 0.05)
+    caplog.set_level("INFO", "specsplit.sessions")
+    app, num_cut = App(), 0
+    app.num_events, app.text = 1 << 60, "x" * 65_536
+
+    def count() -> None:
+        nonlocal num_cut
+        num_cut += 1
+
+    with socket.socket() as deaf:
+        async with serving_http(app, "127.0.0.1", 0, on_cut=count) as running, asyncio.timeout(60):
+            host, port = running.address.rsplit(":", 1)
+            deaf.connect((host, int(port)))
+            deaf.sendall(REQUEST)
+            await app.has_ended.wait()
+            async with connected(running) as (reader, writer):
+                writer.write(WHOLE)
+                assert await reader.readuntil(b"ok"), "others are answered"
+    assert num_cut == 1
+    said = [record.message for record in caplog.records if record.name == "specsplit.sessions"]
+    assert said == ["lost request : status 499, client_not_reading"]
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /whole HTTP/1.1\r\nHost: x\r\nSlow: "])
