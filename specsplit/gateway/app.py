@@ -22,6 +22,7 @@ from specsplit.gateway.answers import Answers, Format
 from specsplit.gateway.body import read_body
 from specsplit.gateway.chat import ChatFormat, conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import MessageLog
@@ -229,19 +230,21 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
-        prompts = await prompt_ids(model, body)
-        form = CompletionFormat(model, body, prompts)
-        requests = make_requests(body, prompts, max(1, body.token_limit), body.logprobs, request.state.caller)
+        deadline = Deadline.from_now(body.timeout)
+        prompts = await prompt_ids(model, body, deadline)
+        form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
+        requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
         return await answer(request, model, body, requests, form)
 
     @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
-        prompt = await conversation_ids(model, body)
+        deadline = Deadline.from_now(body.timeout)
+        prompt = await conversation_ids(model, body, deadline)
         limit = body.max_completion_tokens or body.max_tokens or model.identity.context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        requests = make_requests(body, [prompt], limit, logprobs, request.state.caller)
+        requests = make_requests(body, [prompt], limit, logprobs, request.state.caller, deadline)
         return await answer(request, model, body, requests, ChatFormat(model, body))
 
 

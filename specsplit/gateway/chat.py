@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from specsplit.gateway.answers import Part
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TokenEntry, chat_logprobs
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import ChatBody
 
 
-async def conversation_ids(model: ServedModel, body: ChatBody) -> tuple[int, ...]:
+async def conversation_ids(model: ServedModel, body: ChatBody, deadline: Deadline) -> tuple[int, ...]:
     """Return the token ids of the conversation.
 
     Raises:
         InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
+        DeadlineExceeded: it took longer.
     """
     messages = [message.for_template() for message in body.messages]
-    return tuple(await model.encode_messages(messages, body.timeout, body.template_variables))
+    return tuple(await model.encode_messages(messages, deadline, body.template_variables))
 
 
 @dataclass(slots=True)

@@ -10,29 +10,36 @@ from typing import Any
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import TokenLogProb
 from specsplit.gateway.answers import Part
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry, completion_logprobs
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import CompletionBody, Generation
 from specsplit.orchestrator.request import Request
 
 
-async def prompt_ids(model: ServedModel, body: CompletionBody) -> list[tuple[int, ...]]:
+async def prompt_ids(model: ServedModel, body: CompletionBody, deadline: Deadline) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt.
 
     Raises:
         InvalidRequest: a prompt of ids has one that the model lacks; an echo asks the tokenizer before the target.
+        DeadlineExceeded: it took longer.
     """
     vocab_size = model.identity.vocab_size
     for prompt in body.prompt:
         if not isinstance(prompt, str) and not all(0 <= token_id < vocab_size for token_id in prompt):
             raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
     return [
-        tuple(await model.encode(prompt, body.timeout) if isinstance(prompt, str) else prompt) for prompt in body.prompt
+        tuple(await model.encode(prompt, deadline) if isinstance(prompt, str) else prompt) for prompt in body.prompt
     ]
 
 
 def make_requests(
-    body: Generation, prompts: Sequence[tuple[int, ...]], max_tokens: int, logprobs: int | None, caller: str
+    body: Generation,
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    logprobs: int | None,
+    caller: str,
+    deadline: Deadline,
 ) -> list[Request]:
     """Return a request for each of `n` choices of each prompt.
 
@@ -52,7 +59,8 @@ def make_requests(
             choice=choice,
             stop=body.stop,
             ignore_eos=bool(body.ignore_eos),
-            timeout_s=body.timeout,
+            timeout_s=deadline.timeout_s,
+            began_s=deadline.began_s,
             logprobs=logprobs,
             caller=caller,
             **optional,
@@ -69,6 +77,7 @@ class CompletionFormat:
     model: ServedModel
     body: CompletionBody
     prompts: Sequence[tuple[int, ...]]
+    deadline: Deadline
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
     _scored: dict[tuple[int, ...], list[TokenEntry]] = field(default_factory=dict[tuple[int, ...], list[TokenEntry]])
@@ -89,7 +98,12 @@ class CompletionFormat:
             if len(ids) > 1:
                 orchestrator = self.model.orchestrator(self.body.speculative.mode)
                 scores = await orchestrator.score(
-                    ids[:1], ids[1:], self.body.logit_bias, self.body.logprobs or 0, timeout_s=self.body.timeout
+                    ids[:1],
+                    ids[1:],
+                    self.body.logit_bias,
+                    self.body.logprobs or 0,
+                    timeout_s=self.deadline.timeout_s,
+                    began_s=self.deadline.began_s,
                 )
                 found += scores.tokens
             self._scored[ids] = TextOffsets(self.model.tokenizer, text=text).entries(ids, found)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import DeadlineExceeded, SpecSplitError
+from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
 from specsplit.core.types import Identity
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
@@ -51,37 +52,32 @@ class ServedModel:
             else None
         )
 
-    async def encode(self, text: str, timeout_s: float | None = None) -> list[int]:
+    async def encode(self, text: str, deadline: Deadline | None = None) -> list[int]:
         """Return the ids of `text`; a long one does not hold up the answers to others.
 
         Raises:
-            DeadlineExceeded: it took longer than `timeout_s`.
+            DeadlineExceeded: it took longer.
             ModelDamaged: the tokenizer fails on it.
         """
-        return await self._on_thread(self.tokenizer.encode, text, timeout_s)
+        return await self._on_thread(self.tokenizer.encode, text, deadline)
 
     async def encode_messages(
-        self, messages: Sequence[ChatMessage], timeout_s: float | None = None, variables: Variables | None = None
+        self, messages: Sequence[ChatMessage], deadline: Deadline | None = None, variables: Variables | None = None
     ) -> list[int]:
         """Return the ids of a conversation, in the same way; raises as `encode` does.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
         """
-        return await self._on_thread(partial(self.tokenizer.encode_messages, variables=variables), messages, timeout_s)
+        return await self._on_thread(partial(self.tokenizer.encode_messages, variables=variables), messages, deadline)
 
-    async def _on_thread(self, encode: Callable[[T], list[int]], text: T, timeout_s: float | None) -> list[int]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._encoding.acquire()
-                # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
-                encoding = asyncio.ensure_future(asyncio.to_thread(encode, text))
-                encoding.add_done_callback(lambda _: self._encoding.release())
-                return await asyncio.shield(encoding)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"The request was not finished within its {timeout_s:g} s; allow it more."
-            ) from error
+    async def _on_thread(self, encode: Callable[[T], list[int]], text: T, deadline: Deadline | None) -> list[int]:
+        async with nullcontext() if deadline is None else deadline.limit():
+            await self._encoding.acquire()
+            # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
+            encoding = asyncio.ensure_future(asyncio.to_thread(encode, text))
+            encoding.add_done_callback(lambda _: self._encoding.release())
+            return await asyncio.shield(encoding)
 
     async def warm(self) -> None:
         """Have the chat template ready before the first conversation needs it."""

@@ -114,9 +114,9 @@ class Orchestrator:
             self._met.append(target)
         return target
 
-    def _retrier(self, timeout_s: float | None, events: RequestEvents) -> Retrier:
+    def _retrier(self, timeout_s: float | None, events: RequestEvents, began_s: float | None = None) -> Retrier:
         timeout_s = timeout_s if timeout_s is not None else self.retry_policy.timeout_s
-        return Retrier(timeout_s, self.retry_policy, events)
+        return Retrier(timeout_s, self.retry_policy, events, began_s)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.
@@ -131,7 +131,7 @@ class Orchestrator:
         clock = self.clock
         started_s = clock.now()
         events = RequestEvents()
-        retrier = self._retrier(request.timeout_s, events)
+        retrier = self._retrier(request.timeout_s, events, request.began_s)
         with self._target.session_verifier() as verifier:
             target = await self._connect(retrier, verifier)
             request.check_fits(target)
@@ -182,12 +182,13 @@ class Orchestrator:
         top_logprobs: int = 0,
         *,
         timeout_s: float | None = None,
+        began_s: float | None = None,
     ) -> Scores:
-        """Return what the target's `score` answers; it is asked again as `stream` asks.
+        """Return what the target's `score` answers; it is asked again as `stream` asks, until a request's deadline.
 
         Raises what `Verifier.score` and `stream` raise.
         """
-        retrier = self._retrier(timeout_s, RequestEvents())
+        retrier = self._retrier(timeout_s, RequestEvents(), began_s)
         return await retrier.ask(self._target.verifier.score, prompt, scored, logit_bias, top_logprobs)
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:

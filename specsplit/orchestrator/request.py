@@ -64,6 +64,8 @@ class Request:
     eos_ids: tuple[int, ...] | None = None
     timeout_s: float | None = None
     """Seconds from the start of the request until it is given up."""
+    began_s: float | None = None
+    """The event loop's time of that start, for several that share one deadline; None for when its stream begins."""
     logprobs: int | None = None
     """Likeliest tokens whose log-probabilities come beside each token's own; 0 for its own alone, None for none."""
     priority: int = DEFAULT_PRIORITY
@@ -80,9 +82,7 @@ class Request:
         if not self.prompt_ids:
             raise InvalidRequest("The prompt is empty; give it at least one token.", param="prompt")
         if self.max_new_tokens < 1:
-            raise InvalidRequest(
-                f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", param="max_new_tokens"
-            )
+            raise InvalidRequest(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", "max_new_tokens")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InvalidRequest(f"seed must be between 0 and 2^64 - 1, not {self.seed}.", param="seed")
         if self.choice < 0:

@@ -39,12 +39,15 @@ class _OutOfTime(DeadlineExceeded):
 
 
 class Retrier:
-    """One request's deadline, counted from now, and its way of asking a target that does not answer."""
+    """One request's deadline, counted from `began_s` or now, and its way of asking a target that does not answer."""
 
-    def __init__(self, timeout_s: float | None, policy: RetryPolicy, events: RequestEvents) -> None:
+    def __init__(
+        self, timeout_s: float | None, policy: RetryPolicy, events: RequestEvents, began_s: float | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
+        began_s = self._loop.time() if began_s is None else began_s
         self.policy = policy
-        self.deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
+        self.deadline_s = math.inf if timeout_s is None else began_s + timeout_s
         """The loop's time at which the request is given up."""
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""

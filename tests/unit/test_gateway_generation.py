@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.core.errors import InvalidRequest, Overloaded
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from specsplit.core.types import Proposal, SamplingParams, SessionParams, Turn, Verdict
 from specsplit.gateway import generation
 from specsplit.gateway.generation import chunks_of
@@ -19,6 +19,7 @@ from specsplit.target.engine import TargetEngine
 from tests.support.fakes import FakeTarget
 from tests.support.hash_model import LetterTokenizer, hash_model
 from tests.support.language import FakeTokenizer
+from tests.support.virtual_time import run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"ab"), max_new_tokens=12, seed=5, ignore_eos=True)
 CHOICES = [replace(REQUEST, choice=choice) for choice in range(5)]
@@ -100,6 +101,28 @@ async def test_a_text_that_was_begun_waits_for_a_full_target() -> None:
                 target.full_at, target.retry_after_s = range(2, 4), 0.001
     assert [found] == expected
     assert len(target.openings) == 4
+
+
+def test_answers_that_wait_for_their_turn_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_AT_ONCE", 1)
+
+    class SlowTarget(FakeTarget):
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            await asyncio.sleep(1.0)
+            return await super().verify(turn, proposal)
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        owner = orchestrator(SlowTarget())
+        alone_s = loop.time()
+        await texts(owner, CHOICES[:1])
+        timeout_s = 1.5 * (loop.time() - alone_s)
+        began_s = loop.time()
+        with pytest.raises(DeadlineExceeded, match=f"within its {timeout_s:g} s"):
+            await texts(owner, [replace(each, timeout_s=timeout_s, began_s=began_s) for each in CHOICES[:2]])
+        return (loop.time() - began_s) / timeout_s
+
+    assert run_virtual(main) == pytest.approx(1.0)
 
 
 async def test_the_target_learns_who_calls_and_how_urgent_it_is() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import nullcontext
 
 import pytest
 
-from specsplit.core.errors import InvalidRequest, Overloaded
-from specsplit.gateway.completions import prompt_ids
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from specsplit.gateway.chat import conversation_ids
+from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import GatewayQuotas
-from specsplit.gateway.schemas import CompletionBody
+from specsplit.gateway.schemas import ChatBody, CompletionBody
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTarget, FakeTokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 
 
 class SlowTokenizer(FakeTokenizer):
@@ -53,10 +58,29 @@ async def test_a_tokenizer_has_one_thread_though_its_client_has_left() -> None:
 @pytest.mark.parametrize("token_id", [-1, 1 << 12, 1 << 40, 10**30])
 async def test_an_id_that_the_model_lacks_is_refused_before_it_is_echoed(token_id: int) -> None:
     model = await served(FakeTokenizer())
-    assert await prompt_ids(model, CompletionBody(prompt=[[1, 2], "a"])) == [(1, 2), (97,)]
+    deadline = Deadline.from_now(None)
+    assert await prompt_ids(model, CompletionBody(prompt=[[1, 2], "a"]), deadline) == [(1, 2), (97,)]
     with pytest.raises(InvalidRequest, match="outside the vocabulary") as refused:
-        await prompt_ids(model, CompletionBody(prompt=[[1], [2, token_id]], max_tokens=0, echo=True))
+        await prompt_ids(model, CompletionBody(prompt=[[1], [2, token_id]], max_tokens=0, echo=True), deadline)
     assert refused.value.param == "prompt"
+
+
+async def test_all_that_is_done_for_a_request_has_one_deadline() -> None:
+    body = CompletionBody(prompt="ab", n=2, timeout=5.0, echo=True, logprobs=0)
+    now_s = asyncio.get_running_loop().time()
+    for began_s, is_late in ((now_s - 4.0, False), (now_s - 5.0, True)):
+        model, deadline = await served(FakeTokenizer()), Deadline(body.timeout, began_s)
+        requests = make_requests(body, [(1, 2)], 4, None, "", deadline)
+        form = CompletionFormat(model, body, [(1, 2)], deadline)
+        orchestrator = model.orchestrator(None)
+        for work in (
+            prompt_ids(model, body, deadline),
+            conversation_ids(model, ChatBody.model_validate(CHAT), deadline),
+            form.opening(0),
+            *map(orchestrator.generate, requests),
+        ):
+            with pytest.raises(DeadlineExceeded, match="within its 5 s") if is_late else nullcontext():
+                await work
 
 
 def test_a_request_that_a_worker_sends_away_costs_no_tokens() -> None:

@@ -12,6 +12,7 @@ import pytest
 from specsplit.core.types import TokenLogProb
 from specsplit.gateway.answers import Answers
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TextOffsets
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
@@ -30,14 +31,15 @@ async def answers(tokenizer: FakeTokenizer, **fields: Any) -> Answers:
     orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
     model = ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)
     body = CompletionBody(**{"prompt": PROMPT, "max_tokens": 24, "logprobs": 1, "ignore_eos": True, **fields})
-    prompts = await prompt_ids(model, body)
+    deadline = Deadline.from_now(None)
+    prompts = await prompt_ids(model, body, deadline)
     return Answers(
         id="cmpl-1",
         model=model,
         body=body,
-        requests=make_requests(body, prompts, body.token_limit, body.logprobs, ""),
+        requests=make_requests(body, prompts, body.token_limit, body.logprobs, "", deadline),
         num_prompt_tokens=len(prompts[0]),
-        format=CompletionFormat(model, body, prompts),
+        format=CompletionFormat(model, body, prompts, deadline),
         metrics=Metrics(),
         detail="none",
         answering=lambda num_tokens: nullcontext(lambda count: None),
