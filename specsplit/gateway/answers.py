@@ -144,14 +144,15 @@ class Answers:
 
     async def _parts(self) -> AsyncGenerator[tuple[Part, dict[str, Any] | None]]:
         """Yield what there is to tell: parts with text, tokens that were asked for, and ends."""
+        # Before an answer has a slot, which it would hold while the scores of an echo wait for one.
+        openings = [await self._opening(index) for index in range(len(self.requests))]
         unopened = set(range(len(self.requests)))
         traces, wants_tokens = self.body.speculative.trace, self.requests[0].logprobs is not None
         async with aclosing(self._chunks()) as chunks:
             async for index, chunk in chunks:
                 if index in unopened:
                     unopened.remove(index)
-                    opening = await self._opening(index)
-                    if opening is not None:
+                    if (opening := openings[index]) is not None:
                         yield Part(index, *opening, is_opening=True), None
                 entries = self._entries(index, chunk)
                 if not (chunk.text or chunk.finish_reason or traces or (wants_tokens and entries)):
@@ -159,7 +160,7 @@ class Answers:
                 part = Part(index, chunk.text, entries, chunk.finish_reason)
                 yield part, trace_of(chunk, self.model.tokenizer) if traces else None
         for index in sorted(unopened):  # only the prompt was asked for
-            yield Part(index, *(await self._opening(index) or ("", [])), finish_reason="length"), None
+            yield Part(index, *(openings[index] or ("", [])), finish_reason="length"), None
 
     async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return what an answer begins with, behind which its tokens come."""

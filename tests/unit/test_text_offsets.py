@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any
 
 import pytest
 
-from specsplit.core.types import TokenLogProb
+from specsplit.core.types import Scores, TokenLogProb
 from specsplit.gateway.answers import Answers
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
@@ -26,8 +26,8 @@ PROMPT = "a €:"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-async def answers(tokenizer: FakeTokenizer, **fields: Any) -> Answers:
-    target = FakeTarget()
+async def answers(tokenizer: FakeTokenizer, target: FakeTarget | None = None, **fields: Any) -> Answers:
+    target = target or FakeTarget()
     orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"))
     model = ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)
     body = CompletionBody(**{"prompt": PROMPT, "max_tokens": 24, "logprobs": 1, "ignore_eos": True, **fields})
@@ -46,13 +46,13 @@ async def answers(tokenizer: FakeTokenizer, **fields: Any) -> Answers:
     )
 
 
-async def whole(tokenizer: FakeTokenizer, **fields: Any) -> list[dict[str, Any]]:
-    return (await (await answers(tokenizer, **fields)).whole())["choices"]
+async def whole(tokenizer: FakeTokenizer, target: FakeTarget | None = None, **fields: Any) -> list[dict[str, Any]]:
+    return (await (await answers(tokenizer, target, **fields)).whole())["choices"]
 
 
-async def joined(tokenizer: FakeTokenizer, **fields: Any) -> list[dict[str, Any]]:
+async def joined(tokenizer: FakeTokenizer, target: FakeTarget | None = None, **fields: Any) -> list[dict[str, Any]]:
     """Return the choices that the events of a stream join to."""
-    made = await answers(tokenizer, **fields)
+    made = await answers(tokenizer, target, **fields)
     choices: list[dict[str, Any]] = [
         {"index": index, "text": "", "logprobs": {name: [] for name in LISTS}, "finish_reason": None}
         for index in range(len(made.requests))
@@ -95,6 +95,27 @@ async def test_an_offset_is_the_character_with_which_the_token_begins(echo: bool
         assert offsets[-len(ids) :] == [start + len(text) for text, _ in whole_characters]
         assert offsets[: -len(ids)] == ([0, 1, 2, 2, 2, 3] if echo else [])
     assert num_inside > 12, "some tokens begin within a character"
+
+
+class WatchingTarget(FakeTarget):
+    """A target with room for scores while nobody has a slot."""
+
+    async def score(
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Sequence[tuple[int, float]] = (),
+        top_logprobs: int = 0,
+    ) -> Scores:
+        assert not self.slots, "an answer that waits for the scores keeps them from their slot"
+        return await super().score(prompt, scored, logit_bias, top_logprobs)
+
+
+async def test_an_echo_is_scored_before_its_answers_have_slots() -> None:
+    asked = {"prompt": ["ab", "cd"], "echo": True, "n": 2, "seed": 3}
+    streamed = await joined(FakeTokenizer(), WatchingTarget(), **asked)
+    assert streamed == await whole(FakeTokenizer(), WatchingTarget(), **asked)
+    assert [choice["text"][:2] for choice in streamed] == ["ab", "ab", "cd", "cd"]
 
 
 class Controls(FakeTokenizer):
