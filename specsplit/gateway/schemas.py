@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -26,6 +28,10 @@ from specsplit.model.template_variables import template_variables
 _DEFAULT_MAX_TOKENS = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and the names that chat templates know for them."""
+
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
+"""As one writes it, so that no id stands twice in one object."""
 
 
 def _is_list_of(value: object, kind: type) -> bool:
@@ -59,8 +65,9 @@ def _biases(value: object) -> object:
         items = cast("dict[str, object]", value).items()
         if len(items) > MAX_LOGIT_BIAS:
             raise ValueError(f"must have at most {MAX_LOGIT_BIAS} token ids")
-        if all(key.isascii() and key.isdigit() and len(key) < 10 and type(bias) in (int, float) for key, bias in items):
-            return tuple((int(key), float(cast("float", bias))) for key, bias in items)
+        if all(_TOKEN_ID.fullmatch(key) and type(bias) in (int, float) for key, bias in items):
+            with suppress(OverflowError):  # a whole number of hundreds of digits
+                return tuple((int(key), float(cast("float", bias))) for key, bias in items)
     raise ValueError("must be an object of token ids and the numbers to add to their logits")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_what_is_no_strict_json_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(ApiError, match=said) as caught:
         strict_json(content)
     assert caught.value.status == 400
+
+
+def test_a_body_nested_too_deeply_is_refused_at_every_depth() -> None:
+    """Halves of characters are looked for by a function that goes deeper than the one that reads."""
+    limit = sys.getrecursionlimit()
+    for depth in range(limit // 2, limit + 10):
+        with pytest.raises(ApiError, match=r"half a character|nested too deeply"):
+            strict_json(b'{"a": ' + b"[" * depth + b'"\\ud800"' + b"]" * depth + b"}")
 
 
 def test_whole_characters_in_escapes_are_taken() -> None:
@@ -180,6 +189,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ["x"] * 65, "n": 2}, None, "more than 128 answers"),
     ({"prompt": "x", "stop": [1]}, "stop", "must be a text"),
     ({"prompt": "x", "logit_bias": {"1.5": 1}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "logit_bias": {"5": 10**400}}, "logit_bias", "token ids"),
     ({"prompt": "x", "seed": 1 << 64}, "seed", "must be below"),
     ({"prompt": "x", "speculative": {"trace": 1}}, "speculative.trace", "must be true or false"),
     ({"prompt": "x", "tempreature": 1}, "tempreature", "is not a field of this request.$"),
