@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
 
@@ -115,8 +116,10 @@ class Client:
     async def _stream(
         self, workers: Workers, prompt: Prompt, settings: OrchestratorSettings
     ) -> AsyncGenerator[Chunk, None]:
-        request = make_request(workers.tokenizer, prompt, settings)
-        async with aclosing(workers.stream(request, settings)) as chunks:
+        began_s = asyncio.get_running_loop().time()
+        # On a thread: the target's tokenizer has a process of its own, which may take seconds to start or to answer.
+        request = await asyncio.to_thread(make_request, workers.tokenizer, prompt, settings)
+        async with aclosing(workers.stream(replace(request, began_s=began_s), settings)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
