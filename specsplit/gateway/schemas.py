@@ -87,6 +87,10 @@ def _variables(value: object) -> object:
     return {} if value is None else template_variables(value)
 
 
+def _options(value: object) -> object:
+    return {} if value is None else value
+
+
 def _as_dict(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
@@ -119,14 +123,14 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """How a stream tells the number of tokens: at its end, or with every chunk."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SpeculativeOptions(Body):
     """How this request speculates, and whether its chunks tell about it; the text is the same."""
 
-    trace: bool = False
+    trace: bool | None = None
     mode: Mode | None = None
 
 
@@ -152,7 +156,7 @@ class Generation(Body):
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    speculative: SpeculativeOptions = SpeculativeOptions()
+    speculative: Annotated[SpeculativeOptions, BeforeValidator(_options)] = SpeculativeOptions()
     # Fields that say who asks and what for; nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -199,7 +203,7 @@ class CompletionBody(Generation):
 
     unsupported = {
         "best_of": (1,),
-        "suffix": (),
+        "suffix": ("",),
         "add_special_tokens": (True,),
         "response_format": ({"type": "text"},),
         **_NOT_BUILT,

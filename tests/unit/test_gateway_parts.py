@@ -208,6 +208,18 @@ def test_a_wrong_field_is_one_sentence_that_names_it(fields: dict[str, Any], par
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+def test_null_is_the_default_of_every_field() -> None:
+    asked = {"prompt": "x", "stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}}
+    body = validated(CompletionBody, {**asked, "speculative": {"trace": None, "mode": None}})
+    assert body.stream_options is not None
+    assert not body.stream_options.include_usage
+    names = CompletionBody.model_fields.keys() - {"prompt"}
+    given = validated(CompletionBody, {"prompt": "x", **dict.fromkeys(names, None)})
+    assert given.speculative == validated(CompletionBody, {"prompt": "x"}).speculative
+    chat = ChatBody.model_fields.keys() - {"messages"}
+    validated(ChatBody, {"messages": MESSAGES, **dict.fromkeys(chat, None)})
+
+
 def test_a_key_is_let_in_by_its_name_and_stands_nowhere(tmp_path: Path) -> None:
     (key, line), file = new_key("alice"), tmp_path / "keys"
     file.write_text(f"# our keys\n\n{line}\n", encoding="utf-8")
