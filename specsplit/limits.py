@@ -116,6 +116,8 @@ MAX_FRAME_BYTES = 16 << 20
 """The longest frame that a client of LMTP may send."""
 MAX_LMTP_STREAMS = 1000
 """Streams of one client of LMTP that may be open at once."""
+MAX_OPEN_CHARACTERS = 64 << 20
+"""Sum over the frames that began them; most wait for their turn. It admits four of the longest."""
 MAX_SCRAPE_BYTES = 8 << 10
 """Longest head of a request to the port for Prometheus; a longer one has its connection closed."""
 MAX_SCRAPES = 16

@@ -142,6 +142,17 @@ async def test_too_many_streams_are_refused(pipe: Pipe, monkeypatch: pytest.Monk
     assert all(len(pipe.items(stream_id)) == 4 for stream_id in (2, 3, 4))
 
 
+async def test_the_requests_of_open_streams_have_a_size_together(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_OPEN_CHARACTERS", 400)
+    for _ in range(2):
+        for stream_id in range(2, 5):
+            await pipe.send("GENERATE", stream_id=stream_id, prompt=[1] * 40, max_tokens=4, ignore_eos=True)
+        await pipe.session.wait()
+        assert "characters together" in pipe.items(4)[-1]["error"]
+    assert [len(pipe.items(stream_id)) for stream_id in (2, 3, 4)] == [8, 8, 2]
+    assert len(await pipe.ask("GENERATE", prompt="a" * 50, model=None, ignore_eos=True, seed=1, top_k=0)) > 1
+
+
 async def test_closing_ends_every_stream_and_says_so(pipe: Pipe) -> None:
     for stream_id in (1, 2):
         await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=50, ignore_eos=True)

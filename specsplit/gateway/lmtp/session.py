@@ -19,7 +19,7 @@ from specsplit.gateway.lmtp.news import StreamNews
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.quotas import GatewayQuotas
-from specsplit.limits import MAX_LMTP_STREAMS
+from specsplit.limits import MAX_LMTP_STREAMS, MAX_OPEN_CHARACTERS
 
 MAX_AT_ONCE = 64
 """Streams of one client that are with the workers at once; the others wait here for their turn."""
@@ -48,8 +48,8 @@ class LmtpSession:
 
     def __init__(self, server: LmtpServer, send: Send, caller: str = "", name: str = "") -> None:
         self._server, self._send, self._caller, self._name = server, send, caller, name
-        self._open: set[int] = set()
-        """Streams whose last item has not been sent."""
+        self._open: dict[int, int] = {}
+        """Streams whose last item has not been sent, and the characters of the frames that began them."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Those streams, and ended ones that have a slot to free yet."""
         self._sending = asyncio.Lock()
@@ -80,11 +80,11 @@ class LmtpSession:
             return
         try:
             asked = messages.parse(command, fields)
-            self._check_room(stream_id)
+            self._check_room(stream_id, len(frame))
         except InvalidRequest as error:
             await self._answer("TOKEN", messages.error_item(stream_id, str(error)))
             return
-        self._open.add(stream_id)
+        self._open[stream_id] = len(frame)
         task = asyncio.create_task(self._run(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -116,13 +116,16 @@ class LmtpSession:
                     await self._answer("TOKEN", *(messages.error_item(each, reason) for each in sorted(self._open)))
         self._open.clear()
 
-    def _check_room(self, stream_id: int) -> None:
+    def _check_room(self, stream_id: int, num_characters: int) -> None:
         if self._is_draining:
             raise InvalidRequest(SHUTTING_DOWN)
         if stream_id in self._open:
             raise InvalidRequest(f"Stream {stream_id} is open already; choose another stream_id.")
         if len(self._open) >= MAX_LMTP_STREAMS:
             raise InvalidRequest(f"{MAX_LMTP_STREAMS} streams are open already; wait until one has ended.")
+        if self._open and sum(self._open.values()) + num_characters > MAX_OPEN_CHARACTERS:
+            sentence = f"The requests of open streams have {MAX_OPEN_CHARACTERS} characters together at most"
+            raise InvalidRequest(f"{sentence}; wait until one has ended.")
 
     async def _describe(self, fields: dict[str, object], stream_id: int) -> None:
         """Answer MODEL_INFO, for which no worker is asked: the real client waits for 5 s only."""
@@ -185,12 +188,12 @@ class LmtpSession:
         # stream, and freed earlier, two streams of one number could interleave.
         is_end = messages.is_last(items[-1])
         async with self._sending:
-            if is_end:
-                self._open.discard(stream_id)
+            num_characters = self._open.pop(stream_id, 0) if is_end else 0
             try:
                 await self._write("TOKEN", items)
             except asyncio.CancelledError:
-                self._open |= {stream_id}  # not sent, so it ends as all that are open
+                if is_end:
+                    self._open[stream_id] = num_characters  # not sent, so it ends as all that are open
                 raise
 
     async def _answer(self, kind: str, *items: Item) -> None:
