@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from fastapi import Request
+from pydantic import AfterValidator
 
 from specsplit.core import errors
 from specsplit.core.errors import InvalidSettings, Overloaded, SpecSplitError
@@ -19,8 +21,9 @@ from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
 from specsplit.gateway.other_servers import our_path
-from specsplit.gateway.schemas import ChatBody, CompletionBody, TokenizeBody
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, TokenizeBody
 from specsplit.gateway.statistics import SpeculationRecord
+from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.request import RoundFacts
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -74,6 +77,36 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     with pytest.raises(ApiError, match="did not come within") as caught:
         await body.read_body(request, CompletionBody, 100)
     assert (caught.value.status, caught.value.headers) == (408, {"connection": "close"})
+
+
+THREADS: list[threading.Thread] = []
+
+
+def _noted(text: str) -> str:
+    THREADS.append(threading.current_thread())
+    return text
+
+
+class NotedBody(Body):
+    """A body that notes who reads it."""
+
+    text: Annotated[str, AfterValidator(_noted)]
+
+
+async def test_a_large_body_does_not_hold_up_the_answers_to_others() -> None:
+    async def read(text: str) -> Body:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps({"text": text}).encode()}
+
+        return await body.read_body(Request({"type": "http", "headers": []}, receive), NotedBody, 1 << 20)
+
+    assert await read("a") == NotedBody(text="a")
+    assert await read("a" * SMALL_BYTES) == NotedBody(text="a" * SMALL_BYTES)
+    small, _, large, _ = THREADS
+    assert small is threading.current_thread()
+    assert large is not small
+    with pytest.raises(ApiError, match="half a character"):
+        await read("a" * SMALL_BYTES + "\ud800")
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
