@@ -227,12 +227,19 @@ class _EventReader(threading.Thread):
         if self._has_left.is_set():
             return
         self._connection.request("POST", path, body, headers)
+        is_whole = False
         for line in _answered(self._connection.getresponse(), self._where):
-            if line.startswith(b"data: {"):
-                event: dict[str, Any] = json.loads(line[6:])
-                if "error" in event:
+            data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""  # the blank may be missing
+            is_whole = is_whole or data == b"[DONE]"
+            if data.startswith(b"{"):
+                event: dict[str, Any] = json.loads(data)
+                if event.get("error") is not None:
                     raise WorkerFailed(_message(event, "It failed."))
+                is_whole = is_whole or any(choice.get("finish_reason") for choice in event.get("choices", ()))
                 self._put(event)
+        # Without a length of its own an answer that was cut off looks like one that has ended.
+        if not is_whole:
+            raise http.client.HTTPException("the answer has no end")
 
 
 def _answered(response: http.client.HTTPResponse, where: str) -> http.client.HTTPResponse:

@@ -123,7 +123,7 @@ def test_what_cannot_be_chatted_with_is_one_sentence(arguments: tuple[str, ...],
 class Endpoint(ThreadingHTTPServer):
     """A server of OpenAI's HTTP that answers with fixed events and keeps what it was asked."""
 
-    def __init__(self, *events: str) -> None:
+    def __init__(self, *events: str, before: str = "data: ") -> None:
         self.bodies: list[dict[str, object]] = []
         endpoint = self
 
@@ -134,7 +134,7 @@ class Endpoint(ThreadingHTTPServer):
             def do_POST(self) -> None:
                 length = int(self.headers["content-length"])
                 endpoint.bodies.append(json.loads(self.rfile.read(length)))
-                self._send("".join(f"data: {event}\n\n" for event in events))
+                self._send("".join(f"{before}{event}\n\n" for event in events))
 
             def _send(self, body: str) -> None:
                 self.send_response(200)
@@ -169,8 +169,20 @@ def test_an_endpoint_that_breaks_off_ends_the_answer_only():
     assert "\x1b" not in done.stderr, "names of a peer cannot command the terminal"
 
 
+@pytest.mark.parametrize(
+    ("last", "is_whole"),
+    [("[DONE]", True), ('{"error": null, "choices": [{"delta": {}, "finish_reason": "stop"}]}', True), ("", False)],
+    ids=["done", "reason", "cut"],
+)
+def test_an_answer_without_an_end_was_cut_off(last: str, is_whole: bool):
+    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', last, before="data:")
+    done = endpoint.chat(lines=("Hi",))
+    assert done.stdout == "Hal\n"
+    assert ("broke off (the answer has no end)" in done.stderr) != is_whole, done.stderr
+
+
 def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():
-    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}')
+    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', "[DONE]")
     lines = ("Hi", "Hi top_p=0.9 max_tokens=7", "/seed 5", "temperature=1.5", "temperature=101", "Hi")
     options = ("--top-k", "4", "--presence-penalty", "0.5", "--chat-template-kwargs", '{"enable_thinking": false}')
     done = endpoint.chat(*options, lines=lines)
