@@ -11,6 +11,11 @@ TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Nodes. These are the tree sizes that a decision compares. Chosen: steps of a quarter to a half, as E[A] flattens."""
 DECIDE_EVERY = 8
 """Rounds from one decision to the next. Chosen: rates hardly change within fewer; a decision took 0.25 ms."""
+MAX_REST = 4
+"""Times as long as alone that a session which decodes plainly leaves speculation alone where many share the steps.
+
+Chosen: it notices a changed text within 32 tokens, and of many sessions one has its turn in nearly every step.
+"""
 SWITCH_MARGIN = 0.05
 """Share by which another plan must be faster to replace the present one. Chosen: above the noise of the medians."""
 SWITCH_PATIENCE = 3

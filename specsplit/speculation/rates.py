@@ -9,6 +9,7 @@ import math
 from copy import deepcopy
 
 from specsplit.speculation.constants import (
+    EXPLORED_ROUNDS,
     FORGIVENESS,
     LEAST_PLAIN_FACTOR,
     LOOKUP_RETRY,
@@ -175,11 +176,21 @@ class LookupYield:
 
 
 class ProbeAllowance:
-    """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took."""
+    """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took.
+
+    Also the rounds with a draft of which nothing is known yet: each of many sessions that begin at once would have it
+    take in a prompt of its own.
+    """
 
     def __init__(self) -> None:
+        self._num_explored = 0
         self._left_s = 0.0
         self._counted_until_s = -math.inf
+
+    def explore(self) -> bool:
+        """Return whether a round may run with a draft of which nothing is known; of all sessions a few do."""
+        self._num_explored += 1
+        return self._num_explored <= 2 * EXPLORED_ROUNDS
 
     def earn(self, began_s: float, ended_s: float) -> None:
         """Count a round without the draft; of rounds that run at once their common time counts once."""

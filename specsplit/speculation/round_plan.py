@@ -110,9 +110,8 @@ class RoundPlanner:
     def _plan_auto(self, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
-        is_explored = stats.times.num_proposals >= EXPLORED_ROUNDS or self._num_rounds > 2 * EXPLORED_ROUNDS
         # Explore: let the draft answer a few times before plans are compared, for a bounded number of rounds.
-        if has_draft and modes and not is_explored:
+        if has_draft and modes and stats.times.num_proposals < EXPLORED_ROUNDS and stats.probes.explore():
             return RoundPlan(modes[0], self._first, self._first)
         if not stats.times.has_seen_plain:  # plans are compared with it; most targets measure it at their start
             return _PLAIN
@@ -133,7 +132,7 @@ class RoundPlanner:
             if has_draft and modes and self._is_probe_due():
                 self._num_without_draft = 0
                 return replace(plan, probe=self._first)
-            if not is_turn and stats.may_rest:
+            if stats.may_rest and self._num_rounds % stats.turn_rounds != 1:
                 return resting_plan
         return plan
 

@@ -17,6 +17,7 @@ from specsplit.speculation.constants import (
     DRAFTLESS_STREAM_GAP,
     FIRST_HIT_RATE,
     HIT_RATE_MEMORY,
+    MAX_REST,
     PROFILE_BRANCHING,
     PROFILE_DEPTH,
 )
@@ -217,8 +218,13 @@ class SpeculationStats:
 
     @property
     def may_rest(self) -> bool:
-        """Whether a session that decodes plainly may leave speculation alone until its next decision."""
+        """Whether a session that decodes plainly may leave speculation alone until its next turn."""
         return self.lookup_yield.may_rest(self.times.sessions.value)
+
+    @property
+    def turn_rounds(self) -> int:
+        """Rounds of which such a session rests in all but one; its turn takes time of all that share its steps."""
+        return DECIDE_EVERY * min(self.times.sessions.value, MAX_REST) if self.may_rest else 1
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""

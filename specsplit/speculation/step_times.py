@@ -56,8 +56,9 @@ class RunningMedian(Generic[_Number]):
 class StepTimes:
     """Seconds of one forward by its rows: measured on a grid, non-decreasing, straight in between, corrected online.
 
-    Beyond the grid the last slope goes on. An observation counts for the nearest grid point, as a ratio to what was
-    measured at the start. The point follows the median of its last ratios, from the third on, and its neighbours
+    Beyond the grid the last slope goes on, or that of the whole curve if it is steeper: corrections that have made two
+    points equal say nothing of hundreds of rows. An observation counts for the nearest grid point, as a ratio to what
+    was measured at the start. The point follows the median of its last ratios, from the third on, and its neighbours
     follow by part of its correction, since most causes (a longer context, a busier machine) are common to all.
     The first point, that of a plain forward, is slowed by its own observations alone: a tree costs more than its rows,
     and a plain forward believed slow is never run, so that nobody would see the mistake. Forwards of other sizes lead
@@ -355,8 +356,10 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable
         if at <= rows[0] or len(rows) == 1:
             found.append(seconds[0])
             continue
-        high = min(bisect_left(rows, at), len(rows) - 1)  # beyond the grid the last slope goes on
+        high = min(bisect_left(rows, at), len(rows) - 1)
         slope = (seconds[high] - seconds[high - 1]) / (rows[high] - rows[high - 1])
+        if at > rows[high]:  # a row that computes for others, too, never gets cheaper the more there are
+            slope = max(slope, (seconds[high] - seconds[0]) / (rows[high] - rows[0]))
         found.append(seconds[high] + (at - rows[high]) * slope)
     return found
 

@@ -63,7 +63,8 @@ def test_times_lie_on_the_grid_straight_in_between_and_go_on_beyond():
     times = StepTimes(STAIRCASE)
     assert [times.seconds(rows) for rows in STAIRCASE] == pytest.approx(list(STAIRCASE.values()))
     assert times.seconds(3) == pytest.approx(9.2e-3)
-    assert times.seconds(63) == pytest.approx(27e-3 + 23 * 11.3e-3 / 23)
+    assert times.seconds(63) == pytest.approx(27e-3 + 23 * 19.5e-3 / 39), "the whole curve is steeper than its end"
+    assert StepTimes({1: 1.0, 3: 2.0, 5: 4.0}).seconds(9) == pytest.approx(8.0), "its end is steeper"
     assert StepTimes({4: 2.0}).seconds(1) == StepTimes({4: 2.0}).seconds(9) == 2.0
 
 

@@ -18,6 +18,7 @@ from specsplit.engine.prompt_budget import (
     MAX_STEP_ROWS,
     MOST_PASSES,
     QUANTUM_ROWS,
+    SHORT_STEP_S,
     PromptBudget,
 )
 from specsplit.speculation.step_times import StepTimes
@@ -148,9 +149,12 @@ def test_of_one_caller_the_older_or_more_urgent_prompt_goes_first() -> None:
 
 
 def test_beside_quick_rounds_only_prompts_of_sessions_may_take_longer() -> None:
-    quick = {1: 0.001, 33: 0.005}
-    running, prompt, score = Waiting(1, can_be_cut=False), Waiting(300, "asked", 0.0), Waiting(300)
-    assert budget(quick, asked=PARAMS).share_out([running, prompt, score]) == {prompt: 128, score: 0}
+    quick = {1: 0.001, 33: 0.009}
+    running, score = Waiting(1, can_be_cut=False), Waiting(300)
+    short, long = Waiting(500, "asked", 0.0), Waiting(500, "asked", 0.0, context=13)
+    assert budget(quick, asked=PARAMS).share_out([running, short, score]) == {short: 256, score: 0}
+    assert budget(quick, asked=PARAMS).share_out([running, long, score]) == {long: 128, score: 0}
+    prompt = Waiting(300, "asked", 0.0)
     assert budget(quick).share_out([running, score]) == {score: LEAST_PROMPT_ROWS}
     assert budget(LINEAR, asked=PARAMS).share_out([running, prompt]) == {prompt: LEAST_PROMPT_ROWS}
 
@@ -161,7 +165,7 @@ def test_a_score_ends_beside_prompts_without_end(times: dict[int, float]) -> Non
     running, score, num_steps = Waiting(1, can_be_cut=False), Waiting(300), 0
     while score.num_rows > 0:
         shares = shared.share_out([running, Waiting(512, "asked"), score])
-        assert sum(shares.values()) <= shared.prompt_rows([running]), "the rounds keep their pace"
+        assert sum(shares.values()) <= shared.prompt_rows([running], 0, SHORT_STEP_S), "the rounds keep their pace"
         score.num_rows -= shares[score]
         num_steps += 1
     assert num_steps <= math.ceil(300 / LEAST_PROMPT_ROWS) * (MOST_PASSES + 1)

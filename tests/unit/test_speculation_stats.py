@@ -13,9 +13,7 @@ from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.constants import LOOKUP_RETRY, MAX_STEP_SESSIONS, MEDIAN_WINDOW
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.options import Speculation
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
-from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.step_times import DecodingSessions, StepTimes, WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree, TokenTree
@@ -200,27 +198,6 @@ def test_what_was_learned_at_one_load_stands_when_it_comes_back():
     factor = {plan.mode: plan.tokens_per_s / plan.predicted_tokens_per_s for plan in decision.alternatives}
     before_factor = {plan.mode: plan.tokens_per_s / plan.predicted_tokens_per_s for plan in slow}
     assert factor["pingpong"] == pytest.approx(before_factor["pingpong"], rel=0.05)
-
-
-def test_sessions_that_share_steps_decide_together_as_often_as_one_alone():
-    assert count_decisions(1, num_rounds=160) == pytest.approx(count_decisions(8, num_rounds=160), abs=2)
-
-
-def count_decisions(num_sessions: int, num_rounds: int) -> int:
-    """Return how often sessions that run in step decide anew while each of them has so many rounds."""
-    stats = shared(num_sessions)
-    speculation = Speculation(mode="auto", nodes=None, depth=None, branching=2)
-    planners = [RoundPlanner(speculation, "auto", ("pingpong",), stats, 1000, 16) for _ in range(num_sessions)]
-    seen: list[Decision] = []
-    for _ in range(num_rounds):
-        for planner in planners:
-            plan = planner.plan_round(10, 1000)
-            if plan.decision is None:
-                continue
-            if not seen or plan.decision is not seen[-1]:
-                seen.append(plan.decision)
-            stats.observe_round(plan.decision, plan.mode, 1, 0.0, 0.01)
-    return len(seen)
 
 
 def test_trials_in_vain_become_rarer():

@@ -50,7 +50,7 @@ def budget(times: dict[int, float] | None) -> PromptBudget:
         (LINEAR, 16, 16),
         (LINEAR, 130, 128),
         (STAIRCASE, 8, 64),
-        (QUICK, 1, 128),
+        (QUICK, 1, 256),
         (QUICK, 240, 128),
     ],
 )

@@ -13,6 +13,7 @@ from specsplit.engine import measure as step_times
 from specsplit.model.loader import Role
 from specsplit.rpc import codec
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.step_times import StepTimes
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import hash_model
 
@@ -87,3 +88,11 @@ def _limits():
     from specsplit.speculation.cost_model import Limits
 
     return Limits()
+
+
+def test_rows_beyond_the_grid_cost_though_corrections_made_its_end_flat():
+    times = StepTimes({1: 0.006, 17: 0.010, 33: 0.011})
+    for _ in range(9):  # seventeen sessions decode plainly, and the next point follows by half
+        times.observe(17, 0.022)
+    assert times.grid[17] == times.grid[33]
+    assert times.seconds(528) > 10 * times.seconds(33)

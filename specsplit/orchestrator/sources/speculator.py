@@ -15,7 +15,6 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.speculation.constants import DECIDE_EVERY
 from specsplit.speculation.lookup import LookupIndex, LookupTree
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
@@ -316,7 +315,7 @@ class SessionLookup:
         if self.index is None:
             return False
         stats, longest_hit = self._stats, self.index.longest_hit
-        is_asked = stats.lookup_yield.is_worth_asking(longest_hit, DECIDE_EVERY if stats.may_rest else 1)
+        is_asked = stats.lookup_yield.is_worth_asking(longest_hit, stats.turn_rounds)
         self._longest_hit = longest_hit if is_asked else None
         return is_asked
 

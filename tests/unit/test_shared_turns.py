@@ -1,0 +1,55 @@
+"""Sessions that share the target's steps: who decides, who tries the draft, and how long speculation is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from specsplit.speculation.constants import EXPLORED_ROUNDS
+from specsplit.speculation.cost_model import Decision, RoundMode
+from specsplit.speculation.options import Speculation
+from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.statistics import SpeculationStats
+from tests.unit.test_speculation_stats import begun, shared
+
+
+def test_sessions_that_share_steps_decide_together_as_often_as_one_alone():
+    assert count_decisions(1, num_rounds=160) == pytest.approx(count_decisions(8, num_rounds=160), abs=2)
+
+
+def planner(stats: SpeculationStats, *modes: RoundMode) -> RoundPlanner:
+    speculation = Speculation(mode="auto", nodes=None, depth=None, branching=2)
+    return RoundPlanner(speculation, "auto", modes, stats, 1000, 16)
+
+
+def test_of_sessions_that_begin_at_once_few_try_an_unknown_draft():
+    stats = begun()
+    plans = [planner(stats, "pingpong").plan_round(10, 1000) for _ in range(16)]
+    assert [plan.mode for plan in plans] == ["pingpong"] * 2 * EXPLORED_ROUNDS + ["plain"] * (16 - 2 * EXPLORED_ROUNDS)
+
+
+@pytest.mark.parametrize(("num_sessions", "num_turns"), [(8, 2), (2, 4)])
+def test_sessions_that_share_steps_leave_speculation_for_longer(num_sessions: int, num_turns: int):
+    stats = shared(num_sessions)
+    for _ in range(100):
+        stats.lookup_yield.observe_round(0)
+    one = planner(stats)
+    plans = [one.plan_round(10, 1000) for _ in range(64)]
+    resting = [plan for plan in plans if plan.may_rest]
+    assert all(plan.mode == "plain" and plan.probe is None for plan in resting)
+    assert len(plans) - len(resting) == num_turns
+
+
+def count_decisions(num_sessions: int, num_rounds: int) -> int:
+    """Return how often sessions that run in step decide anew while each of them has so many rounds."""
+    stats = shared(num_sessions)
+    planners = [planner(stats, "pingpong") for _ in range(num_sessions)]
+    seen: list[Decision] = []
+    for _ in range(num_rounds):
+        for each in planners:
+            plan = each.plan_round(10, 1000)
+            if plan.decision is None:
+                continue
+            if not seen or plan.decision is not seen[-1]:
+                seen.append(plan.decision)
+            stats.observe_round(plan.decision, plan.mode, 1, 0.0, 0.01)
+    return len(seen)
