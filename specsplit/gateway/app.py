@@ -231,7 +231,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         body = await read_body(request, CompletionBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         deadline = Deadline.from_now(body.timeout)
-        prompts = await prompt_ids(model, body, deadline)
+        prompts = await until_disconnect(request.receive, prompt_ids(model, body, deadline))
         form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
         requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
         return await answer(request, model, body, requests, form)
@@ -241,7 +241,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         body = await read_body(request, ChatBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         deadline = Deadline.from_now(body.timeout)
-        prompt = await conversation_ids(model, body, deadline)
+        prompt = await until_disconnect(request.receive, conversation_ids(model, body, deadline))
         limit = body.max_completion_tokens or body.max_tokens or model.identity.context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         requests = make_requests(body, [prompt], limit, logprobs, request.state.caller, deadline)
@@ -255,9 +255,10 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
         model = gateway.models.find(body.model)
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
-            tokens = await model.encode_messages(messages, variables=body.chat_template_kwargs)
+            encoding = model.encode_messages(messages, variables=body.chat_template_kwargs)
         else:
-            tokens = await model.encode(body.prompt or "")
+            encoding = model.encode(body.prompt or "")
+        tokens = await until_disconnect(request.receive, encoding)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": model.identity.context}
 
     @app.post("/detokenize", openapi_extra=_documented(DetokenizeBody))
