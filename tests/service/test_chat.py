@@ -239,7 +239,7 @@ class Terminal:
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program():
-    terminal = Terminal("--dtype", "fp32", "--threads", "1")
+    terminal = Terminal("--dtype", "fp32", "--threads", "1", "--mode", "pingpong")
     try:
         shown = terminal.wait_for(PROMPT)
         terminal.type("Write a long text max_tokens=3000 ignore_eos=true temperature=1\r")

@@ -99,7 +99,7 @@ def _check_trace(path: Path, answer: dict[str, int]) -> None:
 
 
 def test_a_terminal_shows_the_same_text_with_marks_as_a_pipe_without(capfd: pytest.CaptureFixture[str]):
-    arguments = ("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "24", "--seed", "5")
+    arguments = ("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "24", "--seed", "5", "--mode", "pingpong")
     code, shown = _run_on_terminal(*arguments)
     assert code == 0
     assert "\x1b[4;36mdrafted and accepted\x1b[0m, the target's own" in shown

@@ -307,7 +307,8 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
 
 
 def test_prometheus_reads_the_promised_names_and_those_of_vllm(gateway: GatewayProcess, client: openai.OpenAI) -> None:
-    client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, extra_body={"ignore_eos": True})
+    drafting = {"ignore_eos": True, "speculative": {"mode": "pingpong"}}
+    client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, extra_body=drafting)
     page = samples_of(httpx.get(f"{gateway.url}/metrics").text)
     for prefix in ("specsplit:", "vllm:"):
         assert value(page, f"{prefix}generation_tokens_total") >= 24
