@@ -6,7 +6,7 @@ Changes nothing that they do. Knows neither statistics nor files.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -105,6 +105,10 @@ class WatchedExperience(SpeculationStats):
         self._text = list(prompt_ids)
         self._prompt += 1
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take note of the tokens of a round, after its tree, if it had one, was observed."""
+        self._text += token_ids
+
     def freeze(self) -> None:
         """From now on tell also what the table of this moment says of each node."""
         self._frozen = list(self.acceptance.log_probs)
@@ -113,16 +117,15 @@ class WatchedExperience(SpeculationStats):
         """Keep what is decided, before anything is learned from it."""
         decided = tree.tested(token_ids)
         if tree.root_position == len(self._text) - 1:
-            self._text += token_ids
-            ranks = tree.sibling_ranks()
-            self.nodes += [self._node(tree, node, ranks[node], is_right=is_right) for node, is_right in decided]
+            ranks, text = tree.sibling_ranks(), [*self._text, *token_ids]
+            self.nodes += [self._node(tree, node, ranks[node], text, is_right=is_right) for node, is_right in decided]
         else:
             self.num_late += len(decided)
         super().observe_tree(tree, token_ids)
 
-    def _node(self, tree: SpeculationTree, node: int, rank: int, *, is_right: bool) -> Node:
+    def _node(self, tree: SpeculationTree, node: int, rank: int, text: list[int], *, is_right: bool) -> Node:
         position, cell = tree.root_position + tree.nodes.depths[node], tree.cells[node]
-        word = self.words[tuple(self._text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
+        word = self.words[tuple(text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
         source: Source = "draft" if cell < _FIRST_AGREED else "both" if cell < _FIRST_LOOKUP else "lookup"
         return Node(
             prompt=self._prompt,
@@ -210,6 +213,9 @@ async def _measure(
                     sampling=sampling,
                     seed=settings.seed + number,
                 )
-                num_tokens += len((await orchestrator.generate(request)).token_ids)
+                async with aclosing(orchestrator.stream(request)) as chunks:
+                    async for chunk in chunks:  # one a round
+                        experience.extend(chunk.token_ids)
+                        num_tokens += len(chunk.token_ids)
                 tick(f"{mode}, T = {temperature:g}, {prompt.id}")
     return Found(mode, temperature, experience.nodes, experience.num_late, num_tokens)

@@ -228,8 +228,9 @@ def test_decided_nodes_keep_the_estimates_from_before_their_verdict():
 def test_nodes_below_a_wrong_one_are_not_decided_and_the_text_goes_on():
     experience = _begun({})
     experience.observe_tree(_grown(experience), [6])
+    experience.extend([6])
     assert [each.token_id for each in experience.nodes] == [5, 6]
-    experience.observe_tree(SpeculationTree(3, 100, experience.acceptance), [2])
+    experience.extend([2])  # of a round without a tree
     late = SpeculationTree(2, 100, experience.acceptance)
     late.take(Proposal(1, 2, token_ids=(5,), parents=(0,), log_probs=(-0.5,)), 8, epoch=1)
     experience.observe_tree(late, [6, 2])
@@ -378,7 +379,7 @@ def test_a_damaged_file_is_refused_by_name(results: Path, tmp_path: Path, spoil:
     path = tmp_path / "spoiled.jsonl"
     path.write_text(spoil(results.read_text().splitlines()[0]) + "\n")
     with pytest.raises(InvalidRequest, match=f"spoiled.*{message}"):
-        page.build([path], _silent)
+        page.build([path], _silent, needs_commit=False)
 
 
 @pytest.mark.parametrize(
