@@ -26,7 +26,9 @@ from tests.support.long_target import long_model
 from tests.support.rounds import params_of, random_prompt, script
 from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 from tests.support.runners import SteeredRunner, steered
+from tests.support.stage_farm import patient
 
+__all__ = ["patient"]  # a fixture
 NUM_SLOTS = 2
 GREEDY = SamplingParams()
 
@@ -180,6 +182,7 @@ async def served_before_the_grace(clock: HandClock, tasks: Sequence[asyncio.Task
         await task
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_clients_that_vanish_in_any_phase_free_their_slots(count: int) -> None:
     clock, rng = HandClock(), random.Random(11)

@@ -56,7 +56,9 @@ class Served:
 def processes(tmp_path: Path) -> Iterator[tuple[GatewayProcess, WorkerProcess]]:
     options = ("--model", str(long_folder()), "--context", str(CONTEXT), "--prefix-reuse", "off")
     target = WorkerProcess("target", tmp_path, *options, "--threads", "1", "--sessions", str(NUM_SLOW + 4))
-    gateway = GatewayProcess(tmp_path, "--target", f"code={target.address}", "--mode", "plain")
+    # A busy machine may need longer than a reader is waited for.
+    links = ("--target", f"code={target.address}", "--mode", "plain")
+    gateway = GatewayProcess(tmp_path, *links, module="tests.support.patient_gateway")
     yield gateway, target
     gateway.close()
     target.close()

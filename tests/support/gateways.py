@@ -16,17 +16,24 @@ from tests.support.processes import LIMIT_S, environment, start_from
 class GatewayProcess:
     """One gateway; `ready` waits for its line, and `close` ends it with its workers.
 
-    It is forked from a process that has the imports (see `forked`), or is a user's with the code of `tree`.
+    It is forked from a process that has the imports (see `forked`), or is a user's with the code of `tree`. A forked
+    one runs `module`, which has the command line of `specsplit`.
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, http: str = "127.0.0.1:0", tree: Path | None = None, **changes: str
+        self,
+        folder: Path,
+        *arguments: str,
+        http: str = "127.0.0.1:0",
+        tree: Path | None = None,
+        module: str = "specsplit",
+        **changes: str,
     ) -> None:
         self._log = folder / "gateway.err"
         words, env = ("serve", "--http", http, *arguments), environment(OMP_NUM_THREADS="1", **changes)
         with self._log.open("wb") as log:
             self.process = (
-                ForkedProcess("specsplit", *words, stdout=subprocess.PIPE, stderr=log, env=env)
+                ForkedProcess(module, *words, stdout=subprocess.PIPE, stderr=log, env=env)
                 if tree is None
                 else start_from(tree, words, env, log)
             )
