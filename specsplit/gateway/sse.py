@@ -73,6 +73,7 @@ class EventStream(Response):
             with listening(self._note):
                 async with aclosing(self._events) as events:
                     async for event in events:
+                        self._progress = None  # what was waited for has come
                         await writer.write(f"data: {_to_json(event)}\n\n")
         except Exception as caught:  # noqa: BLE001 - whatever it was, the client is told
             error = api_error(caught)

@@ -21,6 +21,7 @@ from specsplit.core.progress import Progress, current_listener
 from specsplit.gateway import server, sse
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.gateway.sse import EventStream
+from tests.support.rpc_servers import wait_until
 
 WHOLE = b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n"
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -74,6 +75,27 @@ async def test_a_pause_is_filled_with_comments_that_say_why(monkeypatch: pytest.
         assert b"200 OK" in said
         app.go_on.set()
         assert b"data: [DONE]\n\n" in await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+async def test_a_pause_behind_an_event_says_nothing_of_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "QUIET_S", 0.05)
+    go_on = asyncio.Event()
+
+    async def events() -> AsyncGenerator[dict[str, Any]]:
+        listener = current_listener()
+        assert listener is not None
+        listener(Progress(queued=5, position=2))
+        yield {"number": 0}
+        await go_on.wait()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events())(scope, receive, send)
+
+    async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(REQUEST)
+        said = await reader.readuntil(b": working\n\n")
+        go_on.set()
+        assert b"waiting" not in said + await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
 async def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:
@@ -214,28 +236,26 @@ async def test_a_connection_that_is_new_when_a_drain_begins_is_answered() -> Non
 async def test_whoever_reached_a_draining_server_is_answered() -> None:
     async with serving_http(App(), "127.0.0.1", 0) as running:
         host, port = running.address.rsplit(":", 1)
+        answers: list[bytes] = []
 
-        def ask() -> list[bytes]:
-            answers: list[bytes] = []
+        def ask() -> None:
             with suppress(ConnectionRefusedError):
                 while True:
                     with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as answer:
                         connection.sendall(WHOLE.replace(b"Host", b"Connection: close\r\nHost"))
                         answers.append(answer.read())
-            return answers
 
         asking = [asyncio.create_task(asyncio.to_thread(ask)) for _ in range(16)]
-        loop, draining = asyncio.get_running_loop(), asyncio.create_task(_drain_later(running))
+        loop, draining = asyncio.get_running_loop(), asyncio.create_task(_drain_later(running, answers))
         while not draining.done():
             loop.call_soon(time.sleep, 0.02)  # a busy loop, in whose turns connections pile up
             await asyncio.sleep(0)
-        answers = [answer for answers in await asyncio.gather(*asking) for answer in answers]
-    assert len(answers) > 16
+        await asyncio.gather(*asking)
     assert [answer for answer in answers if not answer.endswith(b"ok")] == []
 
 
-async def _drain_later(running: HttpServer) -> None:
-    await asyncio.sleep(0.3)
+async def _drain_later(running: HttpServer, answers: list[bytes]) -> None:
+    await wait_until(lambda: len(answers) > 16)
     await running.drain(30)
 
 
