@@ -56,6 +56,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 # transformers reads this when it is imported; where there is no torch it would complain on stderr, though a tokenizer
 # needs none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+# oneDNN keeps the code of every product by its number of rows, half a megabyte each and a thousand of them, twice: once
+# itself, once in torch's layer above it. A server that read prompts of all lengths held half a gigabyte of it.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "256")
 
 __all__ = [
     "AccessDenied",

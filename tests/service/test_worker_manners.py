@@ -147,6 +147,17 @@ event_loop.run(main())
     assert "fork" not in ended.stderr
 
 
+@pytest.mark.parametrize("chosen", [None, "31"])
+def test_the_code_that_onednn_keeps_is_bounded(chosen: str | None) -> None:
+    """It reads both limits once, at its first product; who has set one has chosen."""
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {names[0]: chosen} if chosen else {}
+    code = f"import os, specsplit; print(*[os.environ[name] for name in {names}])"
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True)
+    assert said.split() == [chosen or "256", "256"]
+
+
 def test_one_of_several_devices_can_be_named() -> None:
     assert load_settings({"device": "cuda:1"}).settings.target.device == "cuda:1"
     for wrong in ("cuda:", "cuda:x", "gpu", "cuda:-1", "cpu:0"):
