@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -101,15 +104,15 @@ class LimitedProtocol(H11Protocol):
         super().handle_websocket_upgrade(event)
 
     def _wait_for_reader(self) -> None:
-        self._sending = self.loop.call_later(SEND_S, self._check_reader, self.transport.get_write_buffer_size())
+        self._sending = self.loop.call_later(SEND_S, self._check_reader, num_unread(self.transport))
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
 
-    def _check_reader(self, num_unread: int) -> None:
-        if self.transport.get_write_buffer_size() < num_unread:
+    def _check_reader(self, num_before: int) -> None:
+        if num_unread(self.transport) < num_before:
             self._wait_for_reader()  # it is slow, and yet it reads
             return
         cycle: Any = self.cycle
@@ -125,6 +128,15 @@ class LimitedProtocol(H11Protocol):
         self._waiting = None
         if self._is_idle:
             self.transport.close()
+
+
+def num_unread(transport: asyncio.WriteTransport) -> int:
+    """Return the bytes that were sent to a client and have not reached it, in our buffer and in the system's."""
+    count = transport.get_write_buffer_size()
+    with suppress(OSError):  # a system that does not tell
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        count += int.from_bytes(told, sys.byteorder)
+    return count
 
 
 class _Uvicorn(uvicorn.Server):

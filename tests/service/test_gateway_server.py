@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.responses import Response
@@ -154,6 +154,31 @@ async def test_a_client_that_does_not_read_is_cut_off_and_counted(
     assert num_cut == 1
     said = [record.message for record in caplog.records if record.name == "specsplit.sessions"]
     assert said == ["lost request : status 499, client_not_reading"]
+
+
+async def test_a_client_that_reads_slowly_is_seen_to_read() -> None:
+    """The system's buffer takes megabytes before ours has room again, for which a slow client takes minutes."""
+    loop, made = asyncio.get_running_loop(), asyncio.Queue[asyncio.WriteTransport]()
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.put_nowait(cast("asyncio.WriteTransport", transport))
+
+    serving = await loop.create_server(Protocol, "127.0.0.1", 0)
+    with socket.create_connection(serving.sockets[0].getsockname()) as client:
+        transport = await made.get()
+        transport.write(bytes(1 << 25))
+        before = 0
+        while (now := server.num_unread(transport)) != before:  # the client's own buffer fills up
+            before = now
+            await asyncio.sleep(0.05)
+        ours = transport.get_write_buffer_size()
+        for _ in range(64):
+            client.recv(16_384)
+        assert transport.get_write_buffer_size() == ours, "it has no room yet"
+        assert server.num_unread(transport) < before
+        transport.abort()
+    serving.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /whole HTTP/1.1\r\nHost: x\r\nSlow: "])
