@@ -80,7 +80,10 @@ class CompletionFormat:
     deadline: Deadline
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
-    _scored: dict[tuple[int, ...], list[TokenEntry]] = field(default_factory=dict[tuple[int, ...], list[TokenEntry]])
+    _scored: dict[tuple[tuple[int, ...], str], list[TokenEntry]] = field(
+        default_factory=dict[tuple[tuple[int, ...], str], list[TokenEntry]]
+    )
+    """By ids and text: other texts with the same ids have their tokens at other places."""
 
     async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return the prompt if it is to be echoed."""
@@ -93,7 +96,7 @@ class CompletionFormat:
 
     async def _prompt_entries(self, ids: tuple[int, ...], text: str) -> list[TokenEntry]:
         """Return the log-probabilities of a prompt's tokens; nothing is known of the first."""
-        if ids not in self._scored:
+        if (ids, text) not in self._scored:
             found: list[TokenLogProb | None] = [None]
             if len(ids) > 1:
                 orchestrator = self.model.orchestrator(self.body.speculative.mode)
@@ -106,8 +109,8 @@ class CompletionFormat:
                     began_s=self.deadline.began_s,
                 )
                 found += scores.tokens
-            self._scored[ids] = TextOffsets(self.model.tokenizer, text=text).entries(ids, found)
-        return self._scored[ids]
+            self._scored[ids, text] = TextOffsets(self.model.tokenizer, text=text).entries(ids, found)
+        return self._scored[ids, text]
 
     def whole(self, part: Part) -> dict[str, Any]:
         return self.delta(part)

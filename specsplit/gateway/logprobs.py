@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specsplit.core.ports import Tokenizer
 from specsplit.core.types import TokenLogProb
-from specsplit.orchestrator.text import REPLACEMENT, Detokenizer
+from specsplit.orchestrator.text import Detokenizer
 
 
 class TokenEntry(NamedTuple):
@@ -43,8 +43,10 @@ class TextOffsets:
 
     def _length_of_control(self, token_id: int) -> int:
         """Return the length of a control token, which is no text, but may have been written out in a prompt."""
-        name = self._tokenizer.token_text(token_id) if self._text else ""
-        return len(name) if REPLACEMENT not in name and self._text.startswith(name, self._offset) else 0
+        if not self._text or self._tokenizer.decode([token_id, token_id]):
+            return 0  # a part of a character, or the blank before a text's first word, which decoders drop
+        name = self._tokenizer.token_text(token_id)
+        return len(name) if self._text.startswith(name, self._offset) else 0
 
 
 def _completed_text(tokenizer: Tokenizer) -> Callable[[int], str]:

@@ -8,6 +8,9 @@ from contextlib import aclosing, nullcontext
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from specsplit.core.types import Scores, TokenLogProb
 from specsplit.gateway.answers import Answers
@@ -17,6 +20,7 @@ from specsplit.gateway.logprobs import TextOffsets
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import CompletionBody
+from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTarget, FakeTokenizer
@@ -130,3 +134,23 @@ def test_a_control_token_has_the_length_that_it_has_in_the_text() -> None:
     for text, expected in (("ab", [0, 0, 1, 2]), ("<s>ab", [0, 3, 4, 5]), ("ab<s>", [0, 0, 1, 2])):
         entries = TextOffsets(Controls(), text=text).entries([256, *b"ab", 256], nothing)
         assert [entry.offset for entry in entries] == expected
+
+
+def test_the_blank_that_a_decoder_drops_before_the_first_word_has_no_length() -> None:
+    vocabulary = {"<s>": 0, "\u2581": 1, "a": 2, "\u2581a": 3, "b": 4}
+    backend = Tokenizer(BPE(vocabulary, [("\u2581", "a")]))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"), ())
+    nothing: list[TokenLogProb | None] = [None] * 4
+    for text, expected in ((" ab", [0, 0, 0, 2]), ("<s> ab", [0, 3, 3, 5])):
+        assert [entry.offset for entry in TextOffsets(tokenizer, text=text).entries([0, 1, 3, 4], nothing)] == expected
+
+
+async def test_prompts_with_the_same_ids_have_offsets_in_texts_of_their_own() -> None:
+    class Named(Controls):
+        def encode(self, text: str) -> list[int]:
+            return [256, *super().encode(text.removeprefix("<s>"))]
+
+    asked = {"prompt": ["ab", "<s>ab"], "echo": True, "max_tokens": 1, "seed": 3}
+    choices = await whole(Named(), **asked)
+    assert [choice["logprobs"]["text_offset"][:3] for choice in choices] == [[0, 0, 1], [0, 3, 4]]
