@@ -145,7 +145,7 @@ class EndpointAnswers:
                     raise event
                 usage: Mapping[str, int] = event.get("usage") or {}
                 num_tokens = usage.get("completion_tokens", num_tokens)
-                for choice in event.get("choices", ()):
+                for choice in _choices(event):
                     yield _pieces(choice)
         finally:
             reader.leave()
@@ -235,7 +235,7 @@ class _EventReader(threading.Thread):
                 event: dict[str, Any] = json.loads(data)
                 if event.get("error") is not None:
                     raise WorkerFailed(_message(event, "It failed."))
-                is_whole = is_whole or any(choice.get("finish_reason") for choice in event.get("choices", ()))
+                is_whole |= any(choice.get("finish_reason") for choice in _choices(event))
                 self._put(event)
         # Without a length of its own an answer that was cut off looks like one that has ended.
         if not is_whole:
@@ -263,6 +263,14 @@ def _message(answer: Any, otherwise: str) -> str:
         if isinstance(found, dict):
             found = cast("dict[str, Any]", found).get(name)
     return clean_words(found) if isinstance(found, str) else otherwise
+
+
+def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of an event; the one that has the usage may have none, or null."""
+    choices: Any = event.get("choices") or []
+    if not isinstance(choices, list):
+        raise ValueError("its choices are no list")
+    return cast("list[dict[str, Any]]", choices)
 
 
 def _pieces(choice: Mapping[str, Any]) -> list[Piece]:

@@ -27,7 +27,7 @@ MOST_SLOWDOWN = 2.0
 LEAST_STEP_S = 0.05
 """Seconds that a step with prompts of sessions may take in any case. Chosen: nobody reads 20 tokens a second."""
 SHORT_STEP_S = 0.1
-"""The same if all of them are short, MAX_STEP_ROWS with what stands before them. Chosen: a pause that nobody notices.
+"""The same if all of them are within their first MAX_STEP_ROWS tokens. Chosen: a pause that nobody notices.
 
 Measured: with small chunks beside quick rounds, sessions wait for their prompts while steps run half empty; sixteen
 clients of a target of 6 ms waited for 34 steps at 0.03, and lost a tenth of their tokens.

@@ -83,7 +83,7 @@ class CompletionFormat:
     _scored: dict[tuple[tuple[int, ...], str], list[TokenEntry]] = field(
         default_factory=dict[tuple[tuple[int, ...], str], list[TokenEntry]]
     )
-    """By ids and text: other texts with the same ids have their tokens at other places."""
+    """Entries by ids and text: another text with the same ids has its tokens at other places."""
 
     async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return the prompt if it is to be echoed."""

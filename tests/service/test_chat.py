@@ -181,6 +181,14 @@ def test_an_answer_without_an_end_was_cut_off(last: str, is_whole: bool):
     assert ("broke off (the answer has no end)" in done.stderr) != is_whole, done.stderr
 
 
+@pytest.mark.parametrize(("choices", "said"), [("null", ""), ("7", "broke off (its choices are no list)")])
+def test_an_event_without_a_list_of_choices_does_not_hold_up_the_chat(choices: str, said: str):
+    events = f'{{"choices": {choices}, "usage": {{"completion_tokens": 1}}}}', "[DONE]"
+    done = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', *events).chat(lines=("Hi",))
+    assert done.returncode == 0
+    assert (done.stdout, said in done.stderr, "Traceback" in done.stderr) == ("Hal\n", True, False), done.stderr
+
+
 def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():
     endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', "[DONE]")
     lines = ("Hi", "Hi top_p=0.9 max_tokens=7", "/seed 5", "temperature=1.5", "temperature=101", "Hi")

@@ -136,7 +136,7 @@ def test_a_control_token_has_the_length_that_it_has_in_the_text() -> None:
         assert [entry.offset for entry in entries] == expected
 
 
-def test_the_blank_that_a_decoder_drops_before_the_first_word_has_no_length() -> None:
+def test_the_blank_that_decoders_drop_has_no_length() -> None:
     vocabulary = {"<s>": 0, "\u2581": 1, "a": 2, "\u2581a": 3, "b": 4}
     backend = Tokenizer(BPE(vocabulary, [("\u2581", "a")]))
     backend.decoder = decoders.Metaspace()
