@@ -18,7 +18,7 @@ from tests.support.fakes import FakeTarget, FakeTokenizer
 
 
 class SlowTokenizer(FakeTokenizer):
-    """It encodes nothing until it is let go on, or a few seconds have passed."""
+    """It encodes nothing until it is let go on, or much time has passed."""
 
     def __init__(self) -> None:
         self.has_begun, self.go_on = threading.Event(), threading.Event()
@@ -26,7 +26,7 @@ class SlowTokenizer(FakeTokenizer):
 
     def encode(self, text: str) -> list[int]:
         self.has_begun.set()
-        self.was_let_go_on = self.go_on.wait(5)
+        self.was_let_go_on = self.go_on.wait(60)
         return super().encode(text)
 
 

@@ -66,9 +66,9 @@ async def test_an_id_that_the_model_lacks_is_refused_before_it_is_echoed(token_i
 
 
 async def test_all_that_is_done_for_a_request_has_one_deadline() -> None:
-    body = CompletionBody(prompt="ab", n=2, timeout=5.0, echo=True, logprobs=0)
+    body = CompletionBody(prompt="ab", n=2, timeout=5000.0, echo=True, logprobs=0)
     now_s = asyncio.get_running_loop().time()
-    for began_s, is_late in ((now_s - 4.0, False), (now_s - 5.0, True)):
+    for began_s, is_late in ((now_s - 4000.0, False), (now_s - 5000.0, True)):
         model, deadline = await served(FakeTokenizer()), Deadline(body.timeout, began_s)
         requests = make_requests(body, [(1, 2)], 4, None, "", deadline)
         form = CompletionFormat(model, body, [(1, 2)], deadline)
@@ -79,7 +79,7 @@ async def test_all_that_is_done_for_a_request_has_one_deadline() -> None:
             form.opening(0),
             *map(orchestrator.generate, requests),
         ):
-            with pytest.raises(DeadlineExceeded, match="within its 5 s") if is_late else nullcontext():
+            with pytest.raises(DeadlineExceeded, match="within its 5000 s") if is_late else nullcontext():
                 await work
 
 

@@ -100,6 +100,7 @@ async def test_a_large_body_does_not_hold_up_the_answers_to_others() -> None:
 
         return await body.read_body(Request({"type": "http", "headers": []}, receive), NotedBody, 1 << 20)
 
+    THREADS.clear()
     assert await read("a") == NotedBody(text="a")
     assert await read("a" * SMALL_BYTES) == NotedBody(text="a" * SMALL_BYTES)
     small, _, large, _ = THREADS
