@@ -19,12 +19,14 @@ import torch
 
 from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError, WorkerFailed
 from specsplit.model.memory import is_exhausted
-from specsplit.model.threads import compute_with
+from specsplit.model.threads import compute_with, end_team
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which a device is not well: fewer may be one odd request."""
 HUNG_S = 600.0
 """A step that takes longer outlives every call that could wait for it."""
+TEAM_IDLE_S = 0.1
+"""Seconds without work after which an executor's OpenMP team ends: while it exists, those of others are slow."""
 
 
 def nothing() -> None:
@@ -184,9 +186,12 @@ class ThreadExecutor:
         wait_s = self._wait_s() if any(scheduler.can_step for scheduler in self._busy) else math.inf
         while wait_s is not None:
             try:
-                message = self._inbox.get(timeout=wait_s if wait_s < math.inf else None)
+                message = self._inbox.get(timeout=wait_s if wait_s < math.inf else TEAM_IDLE_S)
             except queue.Empty:
-                return
+                if wait_s < math.inf:
+                    return
+                end_team()
+                message = self._inbox.get()
             if message is None:
                 self._is_ending = True
             else:
@@ -222,6 +227,9 @@ class LoopExecutor:
         self._has_delivered = False
         self._turn_end_s = 0.0
         self._last_session: str | None = None
+        self._has_worked = False
+        """Whether anything was computed since the last look at the team."""
+        self._team_timer: asyncio.TimerHandle | None = None
         self._idle: asyncio.Event | None = None
         """Set when there is no work left; made by whoever closes it before."""
 
@@ -236,7 +244,7 @@ class LoopExecutor:
 
     def try_run_inline(self, session: str) -> LoopExecutor | None:
         # Sessions that alternate are about to meet, so they go through a common step, which packs all of them.
-        is_last, self._last_session = session == self._last_session, session
+        is_last, self._last_session, self._has_worked = session == self._last_session, session, True
         return self if is_last and not self._busy else None
 
     @property
@@ -253,6 +261,18 @@ class LoopExecutor:
         if self._busy:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
+        if self._team_timer is not None:
+            self._team_timer.cancel()
+            end_team()
+
+    def _end_idle_team(self) -> None:
+        """End the loop's team if nothing was computed since the last look."""
+        assert self._loop is not None, "something was computed"
+        if self._has_worked or self._busy:
+            self._has_worked, self._team_timer = False, self._loop.call_later(TEAM_IDLE_S, self._end_idle_team)
+        else:
+            self._team_timer = None
+            end_team()
 
     def _schedule(self) -> None:
         if self._loop is None:
@@ -264,7 +284,9 @@ class LoopExecutor:
             self._loop.call_soon(self._step)
 
     def _step(self) -> None:
-        self._is_scheduled = self._has_delivered = False
+        self._is_scheduled, self._has_delivered, self._has_worked = False, False, True
+        if self._team_timer is None and self._loop is not None and self._threads != 1:
+            self._team_timer = self._loop.call_later(TEAM_IDLE_S, self._end_idle_team)
         end_s = self._turn_end_s = time.perf_counter() + TURN_S
         # A scheduler that waits for forwards computed elsewhere keeps its place without a step.
         while ready := [scheduler for scheduler in self._busy if scheduler.can_step]:

@@ -1,21 +1,27 @@
 """The number of threads that operators of this process compute with: kept for each thread, chosen by timing forwards.
 
 libgomp counts the threads of all OpenMP teams of a process. If they exceed the cores, every wait becomes a sleep, and
-forwards take twice as long for the life of the process. So only an engine's own thread may have a team that stays.
+forwards take twice as long for the life of the process. So only an engine's own thread may have a team that stays, and
+only while it has work.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+_SOFTLY = 1
+"""OpenMP's omp_pause_soft: a thread's own settings stay as they are."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -47,6 +53,27 @@ def compute_with(num_threads: int) -> None:
     # The question makes this thread take the process's number now, so that the setting behind it stays its own.
     torch.get_num_threads()
     torch.set_num_threads(num_threads)
+
+
+def end_team() -> None:
+    """End the calling thread's OpenMP team if it has one; its next parallel operator starts another, in some 50 us."""
+    library = _libgomp()
+    if library is not None:
+        library.omp_pause_resource_all(_SOFTLY)
+
+
+@lru_cache(maxsize=1)
+def _libgomp() -> ctypes.CDLL | None:
+    """Return the libgomp that torch computes with; None if it brings none."""
+    root = Path(torch.__file__).parent
+    for path in sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]):
+        try:
+            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
+        except OSError:  # another build of it, which this process has not loaded
+            continue
+        if hasattr(library, "omp_pause_resource_all"):  # since OpenMP 5
+            return library
+    return None
 
 
 @contextmanager
