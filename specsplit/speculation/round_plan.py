@@ -148,7 +148,7 @@ class RoundPlanner:
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        return stats.probes.take(stats.times.draft_s(first.max_new_nodes, first.max_depth))
+        return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth))
 
 
 def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:

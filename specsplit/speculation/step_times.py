@@ -62,7 +62,8 @@ class StepTimes:
     follow by part of its correction, since most causes (a longer context, a busier machine) are common to all.
     The first point, that of a plain forward, is slowed by its own observations alone: a tree costs more than its rows,
     and a plain forward believed slow is never run, so that nobody would see the mistake. Forwards of other sizes lead
-    it slowly back to what was measured at the start, so that it is tried again.
+    it slowly back to what was measured at the start, so that it is tried again. If the first forwards of all are
+    quicker than was measured, as after a start beside other work, the whole curve is at once.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -84,6 +85,8 @@ class StepTimes:
         """Logarithms of the factors on the measured times."""
         self._ratios: list[deque[float]] = [deque(maxlen=RATIO_WINDOW) for _ in self._rows]
         self._num_observed = [0] * len(self._rows)
+        self._first: list[float] = []
+        """The first ratios, whatever their rows."""
         self._pending: list[tuple[float, float]] = []
         """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
 
@@ -153,12 +156,20 @@ class StepTimes:
             ratios = self._ratios[nearest]
             (measured,) = _interpolate(self._rows, self._measured, (rows,))
             ratios.append(math.log(seconds / measured))
+            self._observe_first(ratios[-1])
             count = self._num_observed[nearest] = self._num_observed[nearest] + 1
             if count >= MIN_OBSERVED:
                 median = sorted(ratios)[(len(ratios) - 1) // 2]
                 self._correct(nearest, median - self._corrections[nearest])
         self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
         self._curve = []
+
+    def _observe_first(self, ratio: float) -> None:
+        """Correct all points at once if the first forwards are quicker: the start was measured beside other work."""
+        if len(self._first) < MIN_OBSERVED:
+            self._first.append(ratio)
+            if len(self._first) == MIN_OBSERVED:
+                self._corrections = [min(0.0, sorted(self._first)[MIN_OBSERVED // 2])] * len(self._rows)
 
     def _correct(self, nearest: int, error: float) -> None:
         # The first correction of a point is the whole error, the next half of it, and so on down to CORRECTION_STEP.
@@ -334,9 +345,16 @@ class WorkerTimes:
         forwards = self._round_trip.value / self.verify.seconds((nodes + 1) * self.sessions.value)
         return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
 
-    def draft_s(self, nodes: int, depth: int) -> float:
-        """Return the seconds in which the draft's device grows a tree of so many nodes, evenly over its levels."""
-        return depth * self.draft.level.seconds(-(-nodes // depth)) if self.draft is not None and depth else 0.0
+    def probe_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds to have put aside for a probe: the draft's for its tree, a plain forward's at most.
+
+        A draft that is believed slow would else not be asked for a hundred times that long, though it may have measured
+        its times beside other work; what a probe takes is counted once it is known.
+        """
+        if self.draft is None or not depth:
+            return 0.0
+        drafting_s = depth * self.draft.level.seconds(-(-nodes // depth))
+        return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
 
 
 def _step_rows(timings: Timings) -> int:

@@ -9,6 +9,7 @@ from specsplit.speculation.cost_model import Decision, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.step_times import DraftTimes, StepTimes
 from tests.unit.test_speculation_stats import begun, shared
 
 
@@ -53,3 +54,27 @@ def count_decisions(num_sessions: int, num_rounds: int) -> int:
                 seen.append(plan.decision)
             stats.observe_round(plan.decision, plan.mode, 1, 0.0, 0.01)
     return len(seen)
+
+
+@pytest.mark.parametrize("believed_s", [0.02, 0.5])
+def test_a_draft_that_is_believed_slow_is_asked_as_soon_as_any_other(believed_s: float):
+    """What it told may have been measured beside other work; if it is slow indeed, the next probe waits for that."""
+    stats = begun()
+    stats.times.draft = DraftTimes(StepTimes({1: believed_s}))
+    stats.times.num_proposals = EXPLORED_ROUNDS
+    one, now_s = planner(stats, "pingpong"), 0.0
+
+    def rounds_until_probe(most: int) -> int:
+        nonlocal now_s
+        for number in range(most):
+            plan = one.plan_round(10, 1000)
+            assert plan.mode == "plain"
+            if plan.probe is not None:
+                return number
+            now_s += 0.010
+            stats.probes.earn(now_s - 0.010, now_s)
+        return most
+
+    assert rounds_until_probe(200) <= 120
+    stats.probes.spend(0.1)
+    assert rounds_until_probe(900) == 900

@@ -96,3 +96,15 @@ def test_rows_beyond_the_grid_cost_though_corrections_made_its_end_flat():
         times.observe(17, 0.022)
     assert times.grid[17] == times.grid[33]
     assert times.seconds(528) > 10 * times.seconds(33)
+
+
+def test_times_that_were_measured_beside_other_work_are_corrected_at_once():
+    measured = {1: 0.040, 2: 0.045, 5: 0.050, 17: 0.090}
+    disturbed, quick = StepTimes(measured), {1: 0.0007, 2: 0.0009, 17: 0.0020}
+    for rows, seconds in quick.items():  # of other sizes each, so that no point has been seen three times
+        disturbed.observe(rows, seconds)
+    assert all(disturbed.seconds(rows) < 0.05 * seconds for rows, seconds in measured.items())
+    slower = StepTimes(measured)
+    for rows, seconds in measured.items():
+        slower.observe(rows, 2 * seconds)
+    assert slower.grid == pytest.approx(measured), "slower ones may be an odd moment"
