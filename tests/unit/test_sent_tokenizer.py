@@ -18,6 +18,7 @@ import pytest
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import Identity, TokenizerFiles
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.models import ServedModel
 from specsplit.model.identity import files_hash
 from specsplit.model.limited_process import LimitedProcess
@@ -131,7 +132,7 @@ async def test_the_event_loop_goes_on_and_a_request_has_its_own_limit(tmp_path: 
         model = ServedModel("x", _IDENTITY, tokenizer, None, lambda mode: None)  # type: ignore[arg-type]
         await model.warm()
         with pytest.raises(DeadlineExceeded, match=r"within its 0\.01 s"):
-            await model.encode_messages([{"role": "user", "content": "hang"}], 0.01)
+            await model.encode_messages([{"role": "user", "content": "hang"}], Deadline.from_now(0.01))
         waiting = asyncio.create_task(model.encode_messages(HI))
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specsplit.engine.executor import LoopExecutor, ThreadExecutor
+from specsplit.model.threads import end_team
 from tests.support.rpc_servers import wait_until
 
 
@@ -76,6 +77,7 @@ async def test_an_engine_computes_with_its_own_number_of_threads(num_threads: in
 async def test_a_team_ends_while_there_is_no_work_and_comes_back(kind: str) -> None:
     """libgomp's teams slow each other down, so an idle engine must not keep one."""
     with number_kept():
+        end_team()  # other tests computed on this thread
         executor = ThreadExecutor("one", 3) if kind == "thread" else LoopExecutor(3)
         try:
             before = os_threads()
