@@ -58,8 +58,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 # oneDNN keeps the code of every product by its number of rows, half a megabyte each and a thousand of them, twice: once
 # itself, once in torch's layer above it. A server that read prompts of all lengths held half a gigabyte of it.
-for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_name, "256")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 __all__ = [
     "AccessDenied",

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from specsplit.core.exactness import joint_exactness
 from specsplit.core.progress import Progress
+from specsplit.orchestrator.progress_words import progress_sentence
 from specsplit.orchestrator.request import Piece, Result, RoundFacts
 from specsplit.speculation.cost_model import ModePlan
 
@@ -120,15 +121,6 @@ class ProgressLine:
     def _write(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
-
-
-def progress_sentence(progress: Progress) -> str:
-    """Return the words for what a request waits for."""
-    if progress.position:
-        return f"waiting: position {progress.position} of {progress.queued}"
-    if progress.retry_after_s:
-        return f"refused: asking again in {progress.retry_after_s:.2g} s"
-    return f"prompt: {progress.done} of {progress.total} tokens"
 
 
 _TROUBLES = {

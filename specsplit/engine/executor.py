@@ -244,7 +244,8 @@ class LoopExecutor:
 
     def try_run_inline(self, session: str) -> LoopExecutor | None:
         # Sessions that alternate are about to meet, so they go through a common step, which packs all of them.
-        is_last, self._last_session, self._has_worked = session == self._last_session, session, True
+        is_last, self._last_session = session == self._last_session, session
+        self._keep_team()
         return self if is_last and not self._busy else None
 
     @property
@@ -265,6 +266,12 @@ class LoopExecutor:
             self._team_timer.cancel()
             end_team()
 
+    def _keep_team(self) -> None:
+        """Keep the loop's team for a while, since something is about to be computed."""
+        self._has_worked = True
+        if self._team_timer is None and self._loop is not None and self._threads != 1:
+            self._team_timer = self._loop.call_later(TEAM_IDLE_S, self._end_idle_team)
+
     def _end_idle_team(self) -> None:
         """End the loop's team if nothing was computed since the last look."""
         assert self._loop is not None, "something was computed"
@@ -284,9 +291,8 @@ class LoopExecutor:
             self._loop.call_soon(self._step)
 
     def _step(self) -> None:
-        self._is_scheduled, self._has_delivered, self._has_worked = False, False, True
-        if self._team_timer is None and self._loop is not None and self._threads != 1:
-            self._team_timer = self._loop.call_later(TEAM_IDLE_S, self._end_idle_team)
+        self._is_scheduled = self._has_delivered = False
+        self._keep_team()
         end_s = self._turn_end_s = time.perf_counter() + TURN_S
         # A scheduler that waits for forwards computed elsewhere keeps its place without a step.
         while ready := [scheduler for scheduler in self._busy if scheduler.can_step]:

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from specsplit.core.progress import Progress, listening
 from specsplit.engine.cancellation import to_its_end
 from specsplit.gateway.errors import SERVER_ERROR, ApiError, api_error
+from specsplit.orchestrator.progress_words import progress_sentence
 from specsplit.telemetry.session_log import log_request
 
 T = TypeVar("T")
@@ -98,7 +99,8 @@ class EventStream(Response):
             num_written = writer.num_written
             await asyncio.sleep(QUIET_S)
             if writer.num_written == num_written:
-                await writer.write(f": {_sentence(self._progress)}\n\n")
+                words = progress_sentence(self._progress) if self._progress is not None else "working"
+                await writer.write(f": {words}\n\n")
 
 
 class _Writer:
@@ -150,13 +152,3 @@ def error_response(error: ApiError) -> Response:
     """Return an error as an answer."""
     # In ASCII, since a message may quote half a character from the request.
     return Response(json.dumps(error.body()), error.status, dict(error.headers), media_type="application/json")
-
-
-def _sentence(progress: Progress | None) -> str:
-    if progress is None:
-        return "working"
-    if progress.position:
-        return f"waiting: position {progress.position} of {progress.queued}"
-    if progress.retry_after_s:
-        return f"refused: asking again in {progress.retry_after_s:.2g} s"
-    return f"prompt: {progress.done} of {progress.total} tokens"

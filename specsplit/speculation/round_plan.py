@@ -132,7 +132,7 @@ class RoundPlanner:
             if has_draft and modes and self._is_probe_due():
                 self._num_without_draft = 0
                 return replace(plan, probe=self._first)
-            if stats.may_rest and self._num_rounds % stats.turn_rounds != 1:
+            if (self._num_rounds - 1) % stats.turn_rounds:
                 return resting_plan
         return plan
 

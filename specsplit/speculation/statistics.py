@@ -217,14 +217,13 @@ class SpeculationStats:
         return since >= DECIDE_EVERY * (self.times.sessions.value - 1)
 
     @property
-    def may_rest(self) -> bool:
-        """Whether a session that decodes plainly may leave speculation alone until its next turn."""
-        return self.lookup_yield.may_rest(self.times.sessions.value)
-
-    @property
     def turn_rounds(self) -> int:
-        """Rounds of which such a session rests in all but one; its turn takes time of all that share its steps."""
-        return DECIDE_EVERY * min(self.times.sessions.value, MAX_REST) if self.may_rest else 1
+        """Rounds from one to the next in which a session that decodes plainly does not leave speculation alone.
+
+        Such a turn takes time of all that share its steps.
+        """
+        num_sessions = self.times.sessions.value
+        return DECIDE_EVERY * min(num_sessions, MAX_REST) if self.lookup_yield.may_rest(num_sessions) else 1
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
