@@ -244,8 +244,9 @@ class LoopExecutor:
 
     def try_run_inline(self, session: str) -> LoopExecutor | None:
         # Sessions that alternate are about to meet, so they go through a common step, which packs all of them.
-        is_last, self._last_session = session == self._last_session, session
-        self._keep_team()
+        is_last, self._last_session, self._has_worked = session == self._last_session, session, True
+        if self._team_timer is None and self._threads != 1:  # asked here, for a call less in every round
+            self._watch_team()
         return self if is_last and not self._busy else None
 
     @property
@@ -266,10 +267,9 @@ class LoopExecutor:
             self._team_timer.cancel()
             end_team()
 
-    def _keep_team(self) -> None:
-        """Keep the loop's team for a while, since something is about to be computed."""
-        self._has_worked = True
-        if self._team_timer is None and self._loop is not None and self._threads != 1:
+    def _watch_team(self) -> None:
+        """Look at the loop's team after a while, since something is about to be computed."""
+        if self._loop is not None:
             self._team_timer = self._loop.call_later(TEAM_IDLE_S, self._end_idle_team)
 
     def _end_idle_team(self) -> None:
@@ -291,8 +291,9 @@ class LoopExecutor:
             self._loop.call_soon(self._step)
 
     def _step(self) -> None:
-        self._is_scheduled = self._has_delivered = False
-        self._keep_team()
+        self._is_scheduled, self._has_delivered, self._has_worked = False, False, True
+        if self._team_timer is None and self._threads != 1:
+            self._watch_team()
         end_s = self._turn_end_s = time.perf_counter() + TURN_S
         # A scheduler that waits for forwards computed elsewhere keeps its place without a step.
         while ready := [scheduler for scheduler in self._busy if scheduler.can_step]:
