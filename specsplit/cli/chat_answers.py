@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, get_origin
 from urllib.parse import urlsplit
 
 from specsplit.assembly.requests import make_request, request_settings
@@ -21,14 +21,14 @@ from specsplit.cli import render
 from specsplit.cli.chat_turn import Conversation
 from specsplit.core.errors import InvalidSettings, LinkError, WorkerFailed
 from specsplit.core.sections import OrchestratorSettings
+from specsplit.limits import MAX_TOKENS
 from specsplit.orchestrator.request import Piece
 from specsplit.rpc.words import clean_name, clean_words
 
 CONNECT_S = 10.0
 """Seconds to reach an endpoint. Chosen: a user in front of a terminal waits no longer."""
 _NAMES_THERE = {"max_new_tokens": "max_tokens"}
-_Event = dict[str, Any] | Exception | None
-"""An event of the server, what went wrong, or the end."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -118,14 +118,14 @@ class EndpointAnswers:
         try:
             connection.request("GET", f"{self._base}/models", headers=self._headers)
             listed = _answered(connection.getresponse(), self.url)
-            self._model = json.loads(listed.read())["data"][0]
+            self._model = dict(json.loads(listed.read())["data"][0])
+            return clean_name(str(self._model["id"]))
         except (OSError, http.client.HTTPException) as error:
             raise LinkError(f"The endpoint {self.url} cannot be reached ({clean_words(str(error))}).") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise WorkerFailed(f"The endpoint {self.url} lists no models as OpenAI's does.") from error
         finally:
             connection.close()
-        return clean_name(str(self._model["id"]))
 
     async def stream(
         self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
@@ -133,7 +133,7 @@ class EndpointAnswers:
         """See `Answers`."""
         body = self._body(conversation, text, parameters)
         path = f"{self._base}/{'completions' if conversation.is_raw else 'chat/completions'}"
-        events = asyncio.Queue[_Event]()
+        events = asyncio.Queue[_Event | Exception | None]()
         loop, began_s, num_tokens = asyncio.get_running_loop(), time.monotonic(), 0
         reader = _EventReader(
             self._connect(), lambda event: loop.is_closed() or loop.call_soon_threadsafe(events.put_nowait, event)
@@ -143,10 +143,9 @@ class EndpointAnswers:
             while (event := await events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
-                usage: Mapping[str, int] = event.get("usage") or {}
-                num_tokens = usage.get("completion_tokens", num_tokens)
-                for choice in _choices(event):
-                    yield _pieces(choice)
+                num_tokens = num_tokens if event.num_tokens is None else event.num_tokens
+                for pieces in event.answers:
+                    yield pieces
         finally:
             reader.leave()
         seconds = time.monotonic() - began_s
@@ -184,10 +183,22 @@ class EndpointAnswers:
         return json.dumps(asked | prompt).encode()
 
 
+class _Event(NamedTuple):
+    """The contents of an event of the server."""
+
+    answers: list[list[Piece]]
+    """The pieces of each choice, which say what was drafted if the server tells."""
+    num_tokens: int | None
+    """Tokens of the answer so far, if it tells."""
+    is_last: bool
+
+
 class _EventReader(threading.Thread):
     """Sends a request and puts its events, then None or what went wrong."""
 
-    def __init__(self, connection: http.client.HTTPConnection, put: Callable[[_Event], object]) -> None:
+    def __init__(
+        self, connection: http.client.HTTPConnection, put: Callable[[_Event | Exception | None], object]
+    ) -> None:
         super().__init__(name="specsplit-endpoint", daemon=True)
         self._connection, self._put = connection, put
         self._where = f"{connection.host}:{connection.port}"
@@ -211,7 +222,7 @@ class _EventReader(threading.Thread):
         try:
             self._read()
             self._put(None)
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             if not self._has_left.is_set():
                 self._put(LinkError(f"The endpoint {self._where} broke off ({clean_words(str(error))})."))
         except WorkerFailed as error:
@@ -232,10 +243,8 @@ class _EventReader(threading.Thread):
             data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""  # the blank may be missing
             is_whole = is_whole or data == b"[DONE]"
             if data.startswith(b"{"):
-                event: dict[str, Any] = json.loads(data)
-                if event.get("error") is not None:
-                    raise WorkerFailed(_message(event, "It failed."))
-                is_whole |= any(choice.get("finish_reason") for choice in _choices(event))
+                event = _read_event(json.loads(data))
+                is_whole |= event.is_last
                 self._put(event)
         # Without a length of its own an answer that was cut off looks like one that has ended.
         if not is_whole:
@@ -265,18 +274,39 @@ def _message(answer: Any, otherwise: str) -> str:
     return clean_words(found) if isinstance(found, str) else otherwise
 
 
-def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of an event; the one that has the usage may have none, or null."""
-    choices: Any = event.get("choices") or []
-    if not isinstance(choices, list):
-        raise ValueError("its choices are no list")
-    return cast("list[dict[str, Any]]", choices)
+def _read_event(event: Mapping[str, Any]) -> _Event:
+    """Return what an event says, whoever wrote it.
+
+    Raises:
+        WorkerFailed: it is an error.
+        ValueError: one of its fields is not of the type that it has in OpenAI's API.
+    """
+    if event.get("error") is not None:
+        raise WorkerFailed(_message(event, "It failed."))
+    choices = [_typed(choice, dict[str, Any], "choices") for choice in _field(event, "choices", list[Any])]
+    num_tokens = _field(event, "usage", dict[str, Any]).get("completion_tokens")
+    if num_tokens is not None and not 0 <= _typed(num_tokens, int, "completion_tokens") <= MAX_TOKENS:
+        raise ValueError("its completion_tokens are no number of tokens")
+    is_last = any(choice.get("finish_reason") for choice in choices)
+    return _Event([_pieces(choice) for choice in choices], num_tokens, is_last)
 
 
 def _pieces(choice: Mapping[str, Any]) -> list[Piece]:
-    """Return the text of one choice of an event, in pieces that say what was drafted where the server tells."""
-    trace = choice.get("speculative")
-    if trace is not None:
-        return [(piece["text"], piece["drafted"]) for piece in trace["pieces"]]
-    delta: Mapping[str, Any] = choice.get("delta") or {}
-    return [(choice.get("text") or delta.get("content") or "", False)]
+    """Return the text of one choice of an event."""
+    if choice.get("speculative") is not None:
+        pieces = _field(_field(choice, "speculative", dict[str, Any]), "pieces", list[Any])
+        typed = [_typed(piece, dict[str, Any], "pieces") for piece in pieces]
+        return [(_field(piece, "text", str), _field(piece, "drafted", bool)) for piece in typed]
+    return [(_field(choice, "text", str) or _field(_field(choice, "delta", dict[str, Any]), "content", str), False)]
+
+
+def _field(holder: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return a field; one that is missing or null, as others of our fields are there, is empty."""
+    value = holder.get(name)
+    return kind() if value is None else _typed(value, kind, name)
+
+
+def _typed(value: Any, kind: type[T], name: str) -> T:
+    if type(value) is not (get_origin(kind) or kind):
+        raise ValueError(f"its {name} has another type than in OpenAI's API")
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +16,11 @@ from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError
+from specsplit.model.sent_tokenizer import is_long
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
 
-T = TypeVar("T")
+T = TypeVar("T", str, Sequence[ChatMessage])
 _PING_S = 1.0
 """Period of pings, and the time for an answer."""
 
@@ -39,8 +40,10 @@ class ServedModel:
     """Whether the target answered the last ping."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread encodes: a tokenizer is for one thread at a time."""
+    _encoding: Mapping[bool, asyncio.Lock] = field(
+        default_factory=lambda: {False: asyncio.Lock(), True: asyncio.Lock()}
+    )
+    """Held while a thread encodes, one for short and one for long texts: short ones do not wait for long ones."""
 
     @property
     def replicas(self) -> dict[str, int] | None:
@@ -72,11 +75,12 @@ class ServedModel:
         return await self._on_thread(partial(self.tokenizer.encode_messages, variables=variables), messages, deadline)
 
     async def _on_thread(self, encode: Callable[[T], list[int]], text: T, deadline: Deadline | None) -> list[int]:
+        lock = self._encoding[is_long(text)]
         async with nullcontext() if deadline is None else deadline.limit():
-            await self._encoding.acquire()
+            await lock.acquire()
             # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
             encoding = asyncio.ensure_future(asyncio.to_thread(encode, text))
-            encoding.add_done_callback(lambda _: self._encoding.release())
+            encoding.add_done_callback(lambda _: lock.release())
             return await asyncio.shield(encoding)
 
     async def warm(self) -> None:

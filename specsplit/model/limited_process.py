@@ -22,16 +22,20 @@ from typing import Any, cast
 from specsplit.core.errors import ResourceError
 
 CALL_S = 5.0
-"""Limit of one call. Chosen: a conversation of a megabyte takes a tenth of it."""
+"""Processor time of one call, in seconds, beside what its text may take."""
+_BYTE_S = 10.0 / (1 << 20)
+"""Processor time for each byte of a call. Chosen: the slowest texts found take a third of it."""
 _SLACK_S = 30.0
-"""Time beyond a limit after which the process is killed from here. It ends itself at the limit, which it counts without
-its own start; this is for a machine that has other work to do, and for a process that was stopped."""
+"""Time beyond a limit after which the process is killed from here. It ends itself at the limit, which it counts in the
+processor's time and without its own start; this is for a process that was stopped, or gets no processor."""
 MAX_ANSWER_BYTES = 64 << 20
 _EXIT_S = 1.0
 """Time from the end of its connection to that of the process."""
 _MAX_REASON = 200
+CALL_HEAD = struct.Struct(">Id")
+"""The length of a call in bytes and its limit in seconds, in front of it."""
 HEAD = struct.Struct(">I")
-"""The length of a message, in front of it."""
+"""The length of an answer, in front of it."""
 
 
 class OverLimit(Exception):
@@ -47,6 +51,13 @@ class LimitedProcess:
         """The calls that every new process is sent first, and their limits in seconds."""
         self._lock = threading.Lock()
         self._running: _Running | None = None
+        self._is_closed = False
+
+    def another(self) -> LimitedProcess:
+        """Return one that was set up as this one, and starts with its first call."""
+        made = LimitedProcess(self.limit_s)
+        made._set_up = list(self._set_up)
+        return made
 
     def set_up(self, request: Mapping[str, Any], limit_s: float) -> Any:
         """Make a call that every later process is sent, too; raises as `call` does."""
@@ -60,33 +71,53 @@ class LimitedProcess:
         Raises:
             OverLimit: it needed more time or memory than it may have, or its process ended.
             Refused: the work itself said no.
-            ResourceError: no process can be started.
+            ResourceError: no process can be started, or this one was closed.
         """
         with self._lock:
             try:
-                if self._running is not None and self._running.has_ended:
-                    self._end()
-                if self._running is None:
-                    self._running = _Running()
-                    for earlier, earlier_s in self._set_up:
-                        self._running.call(earlier, earlier_s)
-                return self._running.call(request, self.limit_s if limit_s is None else limit_s)
+                return self._started().call(request, self.limit_s if limit_s is None else limit_s)
             except Refused:
                 raise
-            except BaseException:
+            except BaseException as error:
                 # Also when interrupted: an answer that nobody took would be taken for that of the next call.
                 self._end()
+                if self._is_closed and isinstance(error, OverLimit):
+                    raise _was_closed() from error
                 raise
 
-    def close(self) -> None:
-        """End the process; a later call starts another."""
-        with self._lock:
+    def _started(self) -> _Running:
+        """Return the process, which is started and set up if it is not there."""
+        if self._running is not None and self._running.has_ended:
             self._end()
+        if self._running is not None:
+            return self._running
+        self._running = started = _Running()
+        if self._is_closed:  # seen here, or else `close` sees the process
+            raise _was_closed()
+        for earlier, earlier_s in self._set_up:
+            started.call(earlier, earlier_s)
+        return started
+
+    def close(self) -> None:
+        """End the process for good, and with it the call under way."""
+        self._is_closed = True
+        running = self._running
+        if running is not None:
+            running.kill()
+        if self._lock.acquire(blocking=False):  # else the call, which is over, cleans up
+            try:
+                self._end()
+            finally:
+                self._lock.release()
 
     def _end(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.close()
+
+
+def _was_closed() -> ResourceError:
+    return ResourceError("The tokenizer was closed.")
 
 
 def reason_of(error: BaseException) -> str:
@@ -128,17 +159,18 @@ class _Running:
 
     def call(self, request: Mapping[str, Any], limit_s: float) -> Any:
         """Return the answer; raises as `LimitedProcess.call` does."""
-        content = json.dumps({**request, "limit_s": limit_s}).encode()
+        content = json.dumps(request).encode()
+        limit_s += len(content) * _BYTE_S
         end_s = time.monotonic() + limit_s + _SLACK_S
         try:
             self._socket.settimeout(limit_s + _SLACK_S)
-            self._socket.sendall(HEAD.pack(len(content)) + content)
+            self._socket.sendall(CALL_HEAD.pack(len(content), limit_s) + content)
             (length,) = HEAD.unpack(self._read(HEAD.size, end_s))
             if length > MAX_ANSWER_BYTES:
                 raise OverLimit("its answer is too long")
             answer = cast("dict[str, Any]", json.loads(self._read(length, end_s)))
         except TimeoutError as error:
-            raise OverLimit(f"it took longer than {limit_s:g} s") from error
+            raise OverLimit(f"it took longer than {limit_s:.2g} s") from error
         except OSError as error:
             raise self._ended(limit_s) from error
         if "refused" in answer:
@@ -160,9 +192,13 @@ class _Running:
     def _ended(self, limit_s: float) -> OverLimit:
         """Return why the process has closed its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process.wait(_EXIT_S) == -signal.SIGALRM:
-                return OverLimit(f"it took longer than {limit_s:g} s")
+            if self._process.wait(_EXIT_S) == -signal.SIGPROF:
+                return OverLimit(f"it took longer than {limit_s:.2g} s")
         return OverLimit("it needed too much memory, or crashed")
+
+    def kill(self) -> None:
+        """End the process; its connection stays, for whoever waits there."""
+        self._process.kill()
 
     def close(self) -> None:
         """Kill the process if it lives, and leave nothing of it."""

@@ -15,16 +15,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from specsplit.core.errors import ModelDamaged
 from specsplit.core.ports import ChatMessage, Variables
 from specsplit.core.types import TokenizerFiles
+from specsplit.limits import SMALL_BYTES
 from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused, reason_of
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.tokenizer_cache import store_tokenizer
 
 LOAD_S = 20.0
 """Limit for reading a tokenizer. Chosen: those of 262,144 tokens take two seconds."""
+_MESSAGE = 32
+"""Characters that a message counts for beside its content. Chosen: an empty one takes as long as so many."""
 
 
 class SentTokenizer(TransformersTokenizer):
-    """A tokenizer whose work runs within limits; close it at the end."""
+    """A tokenizer whose work runs within limits; close it at the end.
+
+    Two threads may use it at a time if one of them has a long text, which has a process of its own.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], process: LimitedProcess) -> None:
         super().__init__(tokenizer, eos_ids)
@@ -35,7 +41,7 @@ class SentTokenizer(TransformersTokenizer):
         controls = self._controls()
         use = {"tokenizer": text, "control_texts": controls.texts, "control_ids": sorted(controls.ids)}
         process.set_up({"call": "use_tokenizer", **use, "template": self._template_input()}, LOAD_S)
-        self._process = process
+        self._process, self._process_of_long = process, process.another()
         if self.token_bytes is None:
             self._lead = self.encode("a")[-1:]
 
@@ -46,7 +52,7 @@ class SentTokenizer(TransformersTokenizer):
             ModelDamaged: the tokenizer fails on it, or needs more time or memory than it may.
         """
         try:
-            return cast("list[int]", self._process.call({"call": "encode", "text": text}))
+            return cast("list[int]", self._process_for(text).call({"call": "encode", "text": text}))
         except (Refused, OverLimit) as error:
             raise ModelDamaged(f"The target's tokenizer fails on this text: {error}.") from error
 
@@ -57,18 +63,29 @@ class SentTokenizer(TransformersTokenizer):
         self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
     ) -> list[int]:
         given = {"messages": messages, "variables": variables, "own_texts": list(own_texts)}
-        return cast("list[int]", self._process.call({"call": "encode_messages", **given}))
+        return cast("list[int]", self._process_for(messages).call({"call": "encode_messages", **given}))
+
+    def _process_for(self, prompt: str | Sequence[ChatMessage]) -> LimitedProcess:
+        return self._process_of_long if is_long(prompt) else self._process
 
     def close(self) -> None:
-        """End its process."""
+        """End its processes; calls under way fail with a ResourceError."""
         self._process.close()
+        self._process_of_long.close()
+
+
+def is_long(prompt: str | Sequence[ChatMessage]) -> bool:
+    """Return whether a text or conversation takes so long to encode that others should not wait for it."""
+    if isinstance(prompt, str):
+        return len(prompt) > SMALL_BYTES
+    return sum(len(message["content"]) + _MESSAGE for message in prompt) > SMALL_BYTES
 
 
 def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = CALL_S) -> SentTokenizer:
     """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
 
-    Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run. No text
-    takes longer than `limit_s`.
+    Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run. A text
+    takes no more processor time than `limit_s`, and what its length allows it.
 
     Raises:
         ModelDamaged: a name that leads elsewhere, other files than `files.hash` says, or no readable tokenizer.

@@ -123,13 +123,15 @@ def test_what_cannot_be_chatted_with_is_one_sentence(arguments: tuple[str, ...],
 class Endpoint(ThreadingHTTPServer):
     """A server of OpenAI's HTTP that answers with fixed events and keeps what it was asked."""
 
-    def __init__(self, *events: str, before: str = "data: ") -> None:
+    def __init__(
+        self, *events: str, before: str = "data: ", models: str = '{"data": [{"id": "m\\u001b[31m"}]}'
+    ) -> None:
         self.bodies: list[dict[str, object]] = []
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send('{"data": [{"id": "m\\u001b[31m"}]}')
+                self._send(models)
 
             def do_POST(self) -> None:
                 length = int(self.headers["content-length"])
@@ -181,12 +183,38 @@ def test_an_answer_without_an_end_was_cut_off(last: str, is_whole: bool):
     assert ("broke off (the answer has no end)" in done.stderr) != is_whole, done.stderr
 
 
-@pytest.mark.parametrize(("choices", "said"), [("null", ""), ("7", "broke off (its choices are no list)")])
-def test_an_event_without_a_list_of_choices_does_not_hold_up_the_chat(choices: str, said: str):
-    events = f'{{"choices": {choices}, "usage": {{"completion_tokens": 1}}}}', "[DONE]"
-    done = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', *events).chat(lines=("Hi",))
-    assert done.returncode == 0
+WRONG_TYPE = "has another type than in OpenAI's API"
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ('{"choices": null, "usage": {"completion_tokens": 1}}', ""),
+        ('{"choices": [{"delta": null}], "usage": null}', ""),
+        ('{"choices": 7}', f"broke off (its choices {WRONG_TYPE})"),
+        ('{"choices": ["x"]}', f"its choices {WRONG_TYPE}"),
+        ('{"choices": [], "usage": [1]}', f"its usage {WRONG_TYPE}"),
+        ('{"choices": [], "usage": {"completion_tokens": "12"}}', f"its completion_tokens {WRONG_TYPE}"),
+        ('{"choices": [], "usage": {"completion_tokens": 1%s}}' % ("0" * 400), "completion_tokens are no number of"),
+        ('{"choices": [{"delta": "x"}]}', f"its delta {WRONG_TYPE}"),
+        ('{"choices": [{"text": 7}]}', f"its text {WRONG_TYPE}"),
+        ('{"choices": [{"speculative": {"pieces": [["x", true]]}}]}', f"its pieces {WRONG_TYPE}"),
+        ('{"choices": %s' % ("[" * 100_000), "broke off"),
+    ],
+)
+def test_an_event_of_another_shape_does_not_hold_up_the_chat(event: str, said: str):
+    done = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', event, "[DONE]").chat(lines=("Hi", "/stats"))
+    assert done.returncode == 0, done.stderr
     assert (done.stdout, said in done.stderr, "Traceback" in done.stderr) == ("Hal\n", True, False), done.stderr
+    assert "tok/s" in done.stderr, "it went on to the next line"
+
+
+@pytest.mark.parametrize("models", ['{"data": ["m"]}', '{"data": [{}]}', '{"data": 7}', "[" * 100_000])
+def test_a_list_of_models_of_another_shape_is_one_sentence(models: str):
+    done = Endpoint(models=models).chat(lines=("Hi",))
+    assert done.returncode == 1
+    assert "lists no models as OpenAI's does" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():

@@ -7,15 +7,18 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.gateway.deadline import Deadline
@@ -27,6 +30,7 @@ from specsplit.model.tokenizer_cache import shrink_cache
 from tests.support.model_zoo import byte_tokenizer
 
 HI: list[ChatMessage] = [{"role": "user", "content": "hi"}]
+HANG: list[ChatMessage] = [{"role": "user", "content": "hang"}]
 ENDLESS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if messages[0].content == 'hang' %}"
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
@@ -153,6 +157,60 @@ def test_a_process_that_somebody_killed_is_started_again() -> None:
     assert process.call(hello) == "hi"
     process.close()
     assert _children() == before
+
+
+def test_waiting_for_a_processor_is_no_fault_of_the_text() -> None:
+    """Everything else on the machine may take the processor while the call has not used up its own time."""
+    program = (
+        "import time\n"
+        "from specsplit.model.tokenizer_process import Work, answer_to\n"
+        "class Waiting(Work):\n"
+        "    def wait(self): time.sleep(0.2)\n"
+        "print(answer_to(Waiting(), {'call': 'wait'}, 0.05))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "{'result': None}\n")
+
+
+def test_a_long_text_may_take_longer(tmp_path: Path) -> None:
+    text = "a" * (1 << 20)  # takes some tenths of a second
+    with opened(tmp_path, 1e-6) as tokenizer:
+        assert len(tokenizer.encode(text)) > 1 << 10
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["starting", "computing"])
+def test_closing_ends_the_call_under_way(is_started: bool) -> None:
+    process, before = LimitedProcess(60), _children()
+    hang = {"call": "render", "messages": HANG, "template": {"chat_template": ENDLESS}}
+    if is_started:
+        assert process.call({**hang, "messages": HI}) == "hi"
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(process.call, hang)
+        while not (children := _children() - before) or (is_started and not all(map(_is_computing, children))):
+            pass
+        process.close()
+        with pytest.raises(ResourceError, match=r"^The tokenizer was closed\.$"):
+            call.result()
+    with pytest.raises(ResourceError, match=r"^The tokenizer was closed\.$"):
+        process.call(hang)
+    assert _children() == before
+
+
+async def test_a_short_text_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
+    with opened(tmp_path, 60, ENDLESS) as tokenizer:
+        model = ServedModel("x", _IDENTITY, tokenizer, None, lambda mode: None)  # type: ignore[arg-type]
+        waiting = asyncio.create_task(model.encode_messages([*HANG, {"role": "user", "content": " " * (1 << 17)}]))
+        await asyncio.sleep(0)
+        assert await model.encode_messages(HI)
+        assert await model.encode("x")
+        assert not waiting.done()
+        tokenizer.close()
+        with pytest.raises(ResourceError, match="was closed"):
+            await waiting
+
+
+def _is_computing(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
 
 
 def _children() -> set[int]:
