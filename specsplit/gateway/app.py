@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specsplit.core.errors import SpecSplitError
+from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.gateway.answers import Answers, Format
 from specsplit.gateway.body import read_body
 from specsplit.gateway.chat import ChatFormat, conversation_ids
@@ -184,7 +184,10 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return _card(gateway.models.find(name))
+        found = gateway.models.find(name)
+        if not found.is_ready:
+            raise api_error(WorkerUnreachable(f"The target of {found.name} does not answer now; ask again."))
+        return _card(found)
 
 
 def _quota_of(request: Request) -> str:

@@ -119,9 +119,20 @@ class Body(BaseModel):
             if name in value and value.pop(name) not in (None, *harmless):
                 raise ApiError(400, f"{name} is not supported by this server.", param=name, code="unsupported")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        kept = dict(cast("dict[str, Any]", value))
+        cls.refuse_unsupported(kept)
+        return kept
+
 
 class StreamOptions(Body):
     """How a stream tells the number of tokens: at its end, or with every chunk."""
+
+    unsupported = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -236,15 +247,6 @@ class Message(Body):
     content: Annotated[str, BeforeValidator(_content)]
     name: Annotated[str, Field(max_length=MAX_SPEAKER)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, value: object) -> object:
-        if isinstance(value, dict):
-            kept = dict(cast("dict[str, Any]", value))
-            cls.refuse_unsupported(kept)
-            return kept
-        return value
-
     def for_template(self) -> ChatMessage:
         message: ChatMessage = {"role": _ROLES[self.role], "content": self.content}
         return message if self.name is None else {**message, "name": self.name}
@@ -264,7 +266,9 @@ class ChatBody(Generation):
         "parallel_tool_calls": (True, False),  # nothing without tools
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), ()),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity", "moderation"), ()),
+        "prompt_cache_retention": ("in_memory", "in-memory"),  # both are written
+        "prompt_cache_options": (),
         "add_special_tokens": (False,),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
@@ -295,7 +299,7 @@ class ChatBody(Generation):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("has top_logprobs, which need logprobs set to true")
         return self
 
@@ -303,10 +307,27 @@ class ChatBody(Generation):
 class TokenizeBody(Body):
     """The body of /tokenize: a prompt, or messages and variables for the chat template."""
 
+    unsupported = {
+        "return_token_strs": (False,),
+        "add_special_tokens": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "tools": ([],),
+        **dict.fromkeys(("chat_template", "mm_processor_kwargs"), ()),
+    }
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict[str, TemplateValue])
+
+    @classmethod
+    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
+        """Do so for vLLM's, too, which adds special tokens to a prompt, but not to what a chat template made."""
+        is_prompt = value.get("messages") is None
+        if value.get("add_special_tokens") is is_prompt:
+            del value["add_special_tokens"]
+        super().refuse_unsupported(value)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:

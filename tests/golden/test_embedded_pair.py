@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,7 +40,7 @@ def model(role: str, dtype: str = "fp32") -> LoadedModel:
 
 @cache
 def transformers_model(dtype: str = "fp32") -> Any:
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     folder = ROOT / "specsplit" / "model" / "embedded" / "target"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="eager").eval()
 
@@ -153,3 +155,26 @@ def test_in_bf16_few_tokens_differ(shape: str, record_property: pytest.RecordPro
     record_property("agreement", 1 - num_flips / num_compared)
     expected = 0.01 * num_compared
     assert num_flips <= expected + 4 * math.sqrt(expected), f"{num_flips} flips in {num_compared} tokens"
+
+
+@torch.inference_mode()
+def log_probs(dtype: str, result: Result) -> torch.Tensor:
+    """Return the log-probability that transformers gives to each generated token, in one forward over the text."""
+    ids = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
+    rows = transformers_model(dtype)(ids).logits[0, len(result.prompt_token_ids) - 1 : -1]
+    rows = torch.log_softmax(rows if dtype == "fp64" else rows.float(), -1).double()
+    return rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("shape", ["default", "auto"])
+def test_in_bf16_log_probabilities_are_no_further_from_fp64_than_eager(shape: str) -> None:
+    wanted = [replace(request(prompt, tokens=32), logprobs=0) for prompt in prompts()[::6]]
+    ours, eager = list[float](), list[float]()
+    for result in run(model("target", "bf16"), model("draft", "bf16"), SHAPES[shape], wanted):
+        exact = log_probs("fp64", result)
+        found = torch.tensor([token.log_prob for token in result.logprobs], dtype=torch.float64)
+        ours += (found - exact).abs().tolist()
+        eager += (log_probs("bf16", result) - exact).abs().tolist()
+    assert len(ours) == 32 * len(wanted)
+    assert 0 < statistics.fmean(ours) <= statistics.fmean(eager)
+    assert max(ours) <= max(eager)

@@ -24,6 +24,7 @@ from specsplit.model.source import resolve
 from tests.support.gateways import GatewayProcess
 from tests.support.http_fuzz import fuzzed_request
 from tests.support.metrics import names, samples_of, value
+from tests.support.processes import run
 from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
@@ -69,6 +70,35 @@ def test_the_text_is_that_of_a_pipeline(client: openai.OpenAI, pipeline: Pipelin
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 40
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_the_text_is_that_of_the_command_line(client: openai.OpenAI) -> None:
+    asked = ("--max-new-tokens", "40", "--temperature", "0.8", "--seed", "7", "--dtype", "fp32", "--context", "512")
+    code, text, _ = run("orchestrate", "--prompt", PROMPT, *asked)
+    answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=40, temperature=0.8, seed=7)
+    assert (code, text.removesuffix("\n")) == (0, answer.choices[0].text.removesuffix("\n"))
+
+
+def test_characters_of_several_tokens_come_whole(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    """At this temperature the tokens are parts of characters, most of which fit no other."""
+    asked: Any = {
+        "model": "embedded",
+        "prompt": "漢字 😀",
+        "max_tokens": 60,
+        "temperature": 4.0,
+        "seed": 1,
+        "logprobs": 0,
+    }
+    whole = client.completions.create(**asked).choices[0]
+    stream = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(choice.text for choice in stream) == whole.text
+    parts = [token for choice in stream if choice.logprobs for token in choice.logprobs.tokens or []]
+    assert whole.logprobs is not None
+    assert parts == whole.logprobs.tokens
+    broken = [token for token in parts if token.startswith("bytes:")]
+    assert broken, "some are"
+    raw = b"".join(bytes.fromhex(part[6:].replace("\\x", "")) if part in broken else part.encode() for part in parts)
+    assert raw.decode(errors="replace") == whole.text
 
 
 def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
@@ -274,6 +304,20 @@ def test_a_body_that_is_too_large_is_not_read(gateway: GatewayProcess) -> None:
         with suppress(httpx.WriteError):
             refused = httpx.post(f"{gateway.url}/v1/completions", content=content, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_page_of_another_site_can_ask_for_nothing(gateway: GatewayProcess, media_type: str) -> None:
+    """Browsers send these without asking the server first; what they ask about, it does not allow."""
+    body, origin = json.dumps({"prompt": "x", "max_tokens": 1}), {"origin": "http://elsewhere.example"}
+    headers = {**origin, "content-type": media_type} if media_type else origin
+    refused = httpx.post(f"{gateway.url}/v1/completions", content=body, headers=headers)
+    assert refused.status_code == 415
+    asks = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    asked = httpx.options(f"{gateway.url}/v1/completions", headers=asks)
+    assert asked.status_code == 405
+    for answer in (refused, asked, httpx.get(f"{gateway.url}/v1/models", headers=origin)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_responses_are_a_clear_404(client: openai.OpenAI) -> None:

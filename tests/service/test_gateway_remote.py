@@ -98,6 +98,7 @@ def test_a_client_that_leaves_frees_its_slot(
     lines = (
         "POST /v1/completions HTTP/1.1",
         "Host: x",
+        "Content-Type: application/json",
         f"Authorization: Bearer {KEY}",
         f"Content-Length: {len(content)}",
     )

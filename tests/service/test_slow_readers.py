@@ -77,7 +77,9 @@ async def slow_reader(gateway: GatewayProcess) -> AsyncGenerator[asyncio.StreamR
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     content = json.dumps(SLOW).encode()
     writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
     )
     try:
         await reader.readuntil(b"data: ")

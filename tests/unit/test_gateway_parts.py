@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import pytest
 from fastapi import Request
+from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as chat_parameters
 from pydantic import AfterValidator
 
 from specsplit.core import errors
@@ -21,12 +24,13 @@ from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
 from specsplit.gateway.other_servers import our_path
-from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, TokenizeBody
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions, TokenizeBody
 from specsplit.gateway.statistics import SpeculationRecord
 from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.request import RoundFacts
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+JSON_TYPE = [(b"content-type", b"application/json")]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(60)
         return {}
 
-    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    request = Request({"type": "http", "method": "POST", "headers": JSON_TYPE}, receive)
     with pytest.raises(ApiError, match="did not come within") as caught:
         await body.read_body(request, CompletionBody, 100)
     assert (caught.value.status, caught.value.headers) == (408, {"connection": "close"})
@@ -98,7 +102,7 @@ async def test_a_large_body_does_not_hold_up_the_answers_to_others() -> None:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": json.dumps({"text": text}).encode()}
 
-        return await body.read_body(Request({"type": "http", "headers": []}, receive), NotedBody, 1 << 20)
+        return await body.read_body(Request({"type": "http", "headers": JSON_TYPE}, receive), NotedBody, 1 << 20)
 
     THREADS.clear()
     assert await read("a") == NotedBody(text="a")
@@ -123,6 +127,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("guided_json", {"messages": MESSAGES, "guided_json": {}}),
     ("chat_template", {"messages": MESSAGES, "chat_template": "{{ messages }}"}),
     ("tool_calls", {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}),
+    ("include_obfuscation", {"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": True}}),
+    ("prompt_cache_retention", {"messages": MESSAGES, "prompt_cache_retention": "24h"}),
 ]
 
 
@@ -137,6 +143,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
     nothing: dict[str, Any] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
     empty: dict[str, Any] = dict.fromkeys(("stop", "seed", "n", "logit_bias", "temperature", "stream", "max_tokens"))
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    nothing |= {"top_logprobs": 0, "logprobs": False, "prompt_cache_retention": "in_memory"}
     chat = validated(ChatBody, {"messages": [message, *MESSAGES], **nothing, **empty})
     assert chat.sampling().temperature == 1.0, "as in OpenAI's API"
     of_vllm: dict[str, Any] = {
@@ -211,6 +218,35 @@ def test_a_prompt_to_tokenize_has_no_variables() -> None:
 def test_a_path_of_other_servers_is_answered_with_ours(path: str, ours: str | None) -> None:
     known = ["/", "/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health"]
     assert our_path(path, known) == ours
+
+
+def test_every_field_of_openais_client_is_taken_or_refused_by_name() -> None:
+    for parameters, schema in (
+        (completion_create_params.CompletionCreateParamsBase, CompletionBody),
+        (chat_parameters.CompletionCreateParamsBase, ChatBody),
+        (ChatCompletionStreamOptionsParam, StreamOptions),
+    ):
+        names = set(parameters.__annotations__)
+        assert len(names) > 1
+        assert names <= schema.model_fields.keys() | schema.unsupported.keys(), schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_vllm", "wrong"),
+    [
+        ({"prompt": "x"}, {"add_special_tokens": True, "return_token_strs": False}, {"add_special_tokens": False}),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            {"add_special_tokens": False, "add_generation_prompt": True, "continue_final_message": False},
+            {"add_special_tokens": True},
+        ),
+    ],
+    ids=["prompt", "messages"],
+)
+def test_clients_of_vllm_may_tokenize(asked: dict[str, Any], of_vllm: dict[str, Any], wrong: dict[str, Any]) -> None:
+    assert validated(TokenizeBody, {**asked, **of_vllm}) == validated(TokenizeBody, asked)
+    with pytest.raises(ApiError, match="add_special_tokens is not supported"):
+        validated(TokenizeBody, {**asked, **wrong})
 
 
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
