@@ -87,7 +87,8 @@ async def serving_gateway(
     async with AsyncExitStack() as stack:
         log = stack.enter_context(message_log(chosen.log_messages, shows_prompts=chosen.log_prompts))
         models = await stack.enter_async_context(serving_models(settings, worker_arguments, note))
-        metrics = Metrics(AuditMetrics(models), has_vllm_names=chosen.metrics_compat == "vllm")
+        names = [model.name for model in models.served]
+        metrics = Metrics(AuditMetrics(models), names, has_vllm_names=chosen.metrics_compat == "vllm")
         gateway = Gateway(
             models=models,
             version=__version__,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
+from specsplit.core.types import FinishReason
 from specsplit.orchestrator.request import Chunk, Result, RoundFacts
 from specsplit.telemetry.prometheus import PREFIX, add_process_metrics, page_of
 
@@ -35,25 +36,37 @@ class _Children(dict[str | tuple[str, ...], M]):
         child = self[labels] = self._instrument.labels(*((labels,) if isinstance(labels, str) else labels))
         return child
 
+    def show(self, labels: str | tuple[str, ...]) -> None:
+        """Have the value there, whatever it is."""
+        _ = self[labels]
+
 
 class _Instruments:
     """Makes the instruments of one registry, each with a value for every model but for plain ones."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.of_models: list[_Children[Any]] = []
+        """Those with no label but the model."""
 
     def counter(self, name: str, text: str, *labels: str) -> _Children[Counter]:
-        return _Children(Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry))
+        return self._kept(Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry), labels)
 
     def plain_counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Children[Histogram]:
         names = ("model_name", *labels)
-        return _Children(Histogram(PREFIX + name, text, names, buckets=buckets, registry=self._registry))
+        return self._kept(Histogram(PREFIX + name, text, names, buckets=buckets, registry=self._registry), labels)
 
     def gauge(self, name: str, text: str) -> _Children[Gauge]:
-        return _Children(Gauge(PREFIX + name, text, ("model_name",), registry=self._registry))
+        return self._kept(Gauge(PREFIX + name, text, ("model_name",), registry=self._registry), ())
+
+    def _kept(self, instrument: M, labels: tuple[str, ...]) -> _Children[M]:
+        children = _Children(instrument)
+        if not labels:
+            self.of_models.append(children)
+        return children
 
 
 class _SpeculationMetrics:
@@ -130,10 +143,13 @@ class _EndMetrics:
 class Metrics:
     """The counters of one gateway; with `has_vllm_names` its page has vLLM's names beside ours.
 
-    `others` adds metrics that somebody else counts.
+    `others` adds metrics that somebody else counts. The counters of `models` are there from zero on: one that appears
+    with its first count has no rate until the second.
     """
 
-    def __init__(self, others: Collector | None = None, *, has_vllm_names: bool = False) -> None:
+    def __init__(
+        self, others: Collector | None = None, models: Iterable[str] = (), *, has_vllm_names: bool = False
+    ) -> None:
         registry = CollectorRegistry()
         if others is not None:
             registry.register(others)
@@ -154,6 +170,11 @@ class Metrics:
         self.e2e = make.histogram("e2e_request_latency_seconds", "From a request to its last token.", _E2E_S)
         self.speculation = _SpeculationMetrics(make)
         self.rounds = _RoundMetrics(make)
+        for model in models:
+            for children in make.of_models:
+                children.show(model)
+            for reason in get_args(FinishReason):
+                self.ends.success.show((model, reason))
 
     def page(self) -> bytes:
         """Return everything in Prometheus's text format."""

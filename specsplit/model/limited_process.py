@@ -25,7 +25,7 @@ CALL_S = 5.0
 """Processor time of one call, in seconds, beside what its text may take."""
 _BYTE_S = 10.0 / (1 << 20)
 """Processor time for each byte of a call. Chosen: the slowest texts found take a third of it."""
-_SLACK_S = 30.0
+_SLACK_S = 60.0
 """Time beyond a limit after which the process is killed from here. It ends itself at the limit, which it counts in the
 processor's time and without its own start; this is for a process that was stopped, or gets no processor."""
 MAX_ANSWER_BYTES = 64 << 20

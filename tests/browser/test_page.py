@@ -182,6 +182,7 @@ def test_a_server_that_goes_away_is_noticed_and_its_return_too(browser: Browser,
             expect(page.locator("#status")).to_contain_text("away", timeout=SLOW_MS)
             first.close()
             second = GatewayProcess(tmp_path, *options)
+            assert second.url == first.url, "it is there, as long as that may take"
             ready(page)
             choose(page, max_tokens="8")
             page.click("text=Try again")

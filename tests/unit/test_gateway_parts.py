@@ -23,11 +23,13 @@ from specsplit.gateway import body
 from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
+from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions, TokenizeBody
 from specsplit.gateway.statistics import SpeculationRecord
 from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.request import RoundFacts
+from tests.support.metrics import samples_of, value
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 JSON_TYPE = [(b"content-type", b"application/json")]
@@ -343,6 +345,16 @@ def test_statistics_have_the_shape_of_vllm() -> None:
 
 def _all_errors(kind: type[SpecSplitError]) -> list[type[SpecSplitError]]:
     return [kind, *(below for child in kind.__subclasses__() for below in _all_errors(child))]
+
+
+async def test_a_models_counters_are_there_before_its_first_answer() -> None:
+    page = samples_of(Metrics(None, ["chat"]).page().decode())
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert value(page, f"specsplit:spec_decode_{name}_total", model_name="chat") == 0
+    for reason in ("stop", "length"):
+        assert value(page, "specsplit:request_success_total", model_name="chat", finished_reason=reason) == 0
+    assert value(page, "specsplit:num_requests_running", model_name="chat") == 0
+    assert value(page, "specsplit:time_to_first_token_seconds_count", model_name="chat") == 0
 
 
 def test_every_error_has_an_answer() -> None:
