@@ -174,7 +174,8 @@ class Timings:
     num_tokens: int = 0
     """Tokens fed to the model."""
     batch_size: int = 1
-    """Sessions in the largest step that served this call."""
+    step_rows: int = 0
+    """Sessions and rows in the largest step that served this call, others' and prompts' too; 0 rows if unknown."""
     sent_bytes: int = 0
     """Bytes of this call's messages as the client counts them; 0 if nothing travelled."""
     received_bytes: int = 0
@@ -187,8 +188,7 @@ class Proposal:
     """A token tree as parallel arrays; entry i is node number `first_node + i`.
 
     `parents[i]` is a node number lower than `first_node + i`, or ROOT, the token at `root_position`.
-    `log_probs[i]` estimates the log-probability that the node is accepted, given that its parent is; it is one
-    of `quantised_log_probs`.
+    `log_probs[i]`, one of `quantised_log_probs`, estimates that the node is accepted, given that its parent is.
     """
 
     # Numbers on one link, through an epoch: [1 ... first_node) sent before, [first_node ... first_node + n) these.

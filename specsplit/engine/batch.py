@@ -76,6 +76,7 @@ class TaskTimes:
     num_forwards: int = 0
     num_tokens: int = 0
     batch_size: int = 1
+    step_rows: int = 0
 
     def timings(self) -> Timings:
         now_s = time.perf_counter()
@@ -86,6 +87,7 @@ class TaskTimes:
             num_forwards=self.num_forwards,
             num_tokens=self.num_tokens,
             batch_size=self.batch_size,
+            step_rows=self.step_rows,
             sampling_ms=self.sampling_s * 1e3,
         )
 
@@ -291,6 +293,7 @@ class Batch:
         counts.num_steps += 1
         counts.num_sequences += len(self.sequences)
         counts.busy_s += elapsed_ms / 1e3
+        rows_before = counts.num_rows
         for task, sequence in zip(self.tasks, self.sequences, strict=True):
             task.is_pending = False
             times = task.times
@@ -312,4 +315,7 @@ class Batch:
                     base_length=sequence.base_length,
                     batch_size=len(self.sequences),
                 )
+        step_rows = counts.num_rows - rows_before
+        for task in self.tasks:
+            task.times.step_rows = max(task.times.step_rows, step_rows)
         return end_s

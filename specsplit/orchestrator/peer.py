@@ -22,7 +22,7 @@ from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
 from specsplit.orchestrator.request import Reason
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import DecodingSessions
+from specsplit.speculation.worker_times import DecodingSessions
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, MOST_COOLDOWN_S = 0.05, 2.0, 5.0

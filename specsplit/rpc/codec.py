@@ -279,6 +279,7 @@ def encode_telemetry(timings: Timings, span_id: bytes = b"") -> common_pb2.Telem
         num_forwards=timings.num_forwards,
         num_tokens=timings.num_tokens,
         batch_size=timings.batch_size,
+        step_rows=timings.step_rows,
         sampling_ms=timings.sampling_ms,
     )
 
@@ -301,6 +302,7 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
         num_forwards=message.num_forwards,
         num_tokens=message.num_tokens,
         batch_size=message.batch_size,
+        step_rows=message.step_rows,
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         sampling_ms=sampling_ms,

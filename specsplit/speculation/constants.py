@@ -75,6 +75,8 @@ PLAIN_FORGIVENESS = 0.999
 """Factor on the correction of a plain forward for each forward of another size. Chosen: it halves in 700 rounds."""
 MAX_STEP_SESSIONS = 1024
 """Sessions in a step that a worker is believed. Chosen: beyond any batch, and a plan costs no more than with it."""
+MAX_BEYOND = 4
+"""Times the last point of a curve up to which forwards correct it. Chosen: two octaves; a prompt's rows are beyond."""
 RATIO_WINDOW = 5
 """Observations whose median corrects a point of the curve. Chosen: outlasts two stalls in a row."""
 MIN_OBSERVED = 3

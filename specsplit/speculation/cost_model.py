@@ -15,7 +15,8 @@ from typing import Literal
 
 from specsplit.core.record import record
 from specsplit.speculation.constants import SURE_FACTOR, SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
-from specsplit.speculation.step_times import DraftTimes, StepTimes
+from specsplit.speculation.step_times import StepTimes
+from specsplit.speculation.worker_times import DraftTimes
 
 RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """How a round is run; a `lookup` round verifies lookup's nodes and waits for no draft."""

@@ -33,8 +33,8 @@ from specsplit.speculation.cost_model import (
 )
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
-from specsplit.speculation.step_times import DecodingSessions, WorkerTimes
 from specsplit.speculation.token_tree import SpeculationTree
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
 _NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
@@ -128,9 +128,10 @@ class SpeculationStats:
 
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
-        verify = self.times.verify
-        if not self.plans or verify is None:
+        target = self.times.target
+        if not self.plans or target is None:
             return
+        verify = target.verify
         if not found.cells:
             self._lookup_share.observe(1, 0, 0.0)
             return
@@ -138,7 +139,7 @@ class SpeculationStats:
         paths: list[float] = []
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
-        ranked, gap_s, num_sessions = sorted(paths, reverse=True), self.times.gap_s, self.times.sessions.value
+        ranked, gap_s, num_sessions = sorted(paths, reverse=True), target.gap_s, self.times.sessions.value
         plain = 1 / (verify.curve(num_sessions)[num_sessions] + gap_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
@@ -149,7 +150,7 @@ class SpeculationStats:
         num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))
         rows = count + num_sessions
-        taken_s = (verify.curve(rows)[rows] + gap_s + self.times.tree_s) * num_taken / (num_right + 1)
+        taken_s = (verify.curve(rows)[rows] + gap_s + target.tree_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
@@ -157,23 +158,23 @@ class SpeculationStats:
 
         Without a draft a mode's trees are empty, so `modes` are those that gain something all the same.
         """
-        times = self.times
-        if times.verify is None:
+        times, target = self.times, self.times.target
+        if target is None:
             return None
         self._follow_load()
         learned, key = self._learned, (has_draft, modes, limits)
         last = learned.decisions.get(key)
         current = last.mode if last is not None else None
-        predictor, gap_s = learned.predictors[has_draft], times.gap_s
+        predictor = learned.predictors[has_draft]
         predictor.forgive(current)
-        concurrent = times.verify_concurrent if has_draft else None
+        concurrent = target.verify_concurrent if has_draft else None
         costs = Costs(
-            times.verify,
+            target.verify,
             times.draft,
-            gap_s,
+            target.gap_s,
             self._hit_rate,
             verify_concurrent=concurrent,
-            tree_s=times.tree_s,
+            tree_s=target.tree_s,
             num_sessions=times.sessions.value,
         )
         profiles = self._profiles(modes, costs, has_draft=has_draft)
@@ -227,20 +228,20 @@ class SpeculationStats:
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
-        verify, num_sessions = self.times.verify, self.times.sessions.value
-        if verify is None:
+        target, num_sessions = self.times.target, self.times.sessions.value
+        if target is None:
             return len(path_log_probs)
         # A further row makes all wait that share the step.
-        return verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
+        return target.verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
 
     def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
         """Return the tokens per second of verifying these nodes at once: the mean over the sessions of the step."""
-        times, num_nodes, num_sessions = self.times, len(path_log_probs), self.times.sessions.value
-        if times.verify is None:
+        target, num_nodes, num_sessions = self.times.target, len(path_log_probs), self.times.sessions.value
+        if target is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
-        tree_s, rows = times.tree_s if num_nodes else 0.0, num_nodes + num_sessions
-        return expected / (times.verify.curve(rows)[rows] + times.gap_s + tree_s)
+        tree_s, rows = target.tree_s if num_nodes else 0.0, num_nodes + num_sessions
+        return expected / (target.verify.curve(rows)[rows] + target.gap_s + tree_s)
 
 
 def _doublings(num_sessions: int) -> int:

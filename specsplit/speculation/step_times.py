@@ -1,8 +1,6 @@
-"""Times of forwards and of the ways to the workers, as measured at the start and corrected by every round.
+"""The curve of a forward's seconds by its rows, as measured at the start and corrected by every round.
 
-A forward counts with the sampling of its rows, which a step cannot go without.
-
-Seconds throughout. Knows no mode; the table of constants gives the origin of the windows and steps.
+Knows no mode; the table of constants gives the origin of the windows and steps.
 """
 
 from __future__ import annotations
@@ -13,27 +11,20 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import le, mul
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
+    MAX_BEYOND,
     MAX_PENDING,
-    MAX_STEP_SESSIONS,
-    MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
     PLAIN_FORGIVENESS,
     RATIO_WINDOW,
-    ROW_COST,
-    ROW_GRID,
-    STEPS_AWAY_SLACK,
 )
 
 _Number = TypeVar("_Number", int, float)
-RoundCourse = Literal["plain", "tree", "behind tree"]
-"""A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
 
 
 class RunningMedian(Generic[_Number]):
@@ -45,6 +36,10 @@ class RunningMedian(Generic[_Number]):
         self._recent: deque[_Number] = deque(maxlen=window)
         self.value = initial
         """The median, of two middle values the lower; `initial` before the first value."""
+
+    @property
+    def is_observed(self) -> bool:
+        return bool(self._recent)
 
     def observe(self, value: _Number) -> None:
         """Count a value, unless it is infinite or no number."""
@@ -141,8 +136,11 @@ class StepTimes:
         return count
 
     def observe(self, rows: float, seconds: float) -> None:
-        """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation."""
-        if rows <= 0 or not 0 < seconds < math.inf:
+        """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation.
+
+        Nor is one far beyond the grid, such as a step with a prompt: what the slope says there is no measurement.
+        """
+        if not 0 < rows <= MAX_BEYOND * self._rows[-1] or not 0 < seconds < math.inf:
             return
         self._pending.append((rows, seconds))
         if len(self._pending) == MAX_PENDING:
@@ -180,191 +178,6 @@ class StepTimes:
                 self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
         if nearest:
             self._corrections[0] *= PLAIN_FORGIVENESS
-
-
-class DraftTimes:
-    """Seconds of one propose: a fixed part per call, the way to the draft and back included, and its levels."""
-
-    def __init__(self, level: StepTimes, call_s: float = 0.0) -> None:
-        self.level = level
-        self._call = RunningMedian(call_s)
-
-    @property
-    def call_s(self) -> float:
-        return self._call.value
-
-    def seconds(self, num_levels: int, rows: float) -> float:
-        """Return the seconds until a tree of this many levels, each of `rows` rows, is here."""
-        return self.call_s + num_levels * self.level.seconds(rows) if num_levels else 0.0
-
-    def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float | None) -> None:
-        """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it, None if nobody did."""
-        if num_levels > 0:
-            self.level.observe(rows, device_s / num_levels)
-            if wall_s is not None:
-                self._call.observe(max(wall_s - device_s, 0.0))
-
-
-class DecodingSessions:
-    """How many sessions of this process are behind their prompts, at one target."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class StepSessions:
-    """Sessions that share the target's steps: the share of those here that lately did, and as many others as lately.
-
-    So a change of the number here shows at once, and not after some rounds that were planned for another load.
-    """
-
-    def __init__(self, here: DecodingSessions) -> None:
-        self._here = here
-        self._share, self._others = RunningMedian(1.0), RunningMedian(0)
-
-    def observe(self, num_sessions: int) -> None:
-        """Count a step with so many sessions."""
-        here = max(self._here.count, 1)
-        self._share.observe(min(num_sessions / here, 1.0))
-        self._others.observe(max(num_sessions - here, 0))
-
-    @property
-    def value(self) -> int:
-        return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
-
-
-class WorkerTimes:
-    """Seconds of the target's and the draft's work and of the ways to them."""
-
-    def __init__(self, here: DecodingSessions | None = None) -> None:
-        self.verify: StepTimes | None = None
-        """Target forwards by rows."""
-        self.verify_concurrent: StepTimes | None = None
-        """Target forwards while the draft is at work: on one machine they slow each other down."""
-        self.has_seen_plain = False
-        """Whether a forward of one row was measured."""
-        self.draft: DraftTimes | None = None
-        self.num_proposals = 0
-        """Proposes that were answered."""
-        self._round_trip = RunningMedian(0.0)
-        self._least_ping_s: float | None = math.inf
-        """None as soon as a verify has measured the round trip better."""
-        self._overhead = RunningMedian(0.0)
-        self._has_plain_gap = False
-        self.sessions = StepSessions(here or DecodingSessions())
-        self._tree, self._behind_tree = RunningMedian(0.0), RunningMedian(0.0)
-
-    @property
-    def gap_s(self) -> float:
-        """Seconds between two target forwards in a round without a draft: the round trip and the orchestrator's own."""
-        return self._round_trip.value + self._overhead.value
-
-    @property
-    def tree_s(self) -> float:
-        """Seconds that having nodes at all costs, beside their rows: in a round, and in a plain one behind it.
-
-        A plain forward behind a tree is slower than one behind another plain forward, whose code and memory are warm.
-        """
-        return max(0.0, self._tree.value) + max(0.0, self._behind_tree.value)
-
-    def adopt(self, target: Identity, draft: Identity | None) -> None:
-        """Begin with what the workers measured themselves, unless more is known already."""
-        if self.verify is None and target.step_times:
-            self.verify = StepTimes(dict(target.step_times))
-            self.has_seen_plain = target.step_times[0][0] == 1
-        if self.draft is None and draft is not None and draft.step_times:
-            self.draft = DraftTimes(StepTimes(dict(draft.step_times)))
-
-    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
-        """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
-
-        `wall_s` is None for a step of a stream, which nobody waited for.
-        """
-        # A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
-        rows, device_s = _step_rows(timings), (timings.device_ms + timings.sampling_ms) / 1e3
-        if rows <= 0 or device_s <= 0:
-            return
-        self.sessions.observe(_step_sessions(timings))
-        if self.verify is None:
-            one_row_s = device_s / (1 + ROW_COST * (rows - 1))
-            self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
-        if is_concurrent:
-            if self.verify_concurrent is None:
-                self.verify_concurrent = StepTimes(self.verify.grid)
-            self.verify_concurrent.observe(rows, device_s)
-        else:
-            self.verify.observe(rows, device_s)
-        self.has_seen_plain |= timings.num_tokens == 1
-        if wall_s is not None:
-            self._least_ping_s = None
-            self._round_trip.observe(max(wall_s - device_s, 0.0))
-
-    def observe_ping(self, wall_s: float) -> None:
-        """Count a ping of the target: its round trip, as long as no verify was measured."""
-        if self._least_ping_s is not None:  # the least of them, since the first one may have had a connection to make
-            self._least_ping_s = min(wall_s, self._least_ping_s)
-            self._round_trip = RunningMedian(self._least_ping_s)
-
-    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
-        """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
-        self.num_proposals += 1
-        levels, device_s = timings.num_forwards, (timings.device_ms + timings.sampling_ms) / 1e3
-        if levels <= 0 or device_s <= 0:
-            return
-        rows = max(_step_rows(timings) / levels, 1.0)
-        if self.draft is None:
-            self.draft = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
-        self.draft.observe(levels, rows, device_s, wall_s)
-
-    def observe_round(
-        self, timings: Timings, verify_s: float, overhead_s: float, course: RoundCourse, *, is_concurrent: bool
-    ) -> None:
-        """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
-        overhead_s = max(overhead_s, 0.0)
-        if course == "behind tree" and self._has_plain_gap and self.verify is not None:
-            self.sessions.observe(_step_sessions(timings))
-            self._behind_tree.observe(verify_s + overhead_s - self.verify.seconds(self.sessions.value) - self.gap_s)
-            return
-        # What a plain round has beside its forward is measured in plain rounds, as soon as there was one.
-        is_gap = course == "plain" or not self._has_plain_gap
-        if course == "plain" and not self._has_plain_gap:
-            self._has_plain_gap, self._overhead, self._round_trip = True, RunningMedian(0.0), RunningMedian(0.0)
-        self.observe_verify(timings, verify_s if is_gap else None, is_concurrent=is_concurrent)
-        if is_gap:
-            self._overhead.observe(overhead_s)
-        else:
-            forward_s = (timings.device_ms + timings.sampling_ms) / 1e3
-            self._tree.observe(verify_s - forward_s + overhead_s - self.gap_s)
-
-    def count_steps_away(self, nodes: int) -> int:
-        """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
-        if self.verify is None:
-            return 0
-        forwards = self._round_trip.value / self.verify.seconds((nodes + 1) * self.sessions.value)
-        return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
-
-    def probe_s(self, nodes: int, depth: int) -> float:
-        """Return the seconds to have put aside for a probe: the draft's for its tree, a plain forward's at most.
-
-        A draft that is believed slow would else not be asked for a hundred times that long, though it may have measured
-        its times beside other work; what a probe takes is counted once it is known.
-        """
-        if self.draft is None or not depth:
-            return 0.0
-        drafting_s = depth * self.draft.level.seconds(-(-nodes // depth))
-        return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
-
-
-def _step_rows(timings: Timings) -> int:
-    """Return the rows of the steps that served a call, if each session in them had as many as this one."""
-    return timings.num_tokens * _step_sessions(timings)
-
-
-def _step_sessions(timings: Timings) -> int:
-    """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
-    return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

@@ -197,6 +197,7 @@ class VerifierContract(SessionContract[Verifier, Verdict]):
     async def test_a_score_says_where_its_time_went(self, worker: Verifier) -> None:
         timings = (await worker.score(PROMPT, (8, 1, 4))).timings
         assert (timings.num_forwards, timings.num_tokens, timings.batch_size) == (1, len(PROMPT) + 2, 1)
+        assert timings.step_rows == timings.num_tokens
         assert 0 < timings.device_ms <= timings.wall_ms
         assert 0 < timings.sampling_ms < timings.wall_ms - timings.device_ms
         assert 0 < timings.queue_ms < timings.wall_ms

@@ -23,7 +23,8 @@ from specsplit.speculation.cost_model import (
     round_s,
     tokens_per_s,
 )
-from specsplit.speculation.step_times import DraftTimes, RunningMedian, StepTimes
+from specsplit.speculation.step_times import RunningMedian, StepTimes
+from specsplit.speculation.worker_times import DraftTimes
 
 STAIRCASE = {1: 7.5e-3, 5: 10.9e-3, 17: 15.7e-3, 40: 27e-3}
 FLAT = {1: 10e-3, 64: 10e-3}

@@ -72,7 +72,7 @@ budgets = st.builds(Budget, st.integers(1, 4096), st.integers(1, 4096), st.integ
 timings = st.builds(
     Timings,
     **dict.fromkeys(("wall_ms", "queue_ms", "device_ms", "sampling_ms"), finite32),
-    **dict.fromkeys(("num_forwards", "num_tokens", "batch_size"), uint32),
+    **dict.fromkeys(("num_forwards", "num_tokens", "batch_size", "step_rows"), uint32),
 )
 identities = st.builds(
     Identity,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specsplit.speculation.constants import EXPLORED_ROUNDS
@@ -9,8 +11,7 @@ from specsplit.speculation.cost_model import Decision, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import DraftTimes, StepTimes
-from tests.unit.test_speculation_stats import begun, shared
+from tests.unit.test_speculation_stats import TARGET, begun, shared
 
 
 def test_sessions_that_share_steps_decide_together_as_often_as_one_alone():
@@ -60,7 +61,7 @@ def count_decisions(num_sessions: int, num_rounds: int) -> int:
 def test_a_draft_that_is_believed_slow_is_asked_as_soon_as_any_other(believed_s: float):
     """What it told may have been measured beside other work; if it is slow indeed, the next probe waits for that."""
     stats = begun()
-    stats.times.draft = DraftTimes(StepTimes({1: believed_s}))
+    stats.times.adopt(TARGET, replace(TARGET, role="draft", step_times=((1, believed_s),)))
     stats.times.num_proposals = EXPLORED_ROUNDS
     one, now_s = planner(stats, "pingpong"), 0.0
 

@@ -15,8 +15,9 @@ from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import DecodingSessions, StepTimes, WorkerTimes
+from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree, TokenTree
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
 TARGET = Identity(
     role="target",
@@ -264,11 +265,11 @@ def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
     for _ in range(20):
         times.observe_verify(Timings(num_forwards=1, num_tokens=4, device_ms=3.0, sampling_ms=2.0), 0.006)
         times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=4.0, sampling_ms=2.0), 0.007)
-    assert times.verify is not None
+    assert times.target is not None
     assert times.draft is not None
-    assert times.verify.seconds(4) == pytest.approx(0.005)
+    assert times.target.verify.seconds(4) == pytest.approx(0.005)
     assert times.draft.level.seconds(2) == pytest.approx(0.003)
-    assert (times.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
+    assert (times.target.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
 
 
 def test_a_tree_is_charged_what_it_costs_beside_its_rows():
@@ -279,15 +280,16 @@ def test_a_tree_is_charged_what_it_costs_beside_its_rows():
     )
     for _ in range(3):  # before a plain round was seen, rounds with nodes are all there is to go by
         times.observe_round(three, 0.0035, 0.0005, "tree", is_concurrent=False)
-    assert (times.gap_s, times.tree_s) == (pytest.approx(0.001), 0.0)
+    assert times.target is not None
+    assert (times.target.gap_s, times.target.tree_s) == (pytest.approx(0.001), 0.0)
     for _ in range(20):
         times.observe_round(one, 0.0021, 0.0001, "plain", is_concurrent=False)
         times.observe_round(three, 0.0034, 0.0003, "tree", is_concurrent=False)
         times.observe_round(one, 0.0023, 0.0001, "behind tree", is_concurrent=False)
-    assert times.verify is not None
-    assert times.verify.seconds(1) == pytest.approx(0.002, rel=0.02)
-    assert times.gap_s == pytest.approx(0.0002)
-    assert times.tree_s == pytest.approx(0.0005 + 0.0002, rel=0.05)
+    assert times.target is not None
+    assert times.target.verify.seconds(1) == pytest.approx(0.002, rel=0.02)
+    assert times.target.gap_s == pytest.approx(0.0002)
+    assert times.target.tree_s == pytest.approx(0.0005 + 0.0002, rel=0.05)
 
 
 def test_nodes_that_gain_less_than_a_tree_costs_are_not_worth_a_round():

@@ -186,6 +186,7 @@ async def test_a_prefill_goes_on_beside_the_verifies_of_others() -> None:
         prefilled, verified = await prefill, await beside
     assert [len(step) for step in runner.steps] == [1, 2, 1]
     assert (prefilled.timings.batch_size, verified.timings.batch_size) == (2, 2)
+    assert verified.timings.step_rows == sum(len(entry.token_ids) for entry in runner.steps[1])
     assert (prefilled.timings.num_forwards, verified.timings.num_forwards) == (3, 1)
     assert (prefilled.token_ids, verified.token_ids) == (tuple(truth[0][:1]), tuple(truth[1][1:]))
 

@@ -1,13 +1,14 @@
 """Costs of cutting a target: plain decoding and a long prefill over 1, 2 and 4 stages on loopback (P11, P12, P13).
 
-The model is 8 layers x 256 with random weights: only its time matters, and nothing is said of acceptance. Every
-placement is a set of real processes, one thread each, measured in turns.
+The model is the embedded target, a folder, or `made`: 8 layers x 256 with random weights. Only its time matters, and
+nothing is said of acceptance. Every placement is a set of real processes, one thread each, measured in turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -28,11 +29,13 @@ from specsplit.assembly.links import remote_workers
 from specsplit.core.sections import TargetSettings
 from specsplit.core.settings import Settings
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.source import resolve
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.speculation.options import Speculation
 
-NUM_LAYERS, HIDDEN, PREFILL_TOKENS = 8, 256, 433
+MADE, NUM_LAYERS, HIDDEN = "made", 8, 256
+PREFILL_TOKENS = 433
 WHOLE = "one process"
 SEED = 20_261
 
@@ -67,8 +70,6 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from specsplit.model.source import resolve
-
     cast(Any, torch).manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=4096,
@@ -85,9 +86,9 @@ def write_model(folder: Path) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
 
 
-def cuts(num_stages: int) -> list[str]:
+def cuts(num_stages: int, num_layers: int = NUM_LAYERS) -> list[str]:
     """Return the even ranges of layers."""
-    bounds = [NUM_LAYERS * index // num_stages for index in range(num_stages + 1)]
+    bounds = [num_layers * index // num_stages for index in range(num_stages + 1)]
     return [f"{start}:{end}" for start, end in itertools.pairwise(bounds)]
 
 
@@ -96,6 +97,7 @@ class Bench:
 
     def __init__(self, model: Path, placements: Sequence[Placement]) -> None:
         self._model, self._placements = model, placements
+        self._num_layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
         self._processes, self._links = ExitStack(), AsyncExitStack()
         self._owners: dict[str, Orchestrator] = {}
 
@@ -118,7 +120,7 @@ class Bench:
         model = ("--model", str(self._model))
         if not placement.num_stages:
             return await asyncio.to_thread(self._worker("target", *model).wait_ready)
-        stages = [self._worker("stage", *model, "--layers", layers) for layers in cuts(placement.num_stages)]
+        stages = [self._worker("stage", *model, "--layers", layers) for layers in self._cuts(placement)]
         addresses = [await asyncio.to_thread(stage.wait_ready) for stage in stages]
         if placement.rtt_ms:
             proxies = [await self._links.enter_async_context(Proxy(address)) for address in addresses]
@@ -127,6 +129,9 @@ class Bench:
             addresses = [proxy.address for proxy in proxies]
         coordinator = self._worker("target", *model, "--stages", ",".join(addresses))
         return await asyncio.to_thread(coordinator.wait_ready)
+
+    def _cuts(self, placement: Placement) -> list[str]:
+        return cuts(placement.num_stages, self._num_layers)
 
     def _worker(self, *arguments: str) -> WorkerProcess:
         worker = WorkerProcess(*arguments, "--threads", "1")
@@ -147,12 +152,13 @@ def _ids(count: int, number: int) -> tuple[int, ...]:
     return tuple(1 + (number * 131 + index * 17) % 4000 for index in range(count))
 
 
-async def run(placements: Sequence[Placement], num_tokens: int, num_rounds: int, tick: Any) -> Measured:
+async def run(source: str, placements: Sequence[Placement], num_tokens: int, num_rounds: int, tick: Any) -> Measured:
     """Measure all placements in turns, after one round that is not counted."""
     found = Measured()
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        write_model(model)
+        model = Path(folder) / "model" if source == MADE else Path(resolve(source, "target")[0])
+        if source == MADE:
+            write_model(model)
         async with Bench(model, placements) as bench:
             for number in range(num_rounds + 1):
                 for placement in placements if number % 2 else placements[::-1]:
@@ -165,16 +171,18 @@ async def run(placements: Sequence[Placement], num_tokens: int, num_rounds: int,
 
 
 def bars_of(found: Measured) -> list[Bar]:
-    """Return the bars that can be checked: one and two stages without added round trips."""
-    one, two = Placement(1).name, Placement(2).name
-    if not {one, two} <= set(found.token_s):
+    """Return the bars that can be checked: no stage, one and two stages without added round trips."""
+    whole, one, two = Placement().name, Placement(1).name, Placement(2).name
+    if not {whole, one, two} <= set(found.token_s):
         return []
+    uncut = paired_speedup(_rows(found.token_s[whole]), _rows(found.token_s[two]))
     added = [1e3 * (after - before) for before, after in zip(found.token_s[one], found.token_s[two], strict=True)]
     rates = [1 / seconds for seconds in found.token_s[two]]
     prefill = paired_speedup(_rows(found.prefill_s[one]), _rows(found.prefill_s[two]))
     return [
         Bar("P11", "ms a round that the second stage adds", estimate(added), "<=", 3),
         Bar("P12", "two stages, plain decoding, tokens/s", estimate(rates), ">=", 100),
+        Bar("P12", "two stages / uncut, plain decoding", uncut, ">=", 0.75),
         Bar("P13", f"{PREFILL_TOKENS} tokens of prefill, 2 stages / 1 stage", prefill, ">=", 0.9),
     ]
 
@@ -185,6 +193,7 @@ def _rows(values: Sequence[float]) -> list[list[float]]:
 
 @app.command("stages")
 def main(
+    model: Annotated[str, typer.Option(help="Target's folder, embedded, or made: 8 layers x 256 at random.")] = MADE,
     rtt_ms: Annotated[str, typer.Option(help="Round trips on every link of two stages, in ms.")] = "0,2,10",
     stages: Annotated[str, typer.Option(help="Numbers of stages, without added round trips.")] = "1,2,4",
     tokens: Annotated[int, typer.Option(min=2, help="Of plain decoding.")] = 64,
@@ -199,8 +208,8 @@ def main(
     placements += [Placement(2, float(rtt)) for rtt in rtt_ms.split(",") if float(rtt)]
     progress = report.Progress(console)
     with progress.running("measuring", len(placements) * (rounds + 1)) as tick:
-        found = asyncio.run(run(placements, tokens, rounds, tick))
-    listed = report.table(f"{NUM_LAYERS} layers x {HIDDEN}, one thread a process", "target", "tokens/s", "prefill ms")
+        found = asyncio.run(run(model, placements, tokens, rounds, tick))
+    listed = report.table(f"{model}, one thread a process", "target", "tokens/s", "prefill ms")
     for name, seconds in found.token_s.items():
         rate = estimate([1 / value for value in seconds])
         listed.add_row(name, spread(rate, 0), spread(estimate([1e3 * value for value in found.prefill_s[name]]), 0))
@@ -212,7 +221,7 @@ def main(
     record = {
         "benchmark": "stages",
         "provenance": provenance(),
-        "settings": {"layers": NUM_LAYERS, "hidden": HIDDEN, "tokens": tokens, "rounds": rounds, "threads": 1},
+        "settings": {"model": model, "tokens": tokens, "rounds": rounds, "threads": 1},
         "token_s": found.token_s,
         "prefill_s": found.prefill_s,
         "bars": [bar.to_dict() for bar in bars],

@@ -311,6 +311,7 @@ class Telemetry(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     SAMPLING_MS_FIELD_NUMBER: _builtins.int
+    STEP_ROWS_FIELD_NUMBER: _builtins.int
     span_id: _builtins.bytes
     wall_ms: _builtins.float
     queue_ms: _builtins.float
@@ -321,6 +322,8 @@ class Telemetry(_message.Message):
     batch_size: _builtins.int
     sampling_ms: _builtins.float
     """From logits to the next forward or the answer; 0 from a worker that does not measure it."""
+    step_rows: _builtins.int
+    """Rows of the largest step that served the call, other sessions' and prompts' included; 0 from a worker that does not tell."""
     def __init__(
         self,
         *,
@@ -332,10 +335,11 @@ class Telemetry(_message.Message):
         num_tokens: _builtins.int = ...,
         batch_size: _builtins.int = ...,
         sampling_ms: _builtins.float = ...,
+        step_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "device_ms", b"device_ms", "num_forwards", b"num_forwards", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "sampling_ms", b"sampling_ms", "span_id", b"span_id", "wall_ms", b"wall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "device_ms", b"device_ms", "num_forwards", b"num_forwards", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "sampling_ms", b"sampling_ms", "span_id", b"span_id", "step_rows", b"step_rows", "wall_ms", b"wall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,213 @@
+"""Times of the workers' steps and of the ways to them, as measured at the start and corrected by every round.
+
+A forward counts with the sampling of its rows, which a step cannot go without. Seconds throughout. Knows no mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from specsplit.core.types import Identity, Timings
+from specsplit.speculation.constants import (
+    MAX_STEP_SESSIONS,
+    MAX_STEPS_AWAY,
+    ROW_COST,
+    ROW_GRID,
+    STEPS_AWAY_SLACK,
+)
+from specsplit.speculation.step_times import RunningMedian, StepTimes
+from specsplit.speculation.target_times import RoundCourse, TargetTimes
+
+
+class DraftTimes:
+    """Seconds of one propose: a fixed part per call, the way to the draft and back included, and its levels."""
+
+    def __init__(self, level: StepTimes, call_s: float = 0.0) -> None:
+        self.level = level
+        self._call = RunningMedian(call_s)
+
+    @property
+    def call_s(self) -> float:
+        return self._call.value
+
+    def seconds(self, num_levels: int, rows: float) -> float:
+        """Return the seconds until a tree of this many levels, each of `rows` rows, is here."""
+        return self.call_s + num_levels * self.level.seconds(rows) if num_levels else 0.0
+
+    def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float | None) -> None:
+        """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it, None if nobody did."""
+        if num_levels > 0:
+            self.level.observe(rows, device_s / num_levels)
+            if wall_s is not None:
+                self._call.observe(max(wall_s - device_s, 0.0))
+
+
+class DecodingSessions:
+    """How many sessions of this process are behind their prompts, at one target."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class StepSessions:
+    """Sessions that share the target's steps: the share of those here that lately did, and as many others as lately.
+
+    So a change of the number here shows at once, and not after some rounds that were planned for another load.
+    """
+
+    def __init__(self, here: DecodingSessions) -> None:
+        self._here = here
+        self._share, self._others = RunningMedian(1.0), RunningMedian(0)
+
+    def observe(self, num_sessions: int) -> None:
+        """Count a step with so many sessions."""
+        here = max(self._here.count, 1)
+        self._share.observe(min(num_sessions / here, 1.0))
+        self._others.observe(max(num_sessions - here, 0))
+
+    @property
+    def value(self) -> int:
+        return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
+
+
+class WorkerTimes:
+    """Seconds of the target's and the draft's work and of the ways to them.
+
+    Those of steps with several sessions are kept apart: their rows have contexts of their own, and wait for others.
+    """
+
+    def __init__(self, here: DecodingSessions | None = None) -> None:
+        self.sessions = StepSessions(here or DecodingSessions())
+        self.has_seen_plain = False
+        """Whether a forward of one row was measured."""
+        self.num_proposals = 0
+        """Proposes that were answered."""
+        self._alone: TargetTimes | None = None
+        self._shared: TargetTimes | None = None
+        self._draft_alone: DraftTimes | None = None
+        self._draft_shared: DraftTimes | None = None
+        self._least_ping_s = math.inf
+
+    @property
+    def target(self) -> TargetTimes | None:
+        """The target's times with about as many sessions in a step as there are now; None while nothing is known."""
+        return self._target_of(self.sessions.value)
+
+    @property
+    def draft(self) -> DraftTimes | None:
+        """The draft's times while about as many share the target's steps; None while nothing is known."""
+        if self.sessions.value == 1:
+            return self._draft_alone
+        if self._draft_shared is None and self._draft_alone is not None:
+            self._draft_shared = DraftTimes(StepTimes(self._draft_alone.level.grid), self._draft_alone.call_s)
+        return self._draft_shared
+
+    def adopt(self, target: Identity, draft: Identity | None) -> None:
+        """Begin with what the workers measured themselves, unless more is known already."""
+        if self._alone is None and target.step_times:
+            self._begin(dict(target.step_times))
+            self.has_seen_plain = target.step_times[0][0] == 1
+        if self._draft_alone is None and draft is not None and draft.step_times:
+            self._draft_alone = DraftTimes(StepTimes(dict(draft.step_times)))
+
+    def observe_ping(self, wall_s: float) -> None:
+        """Count a ping of the target: its round trip, as long as no verify was measured."""
+        # The least of them, since the first one may have had a connection to make.
+        self._least_ping_s = min(wall_s, self._least_ping_s)
+        if self._alone is not None:
+            self._alone.expect_round_trip(self._least_ping_s)
+
+    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
+        """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
+
+        `wall_s` is None for a step of a stream, which nobody waited for.
+        """
+        rows, forward_s = _step_rows(timings), _forward_s(timings)
+        if rows > 0 and forward_s > 0:
+            self._observed(timings).observe_forward(rows, forward_s, wall_s, is_concurrent=is_concurrent)
+
+    def observe_round(
+        self, timings: Timings, verify_s: float, overhead_s: float, course: RoundCourse, *, is_concurrent: bool
+    ) -> None:
+        """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
+        rows, forward_s, overhead_s = _step_rows(timings), _forward_s(timings), max(overhead_s, 0.0)
+        if rows > 0 and forward_s > 0:
+            target = self._observed(timings)
+            target.observe_round(rows, forward_s, verify_s, overhead_s, course, is_concurrent=is_concurrent)
+
+    def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
+        """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
+        self.num_proposals += 1
+        levels, device_s = timings.num_forwards, _forward_s(timings)
+        if levels <= 0 or device_s <= 0:
+            return
+        rows = max(timings.num_tokens * _step_sessions(timings) / levels, 1.0)
+        if self._draft_alone is None:
+            self._draft_alone = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
+        draft = self.draft
+        assert draft is not None, "there are times of a session alone"
+        draft.observe(levels, rows, device_s, wall_s)
+
+    def count_steps_away(self, nodes: int) -> int:
+        """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
+        target = self.target
+        if target is None:
+            return 0
+        forwards = target.round_trip_s / target.verify.seconds((nodes + 1) * self.sessions.value)
+        return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
+
+    def probe_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds to have put aside for a probe: the draft's for its tree, a plain forward's at most.
+
+        A draft that is believed slow would else not be asked for a hundred times that long, though it may have measured
+        its times beside other work; what a probe takes is counted once it is known.
+        """
+        draft, target = self.draft, self.target
+        if draft is None or not depth:
+            return 0.0
+        drafting_s = depth * draft.level.seconds(-(-nodes // depth))
+        return min(drafting_s, target.verify.seconds(1)) if target is not None else drafting_s
+
+    def _observed(self, timings: Timings) -> TargetTimes:
+        """Count the sessions of a step, and return the times that it corrects."""
+        num_sessions = _step_sessions(timings)
+        self.has_seen_plain |= timings.num_tokens == 1
+        self.sessions.observe(num_sessions)
+        if self._alone is None:
+            one_row_s = _forward_s(timings) / (1 + ROW_COST * (_step_rows(timings) - 1))
+            self._begin({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
+        target = self._target_of(num_sessions)
+        assert target is not None, "there are times of a session alone"
+        return target
+
+    def _begin(self, measured: Mapping[int, float]) -> None:
+        self._alone = TargetTimes(StepTimes(measured), self._least_ping_s if self._least_ping_s < math.inf else 0.0)
+
+    def _target_of(self, num_sessions: int) -> TargetTimes | None:
+        """Return the times of steps with so many sessions; several begin with what one alone has shown."""
+        if num_sessions == 1 or self._alone is None:
+            return self._alone
+        if self._shared is None:
+            self._shared = self._alone.for_several()
+        return self._shared
+
+
+def _step_rows(timings: Timings) -> int:
+    """Return the rows of the step of a verify; of one that does not tell, as if each session in it had as many."""
+    return timings.step_rows or timings.num_tokens * _step_sessions(timings)
+
+
+def _step_sessions(timings: Timings) -> int:
+    """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
+    return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)
+
+
+def _forward_s(timings: Timings) -> float:
+    """Return the seconds of the forwards with their picks.
+
+    A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
+    """
+    return (timings.device_ms + timings.sampling_ms) / 1e3

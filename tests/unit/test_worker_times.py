@@ -1,0 +1,101 @@
+"""Times of workers: what steps of several sessions say of one that is alone, and of which rows a step was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.types import Timings
+from specsplit.speculation.constants import MAX_BEYOND, MEDIAN_WINDOW
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
+from tests.unit.test_speculation_stats import TARGET
+
+DRAFT = replace(TARGET, role="draft", step_times=((1, 0.001), (9, 0.002)))
+SHARED = Timings(num_forwards=1, num_tokens=1, batch_size=16, step_rows=16, device_ms=90.0)
+"""Of a step of sixteen sessions that takes five times as long as the same rows of one."""
+
+
+@pytest.fixture
+def here() -> DecodingSessions:
+    return DecodingSessions()
+
+
+@pytest.fixture
+def times(here: DecodingSessions) -> WorkerTimes:
+    made = WorkerTimes(here)
+    made.adopt(TARGET, DRAFT)
+    return made
+
+
+def run_together(times: WorkerTimes, here: DecodingSessions) -> None:
+    """Have sixteen sessions wait for each other's prompts, trees and drafts."""
+    here.count = 16
+    for _ in range(2 * MEDIAN_WINDOW):
+        times.observe_round(SHARED, 0.5, 0.01, "plain", is_concurrent=False)
+        times.observe_round(replace(SHARED, num_tokens=4, step_rows=20), 0.9, 0.01, "tree", is_concurrent=False)
+        times.observe_round(SHARED, 0.8, 0.01, "behind tree", is_concurrent=False)
+        times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=40.0), 0.3)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda times: [times.target.verify.seconds(rows) for rows in (1, 2, 5, 9, 17)],
+        lambda times: times.target.gap_s,
+        lambda times: times.target.tree_s,
+        lambda times: (times.draft.call_s, times.draft.level.seconds(2)),
+    ],
+    ids=["forward", "gap", "tree", "draft"],
+)
+def test_what_many_waited_for_is_not_expected_of_one_alone(
+    times: WorkerTimes, here: DecodingSessions, read: Callable[[WorkerTimes], object]
+):
+    before = read(times)
+    run_together(times, here)
+    assert read(times) != before, "that is what the sixteen learn"
+    here.count = 1
+    assert read(times) == before
+
+
+def test_several_begin_with_what_one_alone_has_shown(times: WorkerTimes, here: DecodingSessions):
+    for _ in range(20):
+        times.observe_round(
+            Timings(num_forwards=1, num_tokens=1, device_ms=20.0), 0.0215, 0.0005, "plain", is_concurrent=False
+        )
+    here.count = 8
+    assert times.target is not None
+    assert times.target.verify.seconds(1) == pytest.approx(0.020, rel=0.06)
+    assert times.target.gap_s == pytest.approx(0.002)
+
+
+def test_a_step_with_the_rows_of_prompts_says_nothing_of_as_many_tokens(times: WorkerTimes, here: DecodingSessions):
+    here.count = 4
+    assert times.target is not None
+    before = times.target.verify.grid
+    with_prompt = Timings(num_forwards=1, num_tokens=1, batch_size=4, step_rows=4 + MAX_BEYOND * 17, device_ms=200.0)
+    for _ in range(20):
+        times.observe_verify(with_prompt, 0.2)
+    assert times.target.verify.grid == before
+
+
+def test_the_rows_of_a_step_are_those_that_its_worker_tells(times: WorkerTimes, here: DecodingSessions):
+    """One session with a node beside three without: two rows and three, not four times two."""
+    here.count = 4
+    for _ in range(60):
+        times.observe_verify(Timings(num_forwards=1, num_tokens=2, batch_size=4, step_rows=5, device_ms=60.0), 0.06)
+    assert times.target is not None
+    assert times.target.verify.seconds(5) == pytest.approx(0.060, rel=0.1)
+
+
+def test_a_tree_is_believed_to_cost_a_plain_forward_at_most(times: WorkerTimes):
+    for _ in range(MEDIAN_WINDOW):
+        times.observe_round(
+            Timings(num_forwards=1, num_tokens=1, device_ms=10.0), 0.010, 0.0, "plain", is_concurrent=False
+        )
+        times.observe_round(
+            Timings(num_forwards=1, num_tokens=5, device_ms=12.0), 0.300, 0.0, "tree", is_concurrent=False
+        )
+    assert times.target is not None
+    assert times.target.tree_s == times.target.verify.seconds(1)
