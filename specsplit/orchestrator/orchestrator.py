@@ -148,7 +148,8 @@ class Orchestrator:
             # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
             async with Session(context, request, retrier, events) as session:
                 rounds = session.rounds
-                chunk = await rounds.next_chunk()
+                with self._target.beginning():
+                    chunk = await rounds.next_chunk()
                 now_s = first_token_s = clock.now()
                 retrier.waits_when_full = True
                 with self._target.counted():

@@ -71,6 +71,15 @@ class TargetPeer:
         return self.verifier.session() if isinstance(self.verifier, Replicas) else nullcontext(self.verifier)
 
     @contextmanager
+    def beginning(self) -> Generator[None]:
+        """Count a session that is not behind its prompt yet."""
+        self.decoding.num_beginning += 1
+        try:
+            yield
+        finally:
+            self.decoding.num_beginning -= 1
+
+    @contextmanager
     def counted(self) -> Generator[None]:
         """Count a session that is behind its prompt."""
         self.decoding.count += 1

@@ -48,6 +48,8 @@ class Costs:
     """Seconds that having nodes at all costs a round, beside their rows; a stream's are the target's own affair."""
     num_sessions: int = 1
     """Sessions that share each step, taken to run as this one does: each of its rows comes with as many of theirs."""
+    sessions_s: float = 0.0
+    """Seconds that the others of them add to a step beside their rows."""
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
@@ -55,7 +57,8 @@ class Costs:
 
     def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
         """Return the seconds of a verify in `mode` by the rows of each session."""
-        return self.verify_in(mode).shared_curve(max_rows, self.num_sessions)
+        curve = self.verify_in(mode).shared_curve(max_rows, self.num_sessions)
+        return [seconds + self.sessions_s for seconds in curve] if self.sessions_s else curve
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
@@ -182,6 +185,8 @@ class Decision(ModePlan):
     """Whether the decision was made among modes with a draft."""
     num_sessions: int = 1
     """Sessions in a step when it was made."""
+    load: int = 1
+    """Sessions at the target then."""
 
 
 def choose_plan(

@@ -47,10 +47,14 @@ class RateCorrection:
         self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
         self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
 
-    def forgive(self) -> None:
-        """Move a little back towards the model's own prediction."""
+    def forgive(self, factor: float) -> None:
+        """Move a little back towards this factor."""
         share = FORGIVENESS / 2 ** min(self.num_failed, MAX_HALVINGS)
-        self._taken_s += share * (self._predicted_s - self._taken_s)
+        self._taken_s += share * (self._predicted_s / factor - self._taken_s)
+
+    def forget_gains(self) -> None:
+        """Take the model's own prediction where rounds were quicker."""
+        self._taken_s = max(self._taken_s, self._predicted_s)
 
     def forgive_down_to(self, factor: float) -> None:
         """Forgive as much as brings the factor up to this one, if it is below."""
@@ -68,7 +72,8 @@ class RateCorrections:
     """The corrections by mode.
 
     Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
-    with the smallest factor of those that were, and never above 1.
+    with the smallest factor of those that were, and never above 1. What slows plain decoding (prompts of others, a busy
+    machine) slows every mode: so plain decoding's counts among them, and none is forgiven beyond it.
     """
 
     def __init__(self) -> None:
@@ -81,11 +86,19 @@ class RateCorrections:
             correction = self._by_mode[mode] = RateCorrection(self._untried(mode))
         correction.observe(predicted_s, taken_s)
 
+    def for_other_load(self) -> RateCorrections:
+        """Return what another load begins with, less what made rounds quicker than predicted at this one."""
+        other = deepcopy(self)
+        for correction in other._by_mode.values():
+            correction.forget_gains()
+        return other
+
     def forgive(self, current: RoundMode | None) -> None:
         """Forgive all modes but the current one, so that what was left is tried again in time."""
+        common = min(1.0, self.factor(PLAIN))
         for mode, correction in self._by_mode.items():
             if mode != current:
-                correction.forgive()
+                correction.forgive(1.0 if mode == PLAIN else common)
 
     def leave(self, mode: RoundMode, *, is_failed: bool) -> None:
         """Count that `mode` was left for another, after a trial in vain or after it had paid for long."""
@@ -106,8 +119,7 @@ class RateCorrections:
         return mode in self._by_mode
 
     def _untried(self, mode: RoundMode) -> float:
-        drafted = [correction.factor for tried, correction in self._by_mode.items() if tried != PLAIN]
-        return 1.0 if mode == PLAIN else min([1.0, *drafted])
+        return 1.0 if mode == PLAIN else min([1.0, *[correction.factor for correction in self._by_mode.values()]])
 
 
 class LookupShare:
@@ -223,14 +235,13 @@ class RatePredictor:
     def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
         self._lookup_share, self._has_draft = lookup_share, has_draft
         self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
-        self._num_stayed = 0
+        self.num_stayed = 0
         """Decisions in a row for the present mode."""
 
-    def copy(self) -> RatePredictor:
+    def for_other_load(self) -> RatePredictor:
         """Return one that begins with what this one has learned, and shares lookup's share with it."""
         other = RatePredictor(self._lookup_share, has_draft=self._has_draft)
-        other._all_rounds, other._own_rounds = deepcopy(self._all_rounds), deepcopy(self._own_rounds)
-        other._num_stayed = self._num_stayed
+        other._all_rounds, other._own_rounds = self._all_rounds.for_other_load(), self._own_rounds.for_other_load()
         return other
 
     def observe_round(self, planned: RoundMode, ran: RoundMode, predicted_s: float, taken_s: float) -> None:
@@ -247,11 +258,11 @@ class RatePredictor:
     def decided(self, current: RoundMode | None, mode: RoundMode) -> None:
         """Count a decision for `mode` after one for `current`; a mode that is soon left again is forgiven less."""
         if current is None or mode == current:
-            self._num_stayed += 1
+            self.num_stayed += 1
             return
         for corrections in (self._all_rounds, self._own_rounds):
-            corrections.leave(current, is_failed=self._num_stayed < TRIAL_DECISIONS)
-        self._num_stayed = 1
+            corrections.leave(current, is_failed=self.num_stayed < TRIAL_DECISIONS)
+        self.num_stayed = 1
 
     def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""

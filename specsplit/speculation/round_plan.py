@@ -113,6 +113,10 @@ class RoundPlanner:
         # Explore: let the draft answer a few times before plans are compared, for a bounded number of rounds.
         if has_draft and modes and stats.times.num_proposals < EXPLORED_ROUNDS and stats.probes.explore():
             return RoundPlan(modes[0], self._first, self._first)
+        # Of sessions that begin at once nobody knows yet how many will share the steps, and each would have the draft
+        # take in its prompt; their second round knows.
+        if self._num_rounds == 1 and stats.times.sessions.begin_together:
+            return _PLAIN
         if not stats.times.has_seen_plain:  # plans are compared with it; most targets measure it at their start
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)

@@ -20,6 +20,7 @@ from specsplit.speculation.constants import (
     MAX_REST,
     PROFILE_BRANCHING,
     PROFILE_DEPTH,
+    SWITCH_PATIENCE,
 )
 from specsplit.speculation.cost_model import (
     PLAIN,
@@ -56,7 +57,7 @@ class _Learned:
 
     def for_other_load(self) -> _Learned:
         """Return what another load begins with: the corrections, and no decision to hold on to."""
-        return _Learned({has_draft: predictor.copy() for has_draft, predictor in self.predictors.items()})
+        return _Learned({has_draft: predictor.for_other_load() for has_draft, predictor in self.predictors.items()})
 
 
 class SpeculationStats:
@@ -80,7 +81,7 @@ class SpeculationStats:
             {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
         )
         self._learned_by_load = {0: self._learned}
-        """Keys are the doublings of the number of sessions in a step."""
+        """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
         self._num_rounds = 0
         self.counts_plain = True
         """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
@@ -121,17 +122,16 @@ class SpeculationStats:
         if not decision.nodes:
             self.probes.earn(began_s, ended_s)
         # A round that was predicted for another load says nothing of the prediction.
-        is_comparable = _doublings(decision.num_sessions) == _doublings(num_sessions)
+        is_comparable = _doublings(decision.load) == _doublings(self.times.sessions.load)
         if is_comparable and mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
             self._learned.predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
 
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
-        target = self.times.target
-        if not self.plans or target is None:
+        times, verify = self.times, self.times.verify
+        if not self.plans or verify is None:
             return
-        verify = target.verify
         if not found.cells:
             self._lookup_share.observe(1, 0, 0.0)
             return
@@ -139,8 +139,12 @@ class SpeculationStats:
         paths: list[float] = []
         for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
-        ranked, gap_s, num_sessions = sorted(paths, reverse=True), target.gap_s, self.times.sessions.value
-        plain = 1 / (verify.curve(num_sessions)[num_sessions] + gap_s)
+        ranked, num_sessions, beside_s = (
+            sorted(paths, reverse=True),
+            times.sessions.value,
+            times.gap_s + times.sessions_s,
+        )
+        plain = 1 / (verify.curve(num_sessions)[num_sessions] + beside_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
             self._lookup_share.observe(1, 0, 0.0)
@@ -150,7 +154,7 @@ class SpeculationStats:
         num_right = found.num_spelled(token_ids, chosen)
         num_taken = min(num_right + 1, len(token_ids))
         rows = count + num_sessions
-        taken_s = (verify.curve(rows)[rows] + gap_s + target.tree_s) * num_taken / (num_right + 1)
+        taken_s = (verify.curve(rows)[rows] + beside_s + times.tree_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
@@ -158,8 +162,8 @@ class SpeculationStats:
 
         Without a draft a mode's trees are empty, so `modes` are those that gain something all the same.
         """
-        times, target = self.times, self.times.target
-        if target is None:
+        times = self.times
+        if times.verify is None:
             return None
         self._follow_load()
         learned, key = self._learned, (has_draft, modes, limits)
@@ -167,15 +171,16 @@ class SpeculationStats:
         current = last.mode if last is not None else None
         predictor = learned.predictors[has_draft]
         predictor.forgive(current)
-        concurrent = target.verify_concurrent if has_draft else None
+        concurrent = times.verify_concurrent if has_draft else None
         costs = Costs(
-            target.verify,
+            times.verify,
             times.draft,
-            target.gap_s,
+            times.gap_s,
             self._hit_rate,
             verify_concurrent=concurrent,
-            tree_s=target.tree_s,
+            tree_s=times.tree_s,
             num_sessions=times.sessions.value,
+            sessions_s=times.sessions_s,
         )
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
@@ -185,14 +190,18 @@ class SpeculationStats:
         )
         predictor.decided(current, decision.mode)
         learned.decisions[key] = decision = replace(
-            decision, without_lookup=without_lookup, has_draft=has_draft, num_sessions=costs.num_sessions
+            decision,
+            without_lookup=without_lookup,
+            has_draft=has_draft,
+            num_sessions=costs.num_sessions,
+            load=times.sessions.load,
         )
         learned.decided_at[key] = self._num_rounds
         return decision
 
     def _follow_load(self) -> None:
         """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
-        doublings = _doublings(self.times.sessions.value)
+        doublings = _doublings(self.times.sessions.load)
         learned = self._learned_by_load.get(doublings)
         if learned is None:
             learned = self._learned_by_load[doublings] = self._learned.for_other_load()
@@ -209,13 +218,21 @@ class SpeculationStats:
         return {mode: drafted for mode in _DRAFTED if mode in modes}
 
     def last_decision(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
-        """Return what was decided last among plain decoding and `modes`, with or without a draft."""
+        """Return what was decided last at the present load among plain decoding and `modes`."""
+        self._follow_load()
         return self._learned.decisions.get((has_draft, modes, limits))
 
     def is_decision_due(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> bool:
-        """Return whether a session whose turn it is decides: of those that share steps, one in as many rounds does."""
-        since = self._num_rounds - self._learned.decided_at.get((has_draft, modes, limits), 0)
-        return since >= DECIDE_EVERY * (self.times.sessions.value - 1)
+        """Return whether a session whose turn it is decides: of those that share steps, one in as many rounds does.
+
+        A mode that is new to all of them is looked at as often as one session alone would: if it does not pay, each of
+        its rounds costs all who wait for its step.
+        """
+        key, learned = (has_draft, modes, limits), self._learned
+        decision, num_others = learned.decisions.get(key), self.times.sessions.value - 1
+        if decision is not None and decision.nodes and learned.predictors[has_draft].num_stayed <= SWITCH_PATIENCE:
+            num_others = min(num_others, 1)
+        return self._num_rounds - learned.decided_at.get(key, 0) >= DECIDE_EVERY * num_others
 
     @property
     def turn_rounds(self) -> int:
@@ -228,20 +245,20 @@ class SpeculationStats:
 
     def count_worth_verifying(self, path_log_probs: Sequence[float], tokens_per_s: float) -> int:
         """Return how many of a tree's nodes, the likeliest first, are worth their rows at this rate of a session."""
-        target, num_sessions = self.times.target, self.times.sessions.value
-        if target is None:
+        verify, num_sessions = self.times.verify, self.times.sessions.value
+        if verify is None:
             return len(path_log_probs)
         # A further row makes all wait that share the step.
-        return target.verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
+        return verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
 
     def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
         """Return the tokens per second of verifying these nodes at once: the mean over the sessions of the step."""
-        target, num_nodes, num_sessions = self.times.target, len(path_log_probs), self.times.sessions.value
-        if target is None:
+        times, num_nodes, num_sessions = self.times, len(path_log_probs), self.times.sessions.value
+        if times.verify is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
-        tree_s, rows = target.tree_s if num_nodes else 0.0, num_nodes + num_sessions
-        return expected / (target.verify.curve(rows)[rows] + target.gap_s + tree_s)
+        tree_s, rows = times.tree_s if num_nodes else 0.0, num_nodes + num_sessions
+        return expected / (times.verify.curve(rows)[rows] + times.sessions_s + times.gap_s + tree_s)
 
 
 def _doublings(num_sessions: int) -> int:

@@ -97,6 +97,10 @@ class StepTimes:
             self._catch_up()
         return _interpolate(self._rows, self._seconds, (rows,))[0]
 
+    def covers(self, rows: float) -> bool:
+        """Return whether so many rows are not too far beyond the grid for the curve to say anything of them."""
+        return rows <= MAX_BEYOND * self._rows[-1]
+
     def curve(self, max_rows: int) -> Sequence[float]:
         """Return the seconds by number of rows up to `max_rows` at least; entry 0 stands for no forward.
 
@@ -140,7 +144,7 @@ class StepTimes:
 
         Nor is one far beyond the grid, such as a step with a prompt: what the slope says there is no measurement.
         """
-        if not 0 < rows <= MAX_BEYOND * self._rows[-1] or not 0 < seconds < math.inf:
+        if rows <= 0 or not self.covers(rows) or not 0 < seconds < math.inf:
             return
         self._pending.append((rows, seconds))
         if len(self._pending) == MAX_PENDING:

@@ -6,9 +6,9 @@ A forward counts with the sampling of its rows, which a step cannot go without. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from specsplit.core.types import Identity, Timings
+from specsplit.speculation.beside_times import BesideTimes, RoundCourse
 from specsplit.speculation.constants import (
     MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
@@ -17,7 +17,6 @@ from specsplit.speculation.constants import (
     STEPS_AWAY_SLACK,
 )
 from specsplit.speculation.step_times import RunningMedian, StepTimes
-from specsplit.speculation.target_times import RoundCourse, TargetTimes
 
 
 class DraftTimes:
@@ -44,12 +43,13 @@ class DraftTimes:
 
 
 class DecodingSessions:
-    """How many sessions of this process are behind their prompts, at one target."""
+    """How many sessions of this process are behind their prompts, at one target, and how many are not yet."""
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "num_beginning")
 
     def __init__(self) -> None:
         self.count = 0
+        self.num_beginning = 0
 
 
 class StepSessions:
@@ -69,6 +69,16 @@ class StepSessions:
         self._others.observe(max(num_sessions - here, 0))
 
     @property
+    def begin_together(self) -> bool:
+        """Whether several are not behind their prompts yet, so that the load of their rounds is not known."""
+        return self._here.num_beginning > 1
+
+    @property
+    def load(self) -> int:
+        """Sessions at the target, those whose rounds meet in none of its steps too."""
+        return max(self._here.count, 1) + self._others.value
+
+    @property
     def value(self) -> int:
         return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
 
@@ -76,25 +86,24 @@ class StepSessions:
 class WorkerTimes:
     """Seconds of the target's and the draft's work and of the ways to them.
 
-    Those of steps with several sessions are kept apart: their rows have contexts of their own, and wait for others.
+    What steps of several sessions have beside their rows is kept apart: there each waits for the others.
     """
 
     def __init__(self, here: DecodingSessions | None = None) -> None:
         self.sessions = StepSessions(here or DecodingSessions())
+        self.verify: StepTimes | None = None
+        """Target forwards by rows, of one session alone."""
+        self.verify_concurrent: StepTimes | None = None
+        """Target forwards while the draft is at work: on one machine they slow each other down."""
         self.has_seen_plain = False
         """Whether a forward of one row was measured."""
         self.num_proposals = 0
         """Proposes that were answered."""
-        self._alone: TargetTimes | None = None
-        self._shared: TargetTimes | None = None
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
+        self._alone = BesideTimes()
+        self._shared: BesideTimes | None = None
         self._least_ping_s = math.inf
-
-    @property
-    def target(self) -> TargetTimes | None:
-        """The target's times with about as many sessions in a step as there are now; None while nothing is known."""
-        return self._target_of(self.sessions.value)
 
     @property
     def draft(self) -> DraftTimes | None:
@@ -105,10 +114,27 @@ class WorkerTimes:
             self._draft_shared = DraftTimes(StepTimes(self._draft_alone.level.grid), self._draft_alone.call_s)
         return self._draft_shared
 
+    @property
+    def gap_s(self) -> float:
+        """Seconds between two forwards in a round without a draft: the round trip and the orchestrator's own."""
+        return self._beside(self.sessions.value).gap_s
+
+    @property
+    def sessions_s(self) -> float:
+        """Seconds that the other sessions of a step add to it beside their rows."""
+        num_sessions = self.sessions.value
+        return (num_sessions - 1) * self._beside(num_sessions).session_s
+
+    @property
+    def tree_s(self) -> float:
+        """Seconds that having nodes at all costs, beside their rows: in a round, and in a plain one behind it."""
+        num_sessions, verify = self.sessions.value, self.verify
+        return self._beside(num_sessions).tree_s(verify.seconds(num_sessions)) if verify is not None else 0.0
+
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
-        if self._alone is None and target.step_times:
-            self._begin(dict(target.step_times))
+        if self.verify is None and target.step_times:
+            self.verify = StepTimes(dict(target.step_times))
             self.has_seen_plain = target.step_times[0][0] == 1
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes(dict(draft.step_times)))
@@ -117,26 +143,32 @@ class WorkerTimes:
         """Count a ping of the target: its round trip, as long as no verify was measured."""
         # The least of them, since the first one may have had a connection to make.
         self._least_ping_s = min(wall_s, self._least_ping_s)
-        if self._alone is not None:
-            self._alone.expect_round_trip(self._least_ping_s)
+        self._alone.expect_round_trip(self._least_ping_s)
 
     def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
         """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
 
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
-        rows, forward_s = _step_rows(timings), _forward_s(timings)
-        if rows > 0 and forward_s > 0:
-            self._observed(timings).observe_forward(rows, forward_s, wall_s, is_concurrent=is_concurrent)
+        if _step_rows(timings) > 0 and _forward_s(timings) > 0:
+            self._observe_forward(timings, is_concurrent=is_concurrent)
+            if wall_s is not None:
+                self._beside(_step_sessions(timings)).observe_way(wall_s - _forward_s(timings))
 
     def observe_round(
         self, timings: Timings, verify_s: float, overhead_s: float, course: RoundCourse, *, is_concurrent: bool
     ) -> None:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
-        rows, forward_s, overhead_s = _step_rows(timings), _forward_s(timings), max(overhead_s, 0.0)
-        if rows > 0 and forward_s > 0:
-            target = self._observed(timings)
-            target.observe_round(rows, forward_s, verify_s, overhead_s, course, is_concurrent=is_concurrent)
+        forward_s, num_sessions = _forward_s(timings), _step_sessions(timings)
+        if _step_rows(timings) <= 0 or forward_s <= 0:
+            return
+        beside = self._beside(num_sessions)
+        if self.verify is None or beside.counts_forward(course):
+            self._observe_forward(timings, is_concurrent=is_concurrent)
+        else:  # what the forward behind a tree takes more is part of the tree's costs
+            self.sessions.observe(num_sessions)
+            forward_s = self.verify.seconds(_step_rows(timings)) + (num_sessions - 1) * beside.session_s
+        beside.observe_round(verify_s - forward_s, max(overhead_s, 0.0), course)
 
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
@@ -153,11 +185,11 @@ class WorkerTimes:
 
     def count_steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""
-        target = self.target
-        if target is None:
+        if self.verify is None:
             return 0
-        forwards = target.round_trip_s / target.verify.seconds((nodes + 1) * self.sessions.value)
-        return min(math.ceil(forwards - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
+        num_sessions = self.sessions.value
+        forward_s = self.verify.seconds((nodes + 1) * num_sessions) + self.sessions_s
+        return min(math.ceil(self._beside(num_sessions).round_trip_s / forward_s - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
 
     def probe_s(self, nodes: int, depth: int) -> float:
         """Return the seconds to have put aside for a probe: the draft's for its tree, a plain forward's at most.
@@ -165,30 +197,33 @@ class WorkerTimes:
         A draft that is believed slow would else not be asked for a hundred times that long, though it may have measured
         its times beside other work; what a probe takes is counted once it is known.
         """
-        draft, target = self.draft, self.target
+        draft = self.draft
         if draft is None or not depth:
             return 0.0
         drafting_s = depth * draft.level.seconds(-(-nodes // depth))
-        return min(drafting_s, target.verify.seconds(1)) if target is not None else drafting_s
+        return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
 
-    def _observed(self, timings: Timings) -> TargetTimes:
-        """Count the sessions of a step, and return the times that it corrects."""
-        num_sessions = _step_sessions(timings)
+    def _observe_forward(self, timings: Timings, *, is_concurrent: bool) -> None:
+        rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
         self.has_seen_plain |= timings.num_tokens == 1
         self.sessions.observe(num_sessions)
-        if self._alone is None:
-            one_row_s = _forward_s(timings) / (1 + ROW_COST * (_step_rows(timings) - 1))
-            self._begin({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
-        target = self._target_of(num_sessions)
-        assert target is not None, "there are times of a session alone"
-        return target
+        if self.verify is None:
+            one_row_s = forward_s / (1 + ROW_COST * (rows - 1))
+            self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
+        if is_concurrent and self.verify_concurrent is None:
+            self.verify_concurrent = StepTimes(self.verify.grid)
+        curve = self.verify_concurrent if is_concurrent and self.verify_concurrent is not None else self.verify
+        more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
+        if not curve.covers(rows):
+            return
+        if more_s > 0:
+            self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))
+        else:  # one session alone, or several that took less: so many rows of one would take no more
+            curve.observe(rows, forward_s)
 
-    def _begin(self, measured: Mapping[int, float]) -> None:
-        self._alone = TargetTimes(StepTimes(measured), self._least_ping_s if self._least_ping_s < math.inf else 0.0)
-
-    def _target_of(self, num_sessions: int) -> TargetTimes | None:
-        """Return the times of steps with so many sessions; several begin with what one alone has shown."""
-        if num_sessions == 1 or self._alone is None:
+    def _beside(self, num_sessions: int) -> BesideTimes:
+        """Return what steps of so many sessions have beside their rows; several begin with what one alone has shown."""
+        if num_sessions == 1:
             return self._alone
         if self._shared is None:
             self._shared = self._alone.for_several()

@@ -253,7 +253,8 @@ class FakeTarget(_FakeWorker):
         positions = range(len(prompt), len(ids))
         values = [log_probs(hashes[at - 1], ids[:at], logit_bias) for at in positions]
         tokens = tuple(map(token_log_prob, values, scored, [top_logprobs] * len(scored)))
-        timings = Timings(2.0, 0.5, 1.0, num_forwards=1, num_tokens=len(ids) - 1, sampling_ms=0.25)
+        rows = len(ids) - 1
+        timings = Timings(2.0, 0.5, 1.0, num_forwards=1, num_tokens=rows, step_rows=rows, sampling_ms=0.25)
         return Scores(tokens, timings)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:

@@ -73,3 +73,21 @@ def test_what_is_not_tried_is_slowly_believed_again():
     for _ in range(400):
         corrections.forgive("plain")
     assert corrections.factor("stream") == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_slows_plain_decoding_is_expected_of_every_mode():
+    """Prompts of others, say: or a mode that nobody runs would look better than the one that stands behind them."""
+    corrections = corrected_after(100, 0.2, "plain")
+    assert corrections.factor("overlap") == corrections.factor("plain") == pytest.approx(0.5, rel=0.05)
+    for _ in range(100):
+        corrections.observe("stream", 0.1, 0.4)
+    for _ in range(1000):
+        corrections.forgive("plain")
+    assert corrections.factor("stream") == pytest.approx(0.5, rel=0.05), "it is forgiven up to there"
+
+
+def test_what_was_gained_at_one_load_is_not_expected_at_another():
+    quick, slow = corrected_after(100, 0.08), corrected_after(100, 0.2)
+    assert quick.for_other_load().factor("stream") == 1.0
+    assert slow.for_other_load().factor("stream") == slow.factor("stream")
+    assert quick.factor("stream") > 1.2, "it stays at the first"

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.speculation.constants import EXPLORED_ROUNDS
-from specsplit.speculation.cost_model import Decision, RoundMode
+from specsplit.speculation.constants import DECIDE_EVERY, EXPLORED_ROUNDS, MEDIAN_WINDOW, SWITCH_PATIENCE
+from specsplit.speculation.cost_model import Decision, Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
-from tests.unit.test_speculation_stats import TARGET, begun, shared
+from specsplit.speculation.worker_times import DecodingSessions
+from tests.unit.test_speculation_stats import TARGET, begun, decided, shared
 
 
 def test_sessions_that_share_steps_decide_together_as_often_as_one_alone():
@@ -27,6 +28,45 @@ def test_of_sessions_that_begin_at_once_few_try_an_unknown_draft():
     stats = begun()
     plans = [planner(stats, "pingpong").plan_round(10, 1000) for _ in range(16)]
     assert [plan.mode for plan in plans] == ["pingpong"] * 2 * EXPLORED_ROUNDS + ["plain"] * (16 - 2 * EXPLORED_ROUNDS)
+
+
+@pytest.mark.parametrize(("num_beginning", "mode"), [(1, "pingpong"), (2, "plain")])
+def test_sessions_that_begin_at_once_ask_the_draft_a_round_later(num_beginning: int, mode: RoundMode):
+    """The load of their rounds shows then; before, each of them would have the draft take in its prompt."""
+    here = DecodingSessions()
+    stats = shared(1, here=here)
+    here.num_beginning = num_beginning
+    one = planner(stats, "pingpong")
+    assert [one.plan_round(10, 1000).mode for _ in range(2)] == [mode, "pingpong"]
+
+
+def test_a_mode_that_is_new_to_many_sessions_is_looked_at_soon():
+    stats = shared(8, step_times=((1, 0.010), (33, 0.011)))
+    limits, gaps = Limits(), list[int]()
+    for _ in range(8):
+        decision = stats.decide(("pingpong",), limits, has_draft=True)
+        assert decision is not None
+        assert decision.mode == "pingpong", "here rows are all but free"
+        gaps.append(0)
+        while not stats.is_decision_due(("pingpong",), limits, has_draft=True):
+            stats.observe_round(decision, "pingpong", 3, 0.0, 0.015)
+            gaps[-1] += 1
+    assert gaps == [DECIDE_EVERY] * SWITCH_PATIENCE + [DECIDE_EVERY * 7] * (8 - SWITCH_PATIENCE)
+
+
+def test_rounds_count_whose_sessions_meet_in_several_steps():
+    """With a draft half of the sessions draft while the others are verified."""
+    here = DecodingSessions()
+    here.count = 16
+    stats = shared(16, here=here)
+    before = decided(stats)
+    for _ in range(MEDIAN_WINDOW):
+        stats.times.sessions.observe(8)
+    assert (stats.times.sessions.value, stats.times.sessions.load) == (8, 16)
+    for _ in range(17 * 60):
+        stats.observe_round(before, before.mode, 1, 0.0, 1.0)
+    (plan,) = [plan for plan in decided(stats).alternatives if plan.mode == before.mode]
+    assert plan.tokens_per_s < 0.5 * plan.predicted_tokens_per_s
 
 
 @pytest.mark.parametrize(("num_sessions", "num_turns"), [(8, 2), (2, 4)])

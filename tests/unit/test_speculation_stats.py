@@ -132,14 +132,19 @@ def test_of_many_sessions_one_begins_the_probe_that_is_paid_for():
     assert [allowance.take(0.06) for _ in range(8)].count(True) == 1
 
 
-def shared(num_sessions: int, num_rounds: int = 20) -> SpeculationStats:
+def shared(
+    num_sessions: int,
+    num_rounds: int = 20,
+    step_times: tuple[tuple[int, float], ...] = STEEP,
+    here: DecodingSessions | None = None,
+) -> SpeculationStats:
     """Return the statistics of a good draft, after plain rounds in steps of so many sessions."""
-    stats = SpeculationStats()
-    stats.times.adopt(replace(TARGET, step_times=STEEP), None)
+    stats, times = SpeculationStats(here=here), StepTimes(dict(step_times))
+    stats.times.adopt(replace(TARGET, step_times=step_times), None)
     for _ in range(num_rounds):
         stats.times.observe_propose(Timings(device_ms=4 * 0.4, num_forwards=4, num_tokens=4), 0.0016)
         stats.observe_tree(drafted_chain(stats), range(4))
-        verify_ms = TIMES.seconds(num_sessions) * 1e3
+        verify_ms = times.seconds(num_sessions) * 1e3
         stats.times.observe_round(
             Timings(device_ms=verify_ms, num_forwards=1, num_tokens=1, batch_size=num_sessions),
             verify_ms / 1e3,
@@ -265,11 +270,11 @@ def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
     for _ in range(20):
         times.observe_verify(Timings(num_forwards=1, num_tokens=4, device_ms=3.0, sampling_ms=2.0), 0.006)
         times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=4.0, sampling_ms=2.0), 0.007)
-    assert times.target is not None
+    assert times.verify is not None
     assert times.draft is not None
-    assert times.target.verify.seconds(4) == pytest.approx(0.005)
+    assert times.verify.seconds(4) == pytest.approx(0.005)
     assert times.draft.level.seconds(2) == pytest.approx(0.003)
-    assert (times.target.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
+    assert (times.gap_s, times.draft.call_s) == (pytest.approx(0.001), pytest.approx(0.001))
 
 
 def test_a_tree_is_charged_what_it_costs_beside_its_rows():
@@ -280,16 +285,16 @@ def test_a_tree_is_charged_what_it_costs_beside_its_rows():
     )
     for _ in range(3):  # before a plain round was seen, rounds with nodes are all there is to go by
         times.observe_round(three, 0.0035, 0.0005, "tree", is_concurrent=False)
-    assert times.target is not None
-    assert (times.target.gap_s, times.target.tree_s) == (pytest.approx(0.001), 0.0)
+    assert times.verify is not None
+    assert (times.gap_s, times.tree_s) == (pytest.approx(0.001), 0.0)
     for _ in range(20):
         times.observe_round(one, 0.0021, 0.0001, "plain", is_concurrent=False)
         times.observe_round(three, 0.0034, 0.0003, "tree", is_concurrent=False)
         times.observe_round(one, 0.0023, 0.0001, "behind tree", is_concurrent=False)
-    assert times.target is not None
-    assert times.target.verify.seconds(1) == pytest.approx(0.002, rel=0.02)
-    assert times.target.gap_s == pytest.approx(0.0002)
-    assert times.target.tree_s == pytest.approx(0.0005 + 0.0002, rel=0.05)
+    assert times.verify is not None
+    assert times.verify.seconds(1) == pytest.approx(0.002, rel=0.02)
+    assert times.gap_s == pytest.approx(0.0002)
+    assert times.tree_s == pytest.approx(0.0005 + 0.0002, rel=0.05)
 
 
 def test_nodes_that_gain_less_than_a_tree_costs_are_not_worth_a_round():

@@ -72,16 +72,16 @@ def test_what_workers_measured_is_where_an_experience_begins():
     assert stats.decide((), _limits(), has_draft=False) is None
     stats.times.adopt(Identity(**{**_fields(), "step_times": TIMES}), None)
     assert stats.times.has_seen_plain
-    assert stats.times.target is not None
-    assert stats.times.target.verify.grid == dict(TIMES)
+    assert stats.times.verify is not None
+    assert stats.times.verify.grid == dict(TIMES)
     decision = stats.decide(("pingpong",), _limits(), has_draft=True)
     assert decision is not None
     assert {plan.mode for plan in decision.alternatives} == {"plain"}, "no draft has proposed anything yet"
     # What was learned since is not thrown away for what was measured at the start.
     for _ in range(9):
-        stats.times.target.verify.observe(1, 0.020)
+        stats.times.verify.observe(1, 0.020)
     stats.times.adopt(Identity(**{**_fields(), "step_times": TIMES}), None)
-    assert stats.times.target.verify.seconds(1) > 0.015
+    assert stats.times.verify.seconds(1) > 0.015
 
 
 def _limits():

@@ -42,9 +42,9 @@ def run_together(times: WorkerTimes, here: DecodingSessions) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda times: [times.target.verify.seconds(rows) for rows in (1, 2, 5, 9, 17)],
-        lambda times: times.target.gap_s,
-        lambda times: times.target.tree_s,
+        lambda times: times.verify.seconds(16) + times.sessions_s,
+        lambda times: times.gap_s,
+        lambda times: times.tree_s,
         lambda times: (times.draft.call_s, times.draft.level.seconds(2)),
     ],
     ids=["forward", "gap", "tree", "draft"],
@@ -65,28 +65,38 @@ def test_several_begin_with_what_one_alone_has_shown(times: WorkerTimes, here: D
             Timings(num_forwards=1, num_tokens=1, device_ms=20.0), 0.0215, 0.0005, "plain", is_concurrent=False
         )
     here.count = 8
-    assert times.target is not None
-    assert times.target.verify.seconds(1) == pytest.approx(0.020, rel=0.06)
-    assert times.target.gap_s == pytest.approx(0.002)
+    assert times.verify is not None
+    assert times.verify.seconds(1) == pytest.approx(0.020, rel=0.06)
+    assert times.gap_s == pytest.approx(0.002)
 
 
 def test_a_step_with_the_rows_of_prompts_says_nothing_of_as_many_tokens(times: WorkerTimes, here: DecodingSessions):
     here.count = 4
-    assert times.target is not None
-    before = times.target.verify.grid
+    assert times.verify is not None
+    before = times.verify.grid
     with_prompt = Timings(num_forwards=1, num_tokens=1, batch_size=4, step_rows=4 + MAX_BEYOND * 17, device_ms=200.0)
     for _ in range(20):
         times.observe_verify(with_prompt, 0.2)
-    assert times.target.verify.grid == before
+    assert (times.verify.grid, times.sessions_s) == (before, 0)
 
 
 def test_the_rows_of_a_step_are_those_that_its_worker_tells(times: WorkerTimes, here: DecodingSessions):
-    """One session with a node beside three without: two rows and three, not four times two."""
+    """One session with a node beside three without: two rows and three (12 ms alone), not four times two."""
     here.count = 4
-    for _ in range(60):
-        times.observe_verify(Timings(num_forwards=1, num_tokens=2, batch_size=4, step_rows=5, device_ms=60.0), 0.06)
-    assert times.target is not None
-    assert times.target.verify.seconds(5) == pytest.approx(0.060, rel=0.1)
+    for _ in range(20):
+        times.observe_verify(Timings(num_forwards=1, num_tokens=2, batch_size=4, step_rows=5, device_ms=18.0), 0.06)
+    assert times.sessions_s == pytest.approx(0.006)
+    assert times.verify is not None
+    assert times.verify.grid == dict(TARGET.step_times), "what other sessions add says nothing of rows"
+
+
+def test_several_that_take_less_than_one_was_believed_to_correct_it(times: WorkerTimes, here: DecodingSessions):
+    here.count = 4
+    for _ in range(20):
+        times.observe_verify(Timings(num_forwards=1, num_tokens=1, batch_size=4, step_rows=4, device_ms=2.0), 0.003)
+    assert times.verify is not None
+    assert times.verify.seconds(4) < 0.003
+    assert times.sessions_s == 0
 
 
 def test_a_tree_is_believed_to_cost_a_plain_forward_at_most(times: WorkerTimes):
@@ -97,5 +107,5 @@ def test_a_tree_is_believed_to_cost_a_plain_forward_at_most(times: WorkerTimes):
         times.observe_round(
             Timings(num_forwards=1, num_tokens=5, device_ms=12.0), 0.300, 0.0, "tree", is_concurrent=False
         )
-    assert times.target is not None
-    assert times.target.tree_s == times.target.verify.seconds(1)
+    assert times.verify is not None
+    assert times.tree_s == times.verify.seconds(1)
