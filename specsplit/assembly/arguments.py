@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast
 
 from specsplit.assembly.other_names import refuse_other_names
+from specsplit.assembly.other_values import refuse_other_values
 from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.ports import ChatMessage, TemplateValue
@@ -98,7 +99,7 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `load_settings` takes them: without None, and with texts for paths and torch's objects.
 
     Raises:
-        InvalidSettings: an object of torch that no model here can use, or a name that another program has.
+        InvalidSettings: an object of torch that no model here can use, or a name or value that another program has.
     """
     made = {name: value for name, value in given.items() if value is not None}
     refuse_other_names(made)
@@ -110,6 +111,7 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         made["dtype"] = _dtype_name(str(made["dtype"]))
     if type(made.get("device")).__module__ == "torch":
         made["device"] = str(made["device"])
+    refuse_other_values(made)
     return made
 
 
@@ -156,12 +158,15 @@ def check_prompt(prompt: object) -> None:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         items = cast("Sequence[object]", prompt)
         _require(len(items) > 0, "The prompt is empty; give it at least one character.")
-        _require(not isinstance(items[0], str), "The prompt is a list of texts, which generate() takes; name one text.")
+        words = "The prompt is a list of texts: generate() takes one such list, and everything else a text."
+        _require(not isinstance(items[0], str), words)
         check = _check_message if isinstance(items[0], Mapping) else _check_token_id
         for item in items:
             check(item)
     else:
-        _require(False, f"The prompt must be a text, a list of token ids or a list of messages, not {_kind(prompt)}.")
+        how = "; its tolist() is taken" if hasattr(prompt, "tolist") else ""
+        kind = f"{_kind(prompt)}{how}"
+        _require(False, f"The prompt must be a text, a list of token ids or a list of messages, not {kind}.")
 
 
 def _check_text(text: str) -> None:

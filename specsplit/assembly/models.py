@@ -12,7 +12,7 @@ from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
-from specsplit.model.extra import require_worker_extra
+from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import check_source, public_name
 
@@ -84,14 +84,17 @@ def check_models(settings: Settings) -> None:
     Raises:
         InvalidSettings: a size of memory is none.
         ModelNotFound, ModelDamaged, ModelUnsupported.
+        DeviceUnavailable: torch cannot use the device.
     """
     # Whoever loads the models reads the sizes again; a gateway has workers do that, seconds later.
     parse_memory(settings.target.kv_memory)
     parse_memory(settings.draft.kv_memory)
     if not settings.is_remote:
         check_source(settings.target.model, "target")
+        check_device(settings.target.device)
     if settings.draft_source is not None:
         check_source(settings.draft_source, "draft")
+        check_device(settings.draft.device)
 
 
 def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:
@@ -217,6 +220,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     """
     source = settings.model or EMBEDDED
     check_source(source, role)
+    check_device(settings.device)
     kv_memory = parse_memory(settings.kv_memory)
     require_worker_extra()
     from specsplit.model.loader import load_model

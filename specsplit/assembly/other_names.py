@@ -24,15 +24,35 @@ _SETTINGS = {
     "torch_dtype": "dtype",
     "device_map": "device",
     "file": "prompt_file",
-    "uvicorn_log_level": "log_level",
+    **dict.fromkeys(("output_logits", "output_scores"), "logprobs"),
+    **dict.fromkeys(("uvicorn_log_level", "log_verbosity"), "log_level"),
 }
 """Our settings by other programs' names that mean just the same."""
 _NEEDLESS = (
-    *("async_scheduling", "attn_implementation", "batch_size", "block_size", "color", "cont_batching", "ctx_shift"),
+    *(
+        "async_scheduling",
+        "attention_backend",
+        "attention_mask",
+        "attn_implementation",
+        "batch_size",
+        "block_size",
+        "color",
+    ),
+    *("compilation_config", "cont_batching", "ctx_shift"),
     *("disable_log_requests", "disable_log_stats", "enforce_eager", "escape", "flash_attn", "keep", "load_format"),
     *("log_disable", "max_logprobs", "mlock", "no_context_shift", "no_display_prompt", "no_mmap", "no_warmup", "numa"),
-    *("pad_token_id", "perf", "return_full_text", "runner", "simple_io", "single_turn", "swap_space", "task"),
-    *("threads_http", "tokenizer_mode", "ubatch_size", "use_cache", "warmup"),
+    *(
+        "pad_token_id",
+        "perf",
+        "return_dict_in_generate",
+        "return_full_text",
+        "runner",
+        "simple_io",
+        "single_turn",
+        "swap_space",
+        "task",
+    ),
+    *("threads_http", "tokenizer_mode", "ubatch_size", "use_cache", "verbose_prompt", "warmup"),
 )
 """Names for what is always so here, or never matters."""
 _TREES = (
@@ -97,6 +117,7 @@ _ANSWERS = {
     **dict.fromkeys(
         ("stream", "streamer"), "the command line always streams, and Python does by stream() and astream()"
     ),
+    **dict.fromkeys(("input_ids", "inputs", "prompts"), "the prompt stands first: a text, or token ids as a list"),
     **dict.fromkeys(("model_url", "hf_file"), "a model is a folder or a hub id, in safetensors"),
     **dict.fromkeys(("download_dir", "cache_dir"), "the variable HF_HOME says where the hub's files are"),
     **dict.fromkeys(("hf_token", "token"), "the variable HF_TOKEN has it"),
@@ -107,7 +128,7 @@ _ANSWERS = {
     "revision": "it stands behind the name of a hub model, as NAME@REVISION",
     "rpc": "here it is {target} and {draft} for models elsewhere, specsplit target --stages for layers",
     "prompt_lookup_num_tokens": "here it is {mode} lookup; the default looks up, too, where that pays",
-    "speculative_config": "here it is {draft_model}; for ngram, {mode} lookup",
+    **dict.fromkeys(("speculative_config", "spec_type"), "here it is {draft_model}; for ngram, {mode} lookup"),
     "max_length": "here it is {max_new_tokens}, which does not count the prompt",
     **dict.fromkeys(("min_new_tokens", "min_tokens"), "not built; {ignore_eos} goes on behind a text's end"),
     **dict.fromkeys(("stop_token_ids", "eos_token_id"), "a model's own tokens end a text; {stop} takes texts"),
@@ -117,7 +138,10 @@ _ANSWERS = {
     ),
     "num_beams": "beam search is not built",
     "gpu_memory_utilization": "here it is {kv_memory}, bytes or a fraction of what is free",
-    "cpu_offload_gb": "a model is in one memory as a whole, or cut over several machines by --stages",
+    **dict.fromkeys(
+        ("cpu_offload_gb", "cpu_moe", "n_cpu_moe", "override_tensor"),
+        "a model is in one memory as a whole, or cut over several machines by --stages",
+    ),
     "max_num_batched_tokens": "here it is {step_tokens} of a worker",
     **dict.fromkeys(
         ("enable_prefix_caching", "no_enable_prefix_caching", "cache_reuse"),
@@ -182,11 +206,15 @@ _SHORT = {
     **dict.fromkeys(("-cnv", "-no-cnv", "-i"), "conversation"),
     **dict.fromkeys(("-ctk", "-ctv"), "kv_cache_dtype"),
     **dict.fromkeys(("-b", "-cb", "-co", "-e", "-fa", "-st", "-ub"), "flash_attn"),
+    **dict.fromkeys(("-ot", "-cmoe", "-ncmoe"), "cpu_moe"),
+    **dict.fromkeys(("-cc", "-O0", "-O1", "-O2", "-O3"), "compilation_config"),
     "-a": "alias",
     "-dp": "data_parallel_size",
     "-np": "n_parallel",
     "-q": "quantization",
     "-r": "reverse_prompt",
+    "-lv": "log_verbosity",
+    "-sc": "speculative_config",
     "-sys": "system_prompt",
     "-tb": "threads_batch",
     "-v": "verbose",

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from specsplit.assembly.arguments import Prompt, check_prompt, is_conversation
 from specsplit.assembly.other_names import refuse_other_names
+from specsplit.assembly.other_values import refuse_other_values
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.ports import ChatMessage, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
@@ -38,6 +39,7 @@ def request_settings(
     """
     given = dict(options)
     refuse_other_names(given)
+    refuse_other_values(given)
     for name in given:
         if name in FLAT_KEYS and name not in OrchestratorSettings.model_fields:
             raise InvalidSettings(f"{name} is set for all requests, where the models are named.")

@@ -55,6 +55,10 @@ async def local_processes(
         processes["draft"] = LocalProcess(
             "The draft", ("draft", *options, *arguments), note, partial(_wait_hung, RemoteDrafter)
         )
+    if note is not None and processes:
+        # A large model takes minutes to load, in which nothing else would be seen.
+        sources = {"target": settings.target.model, "draft": settings.draft_source}
+        note(f"Starting {' and '.join(f'the {role} ({sources[role]})' for role in processes)} ...")
     async with running(list(processes.values())) as addresses:
         yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specsplit.cli.help import Group, ShortCommand
 from specsplit.core.errors import InvalidSettings, MissingExtra, ResourceError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _CA_NAME = "SpecSplit, for development"
 _EARLY = timedelta(minutes=5)
 """Certificates are valid from a little before now, since clocks of several machines differ."""
-app = typer.Typer(help="Certificates of the links between processes.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Certificates of the links between processes.", no_args_is_help=True)
 
 
 @app.callback()
@@ -30,7 +31,7 @@ def root() -> None:
     """Make certificates for --tls-cert, --tls-key and --tls-ca."""
 
 
-@app.command("dev")
+@app.command("dev", cls=ShortCommand)
 def dev(
     folder: Annotated[str, typer.Argument(help="Folder to write; it is made, or empty.", metavar="DIR")],
     host: Annotated[

@@ -51,7 +51,8 @@ class ChatStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the counts by what they count."""
         rate = self.num_tokens / self.seconds if self.seconds else 0.0
-        return {"answers": self.num_answers, "tokens": self.num_tokens, "tok/s": f"{rate:.1f}"}
+        counted = "answer" if self.num_answers == 1 else "answers"
+        return {counted: self.num_answers, "tokens": self.num_tokens, "tok/s": f"{rate:.1f}"}
 
 
 class Answers(Protocol):
@@ -121,7 +122,9 @@ class EndpointAnswers:
             self._model = dict(json.loads(listed.read())["data"][0])
             return clean_name(str(self._model["id"]))
         except (OSError, http.client.HTTPException) as error:
-            raise LinkError(f"The endpoint {self.url} cannot be reached ({clean_words(str(error))}).") from error
+            # Without the number that Python puts before the system's words.
+            why = getattr(error, "strerror", None) or str(error)
+            raise LinkError(f"The endpoint {self.url} cannot be reached ({clean_words(why)}).") from error
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise WorkerFailed(f"The endpoint {self.url} lists no models as OpenAI's does.") from error
         finally:

@@ -41,7 +41,8 @@ def run(given: Mapping[str, Any]) -> int:
     try:
         effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
         check_request_values(effective.settings.orchestrator)
-        checks.append(Check("settings", True, f"{len(effective.origins)} differ from the defaults"))
+        differ = "1 differs" if len(effective.origins) == 1 else f"{len(effective.origins)} differ"
+        checks.append(Check("settings", True, f"{differ} from the defaults"))
         checks += check_links(effective)
         checks += _check_workers(effective)
     except SpecSplitError as error:

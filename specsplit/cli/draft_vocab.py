@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from specsplit.cli.help import ShortCommand
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.paths import expanded
 from specsplit.model.extra import require_worker_extra
@@ -17,7 +18,7 @@ from specsplit.model.source import check_source
 app = typer.Typer()
 
 
-@app.command("draft-vocab")
+@app.command("draft-vocab", cls=ShortCommand)
 def draft_vocab(
     corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
     output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],

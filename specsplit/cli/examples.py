@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+ALL = """Begin with:
+
+specsplit orchestrate 'def fibonacci(n):'
+
+specsplit serve
+"""
 ORCHESTRATE = """Examples:
 
 specsplit orchestrate 'def fibonacci(n):'

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 """The settings of the parser by which `-h` is `--help`; subcommands inherit them."""
@@ -20,7 +21,25 @@ USUAL = frozenset(
 """Names of the parameters that `-h` shows."""
 
 
-class Command(TyperCommand):
+class Group(TyperGroup):
+    """A group of commands, whose help shows no type behind flags."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        _leave_types_out(self.get_params(ctx))
+        super().format_help(ctx, formatter)
+
+
+class ShortCommand(TyperCommand):
+    """A command with so few options that `-h` shows all of them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        _leave_types_out(self.get_params(ctx))
+        super().format_help(ctx, formatter)
+
+
+class Command(ShortCommand):
     """A command with so many options that `-h` shows the usual ones only."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -31,6 +50,13 @@ class Command(TyperCommand):
                 if isinstance(param, TyperOption) and param.name not in USUAL:
                     param.hidden = True
         super().format_help(ctx, formatter)
+
+
+def _leave_types_out(params: Sequence[Any]) -> None:
+    """Show no type behind flags, which take no value; for typer it would be <bool>."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = " "
 
 
 _ALL = "specsplit.help_all"

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="API keys of the gateway.")
+from specsplit.cli.help import Group, ShortCommand
+
+app = typer.Typer(cls=Group, help="API keys of the gateway.")
 
 
 @app.callback(invoke_without_command=True)
@@ -16,7 +18,7 @@ def keys(ctx: typer.Context) -> None:
         typer.echo(ctx.get_help())
 
 
-@app.command("new")
+@app.command("new", cls=ShortCommand)
 def new(name: Annotated[str, typer.Argument(help="The name of whoever gets the key.")]) -> None:
     """Make a key: it is printed once, on stderr, and its line for the file of keys on stdout."""
     from specsplit.gateway.keys import new_key

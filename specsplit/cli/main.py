@@ -12,8 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from specsplit.assembly.other_names import as_option
+from specsplit.assembly.other_values import refuse_other_values
 from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, top, trace
-from specsplit.cli.help import HELP_NAMES, Command, HelpAll
+from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
 from specsplit.cli.spared import spare
@@ -23,6 +25,8 @@ from specsplit.core.errors import SpecSplitError
 INTERRUPTED = 130
 app = typer.Typer(
     name="specsplit",
+    cls=Group,
+    epilog=examples.ALL,
     help="Disaggregated speculative decoding: a draft proposes token trees, a target verifies them.",
     context_settings=HELP_NAMES,
     rich_markup_mode="rich",
@@ -102,7 +106,7 @@ def orchestrate(
     print_config: options.PrintConfig = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Continue prompts with the target's text, at the draft's pace, in this process or with workers elsewhere."""
+    """Continue a prompt, or many, with models in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
 
     raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
@@ -230,7 +234,7 @@ def serve(
     raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
-@app.command()
+@app.command(cls=ShortCommand)
 @options.logged
 def lmtp(
     ctx: typer.Context,
@@ -310,7 +314,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(certs.app, name="certs")
 
 
-@app.command()
+@app.command(cls=ShortCommand)
 @options.linked
 def doctor(
     ctx: typer.Context,
@@ -339,7 +343,9 @@ def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) 
     """Run a command and return its exit code; Ctrl-C before there is any text ends here, with a word to the user."""
     # typer would turn Ctrl-C into a silent exit.
     try:
-        return run(options.given(ctx))
+        given = options.given(ctx)
+        refuse_other_values(given, as_option)
+        return run(given)
     except KeyboardInterrupt:
         typer.echo("Interrupted.", err=True)
         return INTERRUPTED

@@ -41,7 +41,7 @@ ServedModel = Annotated[
     str | None,
     typer.Argument(help="Model to serve, as --target-model names it.", metavar="MODEL", show_default=False),
 ]
-Prompt = Annotated[str | None, _option("--prompt -p", _PROMPT, "The same, as an option.", "none", "TEXT")]
+Prompt = Annotated[str | None, _option("--prompt -p", _PROMPT, "The prompt, as an option.", "none", "TEXT")]
 PromptFile = Annotated[
     str | None,
     _option("--prompt-file -f", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE"),
@@ -111,7 +111,13 @@ TargetModel = Annotated[
 ]
 DraftModel = Annotated[
     str | None,
-    _option("--draft-model -d", _MODELS, "Folder or hub id of the draft.", "embedded with the embedded target", "M"),
+    _option(
+        "--draft-model -d",
+        _MODELS,
+        "Folder or hub id of the draft.",
+        "none; the embedded one for the embedded target",
+        "M",
+    ),
 ]
 _MODELS_OF = {"revision": ("model", "target_model", "served_model"), "draft_revision": ("draft_model",)}
 _REVISION = "Branch, tag or commit of the {} on the hub."

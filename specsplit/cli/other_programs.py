@@ -15,8 +15,8 @@ from specsplit.core.errors import UsageError
 _OPTION = re.compile(r"No such option: (?P<name>-[\w-]+)")
 _COMMAND = re.compile(r"No such command '(?P<name>[\w-]+)'")
 _COMMANDS = {
-    **dict.fromkeys(("run", "generate", "complete", "completion", "cli"), "orchestrate"),
-    **dict.fromkeys(("server", "api-server", "api_server", "serve-http"), "serve"),
+    **dict.fromkeys(("run", "generate", "complete", "completion", "cli", "llama-cli"), "orchestrate"),
+    **dict.fromkeys(("server", "api-server", "api_server", "serve-http", "llama-server"), "serve"),
     "run-batch": "orchestrate --prompts-file FILE --output FILE",
     **dict.fromkeys(("collect-env", "list-devices"), "doctor"),
     **dict.fromkeys(("convert", "quantize"), "--dtype int8 or int4 where a model is loaded"),
@@ -43,7 +43,7 @@ def refuse_short_options_of_others(arguments: Sequence[str]) -> None:
         # A lone letter the parser refuses itself, and knows whether it is the value of an option.
         answer = answer_about_short(word) if len(word) > 2 else None
         if answer is not None:
-            raise UsageError(f"No such option: {word}; {answer}. See --help.")
+            raise UsageError(f"No such option: {word}; {_here(answer, arguments[0])}. See --help.")
 
 
 def in_our_words(said: str, context: Any) -> str:
@@ -61,11 +61,16 @@ def in_our_words(said: str, context: Any) -> str:
         return f"{option[0]}; options stand behind a command, such as specsplit orchestrate or specsplit serve."
     # Not the parser's own guess, which has anything in it that has a few letters in common.
     answer = _answer(name) or _of_another_command(name, context) or _nearest(name, context)
-    return f"{option[0]}; {answer}." if answer else f"{option[0]}."
+    return f"{option[0]}; {_here(answer, context.info_name)}." if answer else f"{option[0]}."
 
 
 def _answer(option: str) -> str | None:
     return answer_about_short(option) or answer_about(option.lstrip("-"), as_option)
+
+
+def _here(answer: str, command: str) -> str:
+    """Return an answer as it is for whoever is at `command`."""
+    return "leave it out" if answer == f"here it is specsplit {command}" else answer
 
 
 def _of_another_command(option: str, context: Any) -> str | None:
@@ -83,7 +88,8 @@ def _of_another_command(option: str, context: Any) -> str | None:
     setting = next(iter(having.values())).name
     is_serve = context.info_name == "serve"
     if is_serve and setting in RequestOptions.__annotations__:
-        return "each request to serve has its own"
+        # With llama.cpp, -t is threads.
+        return "each request to serve has its own" + ("; CPU threads are --threads" if option == "-t" else "")
     shown = f"it is an option of specsplit {', '.join(list(having)[:3])}"
     if is_serve and "target" in having:
         shown += "; for the workers of serve it is a setting of --config FILE"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from specsplit.cli.help import ShortCommand
 from specsplit.core import defaults
 from specsplit.core.paths import expanded
 
@@ -54,7 +55,7 @@ _ComputeDtype = Annotated[
 ]
 
 
-@app.command("plan", epilog=EXAMPLES)
+@app.command("plan", cls=ShortCommand, epilog=EXAMPLES)
 def plan(
     model: Annotated[
         str,

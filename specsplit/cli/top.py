@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specsplit.cli import options
+from specsplit.cli.help import ShortCommand
 
 EXAMPLES = """Examples:
 
@@ -23,7 +24,7 @@ def _addresses(name: str, role: str) -> typer.models.OptionInfo:
     return typer.Option(name, help=text, rich_help_panel=_WORKERS, show_default=False, metavar="HOST:PORT")
 
 
-@app.command("top", epilog=EXAMPLES)
+@app.command("top", cls=ShortCommand, epilog=EXAMPLES)
 @options.linked
 def top(
     ctx: typer.Context,

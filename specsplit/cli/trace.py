@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specsplit.cli.help import ShortCommand
+
 EXAMPLES = """Examples:
 
 specsplit orchestrate --trace run.jsonl 'def fibonacci(n):' && specsplit trace run.jsonl
@@ -16,7 +18,7 @@ specsplit trace gateway.jsonl target.jsonl draft.jsonl stage-*.jsonl --svg round
 app = typer.Typer()
 
 
-@app.command("trace", epilog=EXAMPLES)
+@app.command("trace", cls=ShortCommand, epilog=EXAMPLES)
 def trace(
     files: Annotated[
         list[Path], typer.Argument(help="Files of --trace, one of each process.", metavar="FILE...", show_default=False)

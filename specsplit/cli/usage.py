@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
+from specsplit.assembly.other_values import DTYPES
 from specsplit.cli.other_programs import in_our_words
 from specsplit.core.complaints import complaint
 
@@ -22,10 +23,13 @@ def usage_sentence(error: Exception) -> str | None:
     if message is None:
         return None
     said = sentence(message())
+    if said.startswith("Option '--help' does not take a value"):
+        return "Option --help takes no value; --help-all shows every option."
     # An error about one option names it; one about the whole line, such as an unknown option, has none.
     param: Any = getattr(error, "param", None)
     if param is not None:
-        said = f"{_shown(param)} {_rule(error, said)}."
+        shown = _shown(param)
+        said = f"{shown} {_rule(error, said, shown)}."
     plain = _QUOTED_OPTION.sub(r"\1", in_our_words(said, getattr(error, "ctx", None)))
     return f"{plain} See --help."
 
@@ -36,13 +40,14 @@ def _shown(param: Any) -> str:
     return name if name.startswith("-") else str(param.metavar or name.upper())
 
 
-def _rule(error: Exception, said: str) -> str:
+def _rule(error: Exception, said: str, shown: str) -> str:
     if said.startswith("Missing "):
         return "is missing"
     choice = _CHOICE.search(str(getattr(error, "message", "")))
     if choice is not None:
         choices = choice["choices"].replace("'", "")
-        return f"must be one of {choices}, not {choice['given']!r}"
+        answer = DTYPES.get(choice["given"]) if shown == "--dtype" else None
+        return f"must be one of {choices}, not {choice['given']!r}" + (f"; {answer}" if answer else "")
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
         return complaint(error.__cause__)
     return f"is wrong: {said.rstrip('.')}"

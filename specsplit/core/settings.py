@@ -313,7 +313,7 @@ def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettin
     try:
         return OrchestratorSettings.model_validate({**settings.model_dump(), **changes})
     except ValidationError as error:
-        raise _invalid(error, {}) from error
+        raise _invalid(error, {}) from None
 
 
 def _from_environment() -> _Layer:
@@ -379,11 +379,11 @@ def _validated(layer: _Layer) -> Settings:
     try:
         return Settings(**cast("dict[str, Any]", sections))
     except ValidationError as error:
-        raise _invalid(error, {key: origin.name for key, (_, origin) in layer.items()}) from error
+        raise _invalid(error, {key: origin.name for key, (_, origin) in layer.items()}) from None
 
 
 def _invalid(error: ValidationError, names: Mapping[str, str]) -> InvalidSettings:
-    """Turn the first complaint into one sentence that names the setting as the user spelled it."""
+    """Turn the first complaint into one sentence with the user's spelling; raised from None, it is all that shows."""
     place = error.errors(include_url=False)[0]["loc"]
     name = names.get(".".join(str(part) for part in place[:2]), str(place[0]))
     return InvalidSettings(f"{name} {complaint(error)}.")

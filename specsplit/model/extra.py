@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 
-from specsplit.core.errors import MissingExtra
+from specsplit.core.errors import DeviceUnavailable, MissingExtra
 
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -21,6 +22,23 @@ def require_worker_extra() -> None:
         if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
             raise
         raise MissingExtra(f"Running a model here needs {error.name}: pip install 'specsplit[worker]'.") from error
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that the installed torch could not use, before it is imported, which takes seconds.
+
+    Raises:
+        DeviceUnavailable: torch is a build for CPUs.
+    """
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return  # it is missed where it is imported
+    if device != "cpu" and version.endswith("+cpu"):
+        raise DeviceUnavailable(
+            f"No CUDA device can be used by torch {version}, a build for CPUs: install the one for CUDA, "
+            "or use --device cpu."
+        )
 
 
 def require_metrics() -> None:

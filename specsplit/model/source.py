@@ -23,6 +23,8 @@ from specsplit.core.paths import expanded
 UNREACHABLE = "{name} is not cached here and the model hub cannot be reached; pass a local folder, or go online."
 NO_HUB_ID = "{name} is neither a model folder nor a valid hub id."
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_GGUF = re.compile(r"gguf(:[\w.-]+)?$", re.IGNORECASE)
+"""The end of a file's name, or of a hub id with the tag that llama.cpp puts behind it."""
 _PATIENCE_S = 2.0
 """Longest wait for the hub; without a connection by then the cache is all there is."""
 _REMEMBERED_S = 60.0
@@ -57,9 +59,10 @@ def resolve(source: str, role: str) -> tuple[str, str]:
         raise InvalidSettings(
             f"{model} is not on the hub, so it has no revision {revision}; leave the revision out, or name a hub id."
         )
-    if source.lower().endswith(".gguf"):
+    if _GGUF.search(source) and not expanded(source).is_dir():
+        what = "is a GGUF file" if source.lower().endswith(".gguf") else "has GGUF files"
         raise ModelUnsupported(
-            f"{source} is a GGUF file, and models are read from safetensors: name the folder or hub id of the model "
+            f"{source} {what}, and models are read from safetensors: name the folder or hub id of the model "
             "that it was made from."
         )
     if source.startswith(("http://", "https://")):

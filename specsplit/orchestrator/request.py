@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from specsplit.core.defaults import DRAFT_PATIENCE_S, RETRY_S, Mode
@@ -307,6 +307,7 @@ class Result:
     """A finished generation.
 
     `token_ids` ends with the end-of-sequence token or with the token that completed a stop string; `text` ends before.
+    `str(result)`, and so `print`, is the text.
     """
 
     token_ids: tuple[int, ...]
@@ -342,6 +343,9 @@ class Result:
     audit: AuditCounts | None = None
     """None if no round was to be audited."""
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def tokens_per_target_forward(self) -> float:
         """Tokens per forward of the target, all rounds and the prompt's forwards included; 0 without a forward."""
@@ -349,7 +353,6 @@ class Result:
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the fields that the command line and the API publish, in JSON types."""
-        timings = self.timings
         logprobs: dict[str, JsonValue] = {}
         if self.logprobs:
             logprobs = {"logprobs": list(map(_logprob, self.token_ids, self.logprobs))}
@@ -365,15 +368,7 @@ class Result:
             "numerics": self.numerics,
             "exactness_reason": self.exactness_reason,
             "mode": self.mode,
-            "timings": {
-                "ttft_s": timings.ttft_s,
-                "queue_s": timings.queue_s,
-                "decode_s": timings.decode_s,
-                "tokens_per_s": timings.tokens_per_s,
-                "draft_device_s": timings.draft_device_s,
-                "draft_waited_s": timings.draft_waited_s,
-                "target_device_s": timings.target_device_s,
-            },
+            "timings": asdict(self.timings),
             "speculative_decoding": self.speculative_decoding.to_dict(),
             "tokens_per_target_forward": self.tokens_per_target_forward,
             "num_rounds": self.num_rounds,

@@ -46,6 +46,8 @@ class LocalProcess:
         self._supervising: asyncio.Task[None] | None = None
         self._said = ""
         """Last line that the process wrote to stderr."""
+        self._serves = False
+        """Whether the process has said where it serves."""
 
     async def start(self) -> None:
         """Start the process, and wait until it serves.
@@ -68,7 +70,7 @@ class LocalProcess:
             raise ResourceError(f"{self._name} cannot be started ({error.strerror}).") from error
         assert process.stdout is not None
         assert process.stderr is not None
-        self._said = ""
+        self._said, self._serves = "", False
         self._forwarding = asyncio.create_task(self._forward(process.stderr))
         try:
             line = await process.stdout.readline()
@@ -90,7 +92,7 @@ class LocalProcess:
                         pass
             await process.wait()
             raise WorkerFailed(f"{self._name} did not say where it serves, and was ended; it said {line[:80]!r}.")
-        self.address = address
+        self.address, self._serves = address, True
         if self._note is not None:
             self._note(f"{self._name} serves at {self.address}, process {process.pid}.")
 
@@ -164,7 +166,9 @@ class LocalProcess:
             if not line:
                 return
             self._said = line.decode(errors="replace").rstrip()
-            if self._note is not None:
+            # Why it does not serve is said by the error that `start` raises.
+            is_reason = self._said.startswith("Error: ") and not self._serves
+            if self._note is not None and not is_reason:
                 self._note(f"{self._name}: {self._said}")
 
 

@@ -27,7 +27,7 @@ from specsplit.core.errors import (
 )
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
-from specsplit.model.extra import require_worker_extra
+from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
 from specsplit.stages.chain_log import ChainLog
@@ -77,6 +77,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         MissingExtra, ModelError, ResourceError, InvalidRequest: they cannot be loaded here, and why.
         InvalidSettings: the model has no such layers.
     """
+    check_device(settings.device)
     require_worker_extra()
     from specsplit.stages.shard.loader import ShardOptions, load_shard
 

@@ -81,6 +81,11 @@ async def _collect(pipeline: Pipeline) -> str:
     return "".join([chunk.text async for chunk in pipeline.astream(PROMPT)])
 
 
+def test_a_result_is_printed_as_its_text(pipeline: Pipeline):
+    result = pipeline.generate(PROMPT)
+    assert str(result) == f"{result}" == result.text != ""
+
+
 def test_plain_decoding_gives_the_same_text(pipeline: Pipeline):
     plain = pipeline.generate(PROMPT, mode="plain")
     assert (plain.mode, plain.draft_forwards, plain.target_forwards) == ("plain", 0, 16)

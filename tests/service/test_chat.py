@@ -102,7 +102,7 @@ def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
     ("arguments", "said"),
     [
         (("--endpoint", "ftp://x"), "--endpoint needs a URL"),
-        (("--endpoint", "http://127.0.0.1:9"), "cannot be reached"),
+        (("--endpoint", "http://127.0.0.1:9"), "cannot be reached (Connection refused)."),
         (("--endpoint", "http://x", "--target", "x:1"), "--endpoint and --target exclude each other"),
         (("--temperature", "-1"), "temperature"),
         (("--raw", "--chat-template-kwargs", "{}"), "--chat-template-kwargs and --raw exclude each other"),

@@ -217,6 +217,7 @@ def test_a_missing_model_fails_the_doctor_and_thecommand(capfd: pytest.CaptureFi
     out, _ = capfd.readouterr()
     assert "no-such-model" in out
     assert "fails" in out
+    assert "1 differs from the defaults" in out
     assert main(["orchestrate", "--prompt", "a", "--target-model", "./no-such-model", "--mode", "plain"]) == 1
     out, err = capfd.readouterr()
     assert out == ""

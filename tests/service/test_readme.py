@@ -27,7 +27,7 @@ NOT_RUN = {
     "make demo": "installs the packages, as every target of make does that CI runs",
     "source .venv/bin/activate": "only names the environment of the shell",
     "pip install '.[worker,gateway]'": "installs torch from the network; `make wheel` installs what was built, without",
-    "pip install '.[gateway]'": "asks the network for the HTTP server, which the tools of CI have already",
+    "pip install 'specsplit[gateway]'": "asks the network for the HTTP server, which the tools of CI have already",
     "make wheel": "is a step of CI of its own, since it asks the network for the build backend",
     'pip install "$(echo dist/*.whl)[worker]"': "is what `make wheel` does, with dependencies that are there already",
 }

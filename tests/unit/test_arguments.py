@@ -60,6 +60,13 @@ def test_what_is_no_prompt_is_one_sentence(prompt: Any):
     _assert_sentence(caught.value)
 
 
+def test_a_tensor_is_told_of_its_list():
+    with pytest.raises(InvalidRequest, match=r"not Tensor; its tolist\(\) is taken\.$"):
+        check_prompt(torch.tensor([1, 2]))
+    with pytest.raises(InvalidRequest, match=r"not int\.$"):
+        check_prompt(5)
+
+
 def _assert_sentence(error: SpecSplitError) -> None:
     assert re.fullmatch(r"[A-Za-z_'.{} ][^\n]*[^.]\.", str(error)), error
     assert "Input should" not in str(error)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specsplit.cli.chat_answers import ChatStats
 from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
 from specsplit.core.errors import InvalidRequest
 
@@ -67,3 +68,11 @@ def test_commands_change_the_conversation(tmp_path: Path):
 def test_a_wrong_command_is_one_sentence(line: str):
     with pytest.raises(InvalidRequest, match=r"\.$"):
         run_command(Conversation(), line, {})
+
+
+def test_one_answer_is_not_called_answers():
+    stats = ChatStats()
+    stats.add(9, 1.0, "")
+    assert run_command(Conversation(), "/stats", stats.to_dict()) == "1 answer | 9 tokens | 9.0 tok/s"
+    stats.add(1, 1.0, "")
+    assert run_command(Conversation(), "/stats", stats.to_dict()) == "2 answers | 10 tokens | 5.0 tok/s"

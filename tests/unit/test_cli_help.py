@@ -87,12 +87,40 @@ def test_the_version_has_a_short_form(option: str, shown: str, capsys: Capture):
         (["generate", "a"], "No such command 'generate'; here it is orchestrate."),
         (["help"], "No such command 'help'; here it is --help."),
         (["draft-vocab"], "--corpus is missing."),
+        (["serve", "-sc", "{}"], "No such option: -sc; here it is --draft-model; for ngram, --mode lookup."),
+        (["serve", "-O3"], "No such option: -O3; leave it out."),
+        (["serve", "-t", "8"], "No such option: -t; each request to serve has its own; CPU threads are --threads."),
+        (["orchestrate", "a", "-cmoe"], "No such option: -cmoe; a model is in one memory as a whole"),
+        (["chat", "-cnv"], "No such option: -cnv; leave it out."),
+        (["chat", "--interactive"], "No such option: --interactive; leave it out."),
+        (["llama-server"], "No such command 'llama-server'; here it is serve."),
     ],
 )
 def test_what_the_parser_refuses_is_said_in_our_words(arguments: list[str], message: str, capsys: Capture):
     code, (out, err) = main(arguments), capsys.readouterr()
     assert out == ""
     assert (code, err.startswith(f"Error: {message}"), err.endswith(" See --help.\n")) == (2, True, True), err
+
+
+def test_who_asks_help_for_something_is_told_of_help_all(capsys: Capture):
+    assert main(["serve", "--help=all"]) == 2
+    assert capsys.readouterr().err == "Error: Option --help takes no value; --help-all shows every option.\n"
+
+
+@pytest.mark.parametrize("command", ["", "serve", "doctor", "plan", "keys", "certs", "lmtp"])
+def test_help_shows_no_type_behind_a_flag(command: str, capsys: Capture):
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--help" in out
+    assert "bool" not in out
+
+
+def test_help_says_what_to_begin_with(capsys: Capture):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    begun = out[out.index("Begin with:") :]
+    assert "specsplit orchestrate" in begun
+    assert "specsplit serve" in begun
 
 
 def test_behind_two_dashes_a_prompt_may_look_like_an_option(capsys: Capture):

@@ -57,6 +57,8 @@ def test_an_argument_of_others_is_answered_with_ours(name: str, said: str):
     [
         ("max_length", "There is no setting max_length; here it is max_new_tokens, which does not count the prompt."),
         ("do_sample", "There is no setting do_sample; here it is temperature, which samples if it is above 0."),
+        ("output_scores", "There is no setting output_scores; here it is logprobs."),
+        ("input_ids", "There is no setting input_ids; the prompt stands first: a text, or token ids as a list."),
         ("draft_model", "draft_model is set for all requests, where the models are named."),
     ],
 )

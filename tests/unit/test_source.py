@@ -49,6 +49,7 @@ def _cached(cache: Path) -> Path:
     ("source", "kind", "message"),
     [
         ("model-q4_k_m.gguf", ModelUnsupported, "is a GGUF file, and models are read from safetensors"),
+        ("org/name-GGUF:Q4_K_M", ModelUnsupported, "has GGUF files, and models are read from safetensors"),
         ("./nowhere", ModelNotFound, "There is no model folder at ./nowhere."),
         ("https://huggingface.co/a/b/tree/main", ModelNotFound, "is a web address; .* by its hub id, such as a/b"),
         ("not a name!", ModelNotFound, "is neither a model folder nor a valid hub id"),

@@ -15,6 +15,7 @@ from specsplit.stages import local as local_stages
 from tests.support.rpc_servers import wait_until
 
 READY = json.dumps({"address": "127.0.0.1:7777"})
+FAILS = "import sys; print(sys.argv[1], file=sys.stderr)"
 WAITS = "import sys, time; print(sys.argv[1], flush=True); time.sleep(60)"
 ENDS = "import sys; print(sys.argv[1], flush=True)"
 
@@ -46,6 +47,16 @@ async def test_a_process_whose_first_line_is_no_ready_line_is_refused_and_ended(
             async with local_stages.local_stages(["0:1"], ()):
                 pass
     assert starts.processes[0].returncode is not None
+
+
+async def test_why_a_process_does_not_serve_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    Starts(monkeypatch, (FAILS, "Error: There is no model folder at ./x."))
+    notes: list[str] = []
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerFailed, match=r"ended before it served: There is no model folder at \./x\.$"):
+            async with local_stages.local_stages(["0:1"], (), notes.append):
+                pass
+    assert notes == []
 
 
 async def test_a_stage_that_restarts_with_other_output_is_started_once_more(
