@@ -33,8 +33,6 @@ NOT_RUN = {
 }
 """Commands that no test runs, each with the reason."""
 ANSWERING = ("specsplit orchestrate", "specsplit --help", "cat ", "specsplit doctor", "specsplit chat")
-SLOW = ("--compare", "--prompts-file", "-m ./", "-d ./")
-"""Words of commands that repeat what the others prove."""
 IN_PLACE_OF = {
     "./Qwen3-8B": "embedded",  # their weights are gigabytes on the hub
     "./Qwen3-0.6B": "embedded",
@@ -43,11 +41,7 @@ IN_PLACE_OF = {
     "8": "2",
 }
 RUN = [command for command in COMMANDS if command not in NOT_RUN]
-ANSWERED = [
-    pytest.param(command, marks=pytest.mark.slow if any(word in command for word in SLOW) else ())
-    for command in RUN
-    if command.startswith(ANSWERING)
-]
+ANSWERED = [command for command in RUN if command.startswith(ANSWERING)]
 SERVED = [command for command in RUN if command.startswith("specsplit serve")]
 
 
@@ -76,8 +70,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 def test_every_command_is_run_or_has_a_reason():
     workers = [command for command in RUN if command.startswith(("specsplit target", "specsplit draft"))]
     asked = [command for command in RUN if command.startswith("curl ")]
-    answered = [str(case.values[0]) for case in ANSWERED]
-    assert sorted([*answered, *SERVED, *workers, *asked]) == sorted(RUN)
+    assert sorted([*ANSWERED, *SERVED, *workers, *asked]) == sorted(RUN)
     assert set(NOT_RUN) <= set(COMMANDS), "a reason for a command that README no longer has"
     assert (len(workers), len(asked)) == (2, 1)
 
@@ -101,7 +94,6 @@ def test_a_command_of_readme_answers(
     assert written.strip()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", SERVED)
 def test_a_gateway_of_readme_serves_what_its_curl_asks(command: str, workers: dict[str, str]):
     (asked,) = [shlex.split(each) for each in RUN if each.startswith("curl ")]
@@ -119,7 +111,6 @@ def test_a_gateway_of_readme_serves_what_its_curl_asks(command: str, workers: di
         process.communicate(timeout=LIMIT_S)
 
 
-@pytest.mark.slow
 def test_the_python_of_readme_runs(tmp_path: Path):
     (source,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     command = [sys.executable, "-c", source]

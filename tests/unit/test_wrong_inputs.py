@@ -97,11 +97,20 @@ def _wrong(command: str) -> Iterator[list[str]]:
         yield [*needed, f"{name}s-"]
         if kind is not bool:
             yield [*needed, name]
+    # Whoever has seen an option at another command tries it here.
+    yield from ([*needed, f"{name}=1"] for name in sorted(EVERY_OPTION - options.keys()))
 
 
 def _spread(cases: list[list[str]], most: int) -> list[list[str]]:
     """Return at most so many of the cases, evenly spread."""
     return [cases[index * len(cases) // most] for index in range(most)] if len(cases) > most else cases
+
+
+EVERY_OPTION = {name for command in COMMANDS for name in _options(command)}
+
+
+def test_there_are_enough_wrong_inputs_for_each_command():
+    assert min(len(list(_wrong(command))) for command in COMMANDS) >= 60
 
 
 @pytest.mark.parametrize("command", COMMANDS)
