@@ -1,7 +1,8 @@
-"""The audit of a session's rounds: another target recomputes them before they are shown, and picks are compared.
+"""The audit of a session's rounds: another target recomputes them before they are shown, and answers are compared.
 
 An auditor has to have rows of the whole text, so it recomputes all tokens since the last audit at once, as nodes of a
-chain: it accepts them all if its own picks are the same. Knows no stage and no draft; targets are replicas.
+chain: it accepts them all if its own picks are the same. A request that asks for log-probabilities has them compared,
+too. Knows no stage and no draft; targets are replicas.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass, replace
 
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable, WrongResult
 from specsplit.core.ports import Verifier
-from specsplit.core.types import ROOT, Proposal, SessionParams, Turn, Verdict, prefix_hash
+from specsplit.core.types import ROOT, Identity, Proposal, SessionParams, TokenLogProb, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.replicas import PING_S, Replica, ReplicaSession
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import SessionContract
+from specsplit.orchestrator.target_client import check_log_probs
 from specsplit.orchestrator.target_history import TargetHistory
 
 _MAX_CHAIN = 64
@@ -35,10 +37,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token of a text that a target does not pick, and its own pick."""
+    """The first token of a text that a target does not pick, or finds as likely, and its own pick."""
 
     index: int
     pick: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A text as its targets answered it."""
+
+    ids: Sequence[int]
+    log_probs: Sequence[TokenLogProb]
+    """Those of its last tokens, which are not checked yet; none if the request asks for none."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def is_as_likely(self, index: int, found: Sequence[TokenLogProb], at: int, gap: float) -> bool:
+        """Return whether a token has the log-probabilities of `found[at]`, as closely as `gap`."""
+        return not self.log_probs or _are_close(self.log_probs[index - len(self.ids)], found[at], gap)
 
 
 def open_audit(verifier: Verifier, contract: SessionContract, retrier: Retrier) -> Audit | None:
@@ -59,6 +77,8 @@ class Audit:
         self._num_checked = len(contract.history)
         self._owners: list[tuple[int, Replica]] = []
         """The targets that computed the tokens behind the checked ones, each with the index of its first token."""
+        self._log_probs: Sequence[TokenLogProb] = ()
+        """The log-probabilities that came with these tokens, if the request asks for them."""
         self._is_due = False
         """Whether the next round is audited, whatever is drawn: the last audit was missed."""
 
@@ -73,11 +93,12 @@ class Audit:
         replicas, owner, start = self._session.replicas, self._session.answered, len(self._contract.history)
         if not self._owners or self._owners[-1][1] is not owner:
             self._owners.append((start, owner))
+        log_probs = self._log_probs = (*self._log_probs, *verdict.log_probs)
         # Tokens of a target that another session found wrong are looked at now, before more are built upon them.
         is_suspect = any(each.is_quarantined for _, each in self._owners)
         if not (is_suspect or self._is_due or replicas.auditing.rng.random() < replicas.auditing.rate):
             return True
-        claimed = (*self._contract.history.ids, *verdict.token_ids)
+        claimed = _Claim((*self._contract.history.ids, *verdict.token_ids), log_probs)
         self._now = AuditCounts()
         try:
             return await self._audit(claimed, start, targets)
@@ -85,7 +106,7 @@ class Audit:
             for counts in (self.counts, replicas.audits):
                 counts.add(self._now)
 
-    async def _audit(self, claimed: Sequence[int], start: int, targets: TargetHistory) -> bool:
+    async def _audit(self, claimed: _Claim, start: int, targets: TargetHistory) -> bool:
         replicas, owner = self._session.replicas, self._owners[-1][1]
         owners = [each for _, each in self._owners]
         without = {owner}
@@ -109,9 +130,13 @@ class Audit:
                 return self._reject(auditor, found, start, claimed)
         self._now.num_rounds += 1
         self._now.num_tokens += len(claimed) - self._num_checked
-        self._num_checked = len(claimed)
-        self._owners.clear()
+        self._forget(len(claimed))
         return True
+
+    def _forget(self, num_checked: int) -> None:
+        """Go on behind the first tokens of the text, which are right."""
+        self._num_checked, self._log_probs = num_checked, ()
+        self._owners.clear()
 
     async def _wait_auditor(self, owner: Replica) -> Replica | None:
         """Return the first target that answers pings again, None if none does in time."""
@@ -124,9 +149,7 @@ class Audit:
                 auditor = replicas.auditor({owner})
         return auditor
 
-    async def _is_right(
-        self, auditor: Replica, found: Difference, claimed: Sequence[int], targets: TargetHistory
-    ) -> bool:
+    async def _is_right(self, auditor: Replica, found: Difference, claimed: _Claim, targets: TargetHistory) -> bool:
         """Return whether the auditor is right and the text wrong: it is trusted, or a third target agrees with it.
 
         Who stands alone among three is quarantined, also if it is the auditor or the third.
@@ -144,11 +167,11 @@ class Audit:
                 if said == found:
                     return True
                 if said is None or said.index > at:
-                    self._blame(auditor, at, found.pick, f"{owner.name} and {third.name} pick {claimed[at]}")
+                    self._blame(auditor, at, (found.pick, claimed.ids[at]), f"{owner.name} and {third.name}")
                     return False
                 if said.index < at:
-                    others = f"{owner.name} and {auditor.name} pick {claimed[said.index]}"
-                    self._blame(third, said.index, said.pick, others)
+                    others = f"{owner.name} and {auditor.name}"
+                    self._blame(third, said.index, (said.pick, claimed.ids[said.index]), others)
                     return await self._is_right(auditor, found, claimed, targets)
         self._now.num_mismatches += 1
         for each in (owner, auditor):
@@ -159,14 +182,14 @@ class Audit:
             "them is wrong; check both, or name a target that you trust with --auditor."
         )
 
-    def _reject(self, auditor: Replica, found: Difference, start: int, claimed: Sequence[int]) -> bool:
+    def _reject(self, auditor: Replica, found: Difference, start: int, claimed: _Claim) -> bool:
         """Quarantine whoever computed the token, and return False if it was not shown yet.
 
         Raises:
             WrongResult: it was.
         """
         owner = self._owner_of(found.index)
-        self._blame(owner, found.index, claimed[found.index], f"{auditor.name} picks {found.pick}")
+        self._blame(owner, found.index, (claimed.ids[found.index], found.pick), auditor.name)
         self._contract.events.degrade("target", "wrong")
         if found.index < start:
             first = found.index - self._contract.params.prompt_length + 1
@@ -175,42 +198,47 @@ class Audit:
                 "which was shown before it was audited, is one of them; send the request again."
             )
         # Everything before this round was recomputed as well, and found right.
-        self._num_checked = start
-        self._owners.clear()
+        self._forget(start)
         return False
 
-    def _blame(self, replica: Replica, index: int, pick: int, others: str) -> None:
+    def _blame(self, replica: Replica, index: int, picks: tuple[int, int], others: str) -> None:
+        """Quarantine a target for its pick, where that of `others` is the second one, or for its log-probabilities."""
         self._now.num_mismatches += 1
         self._now.wrong += (replica.name,)
         # Token ids are text to whoever has the tokenizer, so the log has them at DEBUG alone.
-        replica.quarantine(f"others pick another token at position {index}.")
-        _log.debug("at position %d the target at %s picks %d, but %s", index, replica.name, pick, others)
+        what = "find other log-probabilities" if picks[0] == picks[1] else "pick another token"
+        replica.quarantine(f"others {what} at position {index}.")
+        _log.debug(
+            "at position %d the target at %s picks %d, and %s %d", index, replica.name, picks[0], others, picks[1]
+        )
 
     def _owner_of(self, index: int) -> Replica:
         return next(replica for first, replica in reversed(self._owners) if first <= index)
 
-    async def _recompute(self, auditor: Replica, claimed: Sequence[int], targets: TargetHistory) -> Difference | None:
-        """Return the first unchecked token of `claimed` that the auditor does not pick, None if it picks them all."""
+    async def _recompute(self, auditor: Replica, claimed: _Claim, targets: TargetHistory) -> Difference | None:
+        """Return the first unchecked token of `claimed` that the auditor does not pick, or finds as likely, if any."""
         identity = auditor.identity or await self._session.replicas.meet(auditor)
-        params = replace(self._contract.params, top_logprobs=None)
-        recomputing = _Recomputing(auditor, params, self._retrier.deadline_s, self._now)
-        start = self._num_checked
+        recomputing = _Recomputing(auditor, self._contract.params, self._retrier.deadline_s, self._now)
+        ids, start = claimed.ids, self._num_checked
         try:
-            while start < len(claimed):
+            while start < len(ids):
                 # [text | chain of the claimed tokens | the last one, as the pick behind the chain]
-                length = min(_MAX_CHAIN, identity.max_nodes, len(claimed) - 1 - start)
-                verdict = await recomputing.verify(claimed[:start], claimed[start : start + length])
-                for index, pick in enumerate(verdict.token_ids, start):
-                    if pick == claimed[index]:
-                        continue
-                    is_exact = (
-                        targets.exactness == identity.exactness == "bits"
-                        and targets.numerics == identity.numerics
-                        and verdict.revision == identity.revision
-                    )
-                    if is_exact or not await self._is_tie(auditor, claimed[: index + 1]):
+                length = min(_MAX_CHAIN, identity.max_nodes, len(ids) - 1 - start)
+                verdict = await recomputing.verify(ids[:start], ids[start : start + length])
+                is_exact = (
+                    targets.exactness == identity.exactness == "bits"
+                    and targets.numerics == identity.numerics
+                    and verdict.revision == identity.revision
+                )
+                gap = 0.0 if is_exact else _tie(identity)
+                for at, pick in enumerate(verdict.token_ids):
+                    index = start + at
+                    if pick != ids[index]:
+                        if is_exact or not await self._is_tie(auditor, ids[: index + 1]):
+                            return Difference(index, pick)
+                        self._now.num_ties += 1
+                    elif not claimed.is_as_likely(index, verdict.log_probs, at, gap):
                         return Difference(index, pick)
-                    self._now.num_ties += 1
                 start += len(verdict.token_ids)
             return None
         finally:
@@ -224,7 +252,7 @@ class Audit:
         assert auditor.identity is not None, "it recomputed"
         sampling = self._contract.params.sampling
         biases = dict(sampling.logit_bias)
-        biases[claimed[-1]] = biases.get(claimed[-1], 0.0) + TIE.get(auditor.identity.dtype, COARSE_TIE)
+        biases[claimed[-1]] = biases.get(claimed[-1], 0.0) + _tie(auditor.identity)
         nudged = replace(sampling, logit_bias=tuple(biases.items()))
         params = replace(self._contract.params, sampling=nudged, top_logprobs=None)
         recomputing = _Recomputing(auditor, params, self._retrier.deadline_s, self._now)
@@ -233,6 +261,21 @@ class Audit:
             return verdict.bonus_token == claimed[-1]
         finally:
             await recomputing.close()
+
+
+def _tie(identity: Identity) -> float:
+    return TIE.get(identity.dtype, COARSE_TIE)
+
+
+def _are_close(claimed: TokenLogProb, found: TokenLogProb, gap: float) -> bool:
+    """Return whether log-probabilities differ by at most `gap`; with none they have to be the same."""
+    if not gap or len(claimed.top) != len(found.top):
+        return claimed == found
+    pairs, known = [(claimed.log_prob, found.log_prob)], dict(found.top)
+    # Tokens that are nearly as likely may change places, and the last of them may leave the list.
+    for (token_id, mine), (_, theirs) in zip(claimed.top, found.top, strict=True):
+        pairs += [(mine, theirs), (mine, known.get(token_id, found.top[-1][1]))]
+    return all(abs(mine - theirs) <= gap for mine, theirs in pairs)
 
 
 class _Recomputing:
@@ -265,6 +308,8 @@ class _Recomputing:
         parents = (ROOT, *range(first, first + count - 1)) if count else ()
         proposal = Proposal(first, len(text) - 1, tuple(chain), parents, (0.0,) * count)
         verdict = await self._answer(turn, proposal)
+        if self._params.top_logprobs is not None:
+            check_log_probs(verdict)
         self._next_node, self._num_held = first + count, verdict.length
         self._counts.num_forwards += verdict.timings.num_forwards
         return verdict

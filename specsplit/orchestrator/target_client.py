@@ -124,7 +124,7 @@ class TargetClient:
         if verdict.timings.sent_bytes:
             contract.count_bytes(verdict.timings)
         if contract.params.top_logprobs is not None:
-            _check_log_probs(verdict)
+            check_log_probs(verdict)
         if verdict.revision != self.targets.revision:
             self.targets.revise(verdict.revision)
 
@@ -249,7 +249,7 @@ class TargetClient:
         await self._verifier.close(self.contract.session)
 
 
-def _check_log_probs(verdict: Verdict) -> None:
+def check_log_probs(verdict: Verdict) -> None:
     """Find out a target that answers no log-probabilities though it was asked for them.
 
     Raises:

@@ -66,6 +66,7 @@ async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> d
         "num_wrong": len(notes.wrong),
         "wrong": notes.wrong[:5],
         "failures_by_code": dict(notes.failures),
+        "failures": notes.messages,
         "untyped": notes.untyped[:5],
         "longest_silence_s": round(longest_s, 2),
         "longest_own_stall_s": round(max(stalls, default=0.0), 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ _PROMPTS = (
 )
 _LENGTHS, _TEMPERATURES = (16, 48, 96), (0.0, 1.0)
 _LIMIT_S = 120.0
+_MOST_MESSAGES = 20
 _NOBODY = "connection refused"
 """The error of a request for which nobody listened."""
 
@@ -70,6 +72,8 @@ class Notes:
     wrong: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     failures: Counter[str] = field(default_factory=Counter[str])
     """Requests that ended with an error, by its code."""
+    messages: list[str] = field(default_factory=list[str])
+    """The first errors, whole."""
     num_refused: int = 0
     """Connections that nobody accepted."""
     untyped: list[str] = field(default_factory=list[str])
@@ -149,6 +153,8 @@ async def _read(client: httpx.AsyncClient, url: str, kind: Kind, notes: Notes) -
 
 def _code(body: Mapping[str, Any], notes: Notes) -> str:
     error = body.get("error") or {}
+    if len(notes.messages) < _MOST_MESSAGES:
+        notes.messages.append(f"{time.strftime('%H:%M:%S')} {error}")
     if not error.get("code") or not error.get("message"):
         notes.untyped.append(json.dumps(body))
     return str(error.get("code"))

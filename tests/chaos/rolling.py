@@ -98,7 +98,9 @@ async def _roll(fleet: Fleet, expected: Mapping[Kind, str], wanted: Wanted) -> d
             restarts.by_part[part] += 1
             if code:
                 restarts.exit_codes[f"{part}, restart {restarts.by_part[part]}"] = code
-            sys.stderr.write(f"{part} restarted: {notes.num_right} texts, {dict(notes.failures)}\n")
+            sys.stderr.write(
+                f"{time.strftime('%H:%M:%S')} {part} restarted: {notes.num_right} texts, {dict(notes.failures)}\n"
+            )
     has_ended.set()
     await asyncio.gather(*readers)
     num_failed = notes.num_requests - notes.num_right
@@ -111,6 +113,7 @@ async def _roll(fleet: Fleet, expected: Mapping[Kind, str], wanted: Wanted) -> d
         "num_went_to_the_other_gateway": notes.num_refused,
         "wrong": notes.wrong[:5],
         "failures_by_code": dict(notes.failures),
+        "failures": notes.messages,
         "untyped": notes.untyped[:5],
         "longest_silence_s": round(max((length for _, length in notes.silences), default=0.0), 2),
         "is_well": num_failed == 0 and not restarts.exit_codes and not notes.wrong,

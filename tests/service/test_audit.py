@@ -14,6 +14,7 @@ import specsplit
 from tests.support.gateways import GatewayProcess
 from tests.support.metrics import samples_of, value
 from tests.support.processes import WorkerProcess, run
+from tests.support.stage_processes import stage_process
 from tests.support.tampered import tampered
 
 TARGET = Path(specsplit.__file__).parent / "model" / "embedded" / "target"
@@ -108,8 +109,9 @@ def test_honest_targets_never_differ_and_a_text_says_so(
     links = {"target": target, "mode": mode, **({"draft": draft} if mode != "plain" else {})}
     for prompt in PROMPTS:
         plain = generated(prompt, sampling, target=target, mode="plain")
-        found = generated(prompt, sampling, **links, auditor=auditor, audit=1.0)
+        found = generated(prompt, {**sampling, "logprobs": 3}, **links, auditor=auditor, audit=1.0)
         assert found.token_ids == plain.token_ids
+        assert len(found.logprobs) == NUM_TOKENS
         assert plain.audit is None
         assert found.audit is not None
         assert (found.audit.num_mismatches, found.audit.num_missed) == (0, 0)
@@ -149,6 +151,39 @@ def test_a_chain_is_audited_by_the_uncut_model(
     assert found.audit is not None
     assert found.audit.num_mismatches == int(is_lying)
     assert (f"the target at {chain.address} computes wrong results" in caplog.text) == is_lying
+
+
+@pytest.mark.slow
+def test_a_stage_that_lies_is_found_with_its_target_and_then_by_itself(
+    honest: list[WorkerProcess], folder: Path
+) -> None:
+    """The audit leaves the target for one that is well; `stage-check` tells which of its stages it was."""
+    lying = str(tampered(TARGET, folder / "tampered-stage", "layers.8.mlp", factor=1.05))
+    slots = ("--sessions", "8")
+    (own := folder / "stages").mkdir()
+    stages = [stage_process(own, "0:6", *slots), stage_process(own, "6:12", *slots, "--model", lying)]
+    addresses = ",".join(stage.address for stage in stages)
+    cut = _worker(folder / "cut", "target", "--stages", addresses)
+    try:
+        plain = generated(PROMPTS[0], {}, target=honest[0].address, mode="plain")
+        targets = [part for each in (cut, *honest[:2]) for part in ("--target", f"code={each.address}")]
+        audited = GatewayProcess(own, *targets, "--audit", "1")
+        try:
+            text = read(audited.url, PROMPTS[0], {"temperature": 0.0}, stream=True)
+            page, log = samples_of(httpx.get(f"{audited.url}/metrics").text), audited.stderr
+        finally:
+            audited.close()
+        assert text == plain.text
+        assert value(page, "specsplit:quarantined", target=cut.address) == 1
+        assert f"the target at {cut.address} computes wrong results and is quarantined" in log
+        assert cut.stop() == 0
+        code, out, err = run("stage-check", "--stages", addresses, "--json")
+    finally:
+        for each in (cut, *stages):
+            each.close()
+    assert code == 1
+    assert [stage["is_equal"] for stage in json.loads(out)["stages"]] == [True, False]
+    assert f"Stage 1 at {stages[1].address} (layers 6:12) is the first that differs" in err
 
 
 def test_nobody_to_audit_with_is_one_sentence(honest: list[WorkerProcess]) -> None:
