@@ -1,7 +1,9 @@
-"""Checks of the doctor that need no model: a target without a draft, memory, and the gateway's file of keys."""
+"""Checks of the doctor that need no model: a target without a draft, memory, keys, certificates and ports."""
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from specsplit.cli.doctor_checks import no_draft_check
 from specsplit.cli.doctor_links import check_links
 from specsplit.cli.doctor_memory import KVDemand, memory_check
 from specsplit.core.settings import load_settings
+from tests.support.certificates import Authority
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,42 @@ def test_doctor_reads_the_file_of_keys(
     assert (check.is_ok, check.is_warning) == state
     assert words in check.detail
     assert "sk-specsplit-secret" not in check.detail
+
+
+@pytest.mark.parametrize(
+    ("days", "mode", "state", "words"),
+    [
+        ((-1, 30), 0o600, (True, False, False), "spiffe://specsplit/target"),
+        ((-1, 2), 0o600, (True, True, False), "replace the files in time"),
+        ((-1, 30), 0o644, (True, False, True), "chmod o-rw"),
+        ((-9, -1), 0o600, (False, False, False), "expired"),
+        ((1, 30), 0o600, (False, False, False), "not yet valid"),
+    ],
+)
+def test_doctor_reads_certificates_and_who_may_read_keys(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    days: tuple[int, int],
+    mode: int,
+    state: tuple[bool, bool, bool],
+    words: str,
+):
+    begins, ends = map(timedelta, days)
+    mine = Authority(tmp_path).sign("mine", ["spiffe://specsplit/target"], ["target.specsplit"], begins, ends)
+    mine.key.chmod(mode)
+    for name, path in (("CERT", mine.cert), ("KEY", mine.key), ("CA", mine.ca)):
+        monkeypatch.setenv(f"SPECSPLIT_TARGET_TLS_{name}", str(path))
+    checks = {check.name: check for check in check_links(load_settings({}, purpose="check"))}
+    found = checks["target certificate"]
+    assert (found.is_ok, found.is_warning, "target key file" in checks) == state
+    assert words in " ".join(check.detail for check in checks.values())
+
+
+def test_doctor_tries_the_ports_of_services(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("SPECSPLIT_TARGET_LISTEN", address)
+        monkeypatch.setenv("SPECSPLIT_TARGET_HEALTH", "127.0.0.1:0")
+        checks = {check.name: check for check in check_links(load_settings({}, purpose="check"))}
+    assert f"{address} is in use" in checks["target listen"].detail
+    assert [checks[name].is_warning for name in ("target listen", "target health")] == [True, False]

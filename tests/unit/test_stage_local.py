@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from typing import Any
 
@@ -23,11 +24,13 @@ ENDS = "import sys; print(sys.argv[1], flush=True)"
 class Starts:
     """Starts, instead of stages, the given programs in turn, each with the line that it prints."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *programs: tuple[str, str]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *programs: tuple[str, str], longest_pause_s: float = 0.01
+    ) -> None:
         self.processes: list[asyncio.subprocess.Process] = []
         self._programs, self._start = list(programs), asyncio.create_subprocess_exec
         monkeypatch.setattr(asyncio, "create_subprocess_exec", self._start_next)
-        monkeypatch.setattr(local_process, "PAUSES_S", (0.01, 0.01))
+        monkeypatch.setattr(local_process, "PAUSES_S", (0.01, longest_pause_s))
 
     async def _start_next(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         program, line = self._programs.pop(0)
@@ -69,3 +72,13 @@ async def test_a_stage_that_restarts_with_other_output_is_started_once_more(
         assert addresses == ["127.0.0.1:7777"]
         assert [process.returncode is None for process in starts.processes] == [False, False, True]
     assert starts.processes[2].returncode is not None
+
+
+async def test_a_stage_that_keeps_dying_is_started_again_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Starts(monkeypatch, *[(ENDS, READY)] * 5, (WAITS, READY), longest_pause_s=0.04)
+    notes: list[str] = []
+    async with asyncio.timeout(20), local_stages.local_stages(["0:1"], (), notes.append):
+        await wait_until(lambda: sum("serves at" in note for note in notes) == 6)
+    assert re.findall(r"starting it again in (\S+) s", caplog.text) == ["0.01", "0.02", "0.04", "0.04", "0.04"]
