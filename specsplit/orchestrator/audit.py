@@ -1,8 +1,8 @@
 """The audit of a session's rounds: another target recomputes them before they are shown, and answers are compared.
 
 An auditor has to have rows of the whole text, so it recomputes all tokens since the last audit at once, as nodes of a
-chain: it accepts them all if its own picks are the same. A request that asks for log-probabilities has them compared,
-too. Knows no stage and no draft; targets are replicas.
+chain: it accepts them all if its own picks are the same. So that nobody can err by little, the log-probabilities of the
+picks are compared, too, within the arithmetic of the dtype. Knows no stage and no draft; targets are replicas.
 """
 
 from __future__ import annotations
@@ -49,27 +49,37 @@ class _Claim:
 
     ids: Sequence[int]
     log_probs: Sequence[TokenLogProb]
-    """Those of its last tokens, which are not checked yet; none if the request asks for none."""
+    """The log-probabilities of its last tokens, which are not checked yet."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def is_as_likely(self, index: int, found: Sequence[TokenLogProb], at: int, gap: float) -> bool:
         """Return whether a token has the log-probabilities of `found[at]`, as closely as `gap`."""
-        return not self.log_probs or _are_close(self.log_probs[index - len(self.ids)], found[at], gap)
+        return _are_close(self.log_probs[index - len(self.ids)], found[at], gap)
 
 
 def open_audit(verifier: Verifier, contract: SessionContract, retrier: Retrier) -> Audit | None:
-    """Return the audit of a session over replicas; None if no round is to be audited."""
+    """Return the audit of a session over replicas; None if no round is to be audited.
+
+    The session has not begun: its targets are asked for the log-probability of every pick, whatever the request wants.
+    """
     if not isinstance(verifier, ReplicaSession) or not verifier.replicas.auditing.rate:
         return None
-    return Audit(verifier, contract, retrier)
+    shows_log_probs = contract.params.top_logprobs is not None
+    if not shows_log_probs:
+        contract.params = replace(contract.params, top_logprobs=0)
+    return Audit(verifier, contract, retrier, shows_log_probs=shows_log_probs)
 
 
 class Audit:
     """One session's audits."""
 
-    def __init__(self, session: ReplicaSession, contract: SessionContract, retrier: Retrier) -> None:
+    def __init__(
+        self, session: ReplicaSession, contract: SessionContract, retrier: Retrier, *, shows_log_probs: bool
+    ) -> None:
+        self.shows_log_probs = shows_log_probs
+        """Whether the request asks for log-probabilities, too."""
         self.counts = AuditCounts()
         self._now = AuditCounts()
         """The counts of the audit under way."""
@@ -77,8 +87,8 @@ class Audit:
         self._num_checked = len(contract.history)
         self._owners: list[tuple[int, Replica]] = []
         """The targets that computed the tokens behind the checked ones, each with the index of its first token."""
-        self._log_probs: Sequence[TokenLogProb] = ()
-        """The log-probabilities that came with these tokens, if the request asks for them."""
+        self._log_probs: list[TokenLogProb] = []
+        """The log-probabilities that came with these tokens."""
         self._is_due = False
         """Whether the next round is audited, whatever is drawn: the last audit was missed."""
 
@@ -93,12 +103,12 @@ class Audit:
         replicas, owner, start = self._session.replicas, self._session.answered, len(self._contract.history)
         if not self._owners or self._owners[-1][1] is not owner:
             self._owners.append((start, owner))
-        log_probs = self._log_probs = (*self._log_probs, *verdict.log_probs)
+        self._log_probs += verdict.log_probs
         # Tokens of a target that another session found wrong are looked at now, before more are built upon them.
         is_suspect = any(each.is_quarantined for _, each in self._owners)
         if not (is_suspect or self._is_due or replicas.auditing.rng.random() < replicas.auditing.rate):
             return True
-        claimed = _Claim((*self._contract.history.ids, *verdict.token_ids), log_probs)
+        claimed = _Claim((*self._contract.history.ids, *verdict.token_ids), self._log_probs)
         self._now = AuditCounts()
         try:
             return await self._audit(claimed, start, targets)
@@ -135,7 +145,7 @@ class Audit:
 
     def _forget(self, num_checked: int) -> None:
         """Go on behind the first tokens of the text, which are right."""
-        self._num_checked, self._log_probs = num_checked, ()
+        self._num_checked, self._log_probs = num_checked, []
         self._owners.clear()
 
     async def _wait_auditor(self, owner: Replica) -> Replica | None:

@@ -5,6 +5,8 @@ A verdict that is rejected is as good as none: the same tree is verified again b
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Identity, Proposal, StreamLimits, Verdict
 from specsplit.orchestrator.audit import Audit
@@ -38,7 +40,7 @@ class AuditedTarget(TargetClient):
             self._raise_epoch(is_reported=False)
             await self._begin_again()
             verdict = await super().verify(proposal)
-        return verdict
+        return self._shown(verdict)
 
     async def next_commit(self, feed: NodeFeed) -> Verdict:
         """Do what a target client does; raises as `verify` does."""
@@ -47,7 +49,11 @@ class AuditedTarget(TargetClient):
             await self._drop_stream()
             await self._begin_again()
             commit = await super().next_commit(feed)
-        return commit
+        return self._shown(commit)
+
+    def _shown(self, verdict: Verdict) -> Verdict:
+        """Return the verdict as the request asked for it."""
+        return verdict if self._audit.shows_log_probs else replace(verdict, log_probs=())
 
     async def _begin_again(self) -> None:
         """Go on at another target, which holds nothing of the text."""

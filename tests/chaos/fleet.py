@@ -11,7 +11,8 @@ from tests.support.certificates import Authority
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import ROOT, WorkerProcess
 
-_DRAIN = ("--drain", "60")
+_DRAIN = ("--drain", "100")
+"""Longer than any answer takes, on a machine that does other work besides."""
 _WORKER = ("--sessions", "8", "--threads", "1", "--dtype", "fp32", *_DRAIN)
 _STAGE = ("--sessions", "8", "--dtype", "fp32", *_DRAIN)
 _STAGES = {"stage a": "0:6", "stage b": "6:12", "spare a": "0:6", "spare b": "6:12"}

@@ -24,6 +24,8 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.readers import Kind, Notes, expected_texts, read_on
 from tests.support.processes import ROOT
 
+FLEETS = ("two", "one")
+"""How many processes a role has; a fleet of one is restarted like one of two, and requests wait."""
 NEW_CONNECTIONS = {"connection": "close"}
 
 
@@ -53,25 +55,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--previous", metavar="COMMIT", help="first start everything from this commit's code")
+    parser.add_argument("--only", choices=FLEETS, help="two processes of each role, or one; by default both in turn")
     parser.add_argument("--report", type=Path, default=Path("rolling.json"))
     chosen = parser.parse_args(arguments)
     wanted = Wanted(chosen.requests, chosen.readers, chosen.rounds, chosen.seed)
-    found = asyncio.run(run(wanted, chosen.previous))
+    found = asyncio.run(run(wanted, chosen.previous, [chosen.only] if chosen.only else FLEETS))
     chosen.report.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0 if all(each["is_well"] for each in found.values()) else 1
 
 
-async def run(wanted: Wanted, previous: str | None = None) -> dict[str, dict[str, Any]]:
+async def run(wanted: Wanted, previous: str | None = None, fleets: Sequence[str] = FLEETS) -> dict[str, dict[str, Any]]:
     """Return the reports of two processes a role, and of one."""
     expected = await asyncio.to_thread(expected_texts)
     with tempfile.TemporaryDirectory(prefix="specsplit-rolling-") as folder:
         tree = None if previous is None else code_of(previous, Path(folder) / "previous")
         found: dict[str, dict[str, Any]] = {}
-        for name, has_replicas in (("two of a role", True), ("one of a role", False)):
-            (own := Path(folder) / name.replace(" ", "-")).mkdir()
-            async with Fleet(own, has_replicas=has_replicas, first_tree=tree) as fleet:
-                found[name] = await _roll(fleet, expected, wanted)
+        for name in fleets:
+            (own := Path(folder) / name).mkdir()
+            async with Fleet(own, has_replicas=name == "two", first_tree=tree) as fleet:
+                found[f"{name} of a role"] = await _roll(fleet, expected, wanted)
     return found
 
 

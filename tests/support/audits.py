@@ -38,7 +38,8 @@ class Liar(FakeTarget):
             if position in self._positions:
                 wrong = (*true.token_ids[:index], (token_id + 1) % 256)
                 accepted = true.accepted[:index]
-                return replace(true, accepted=accepted, token_ids=wrong, length=position)
+                log_probs = true.log_probs[: len(wrong)]
+                return replace(true, accepted=accepted, token_ids=wrong, length=position, log_probs=log_probs)
         return true
 
 

@@ -74,6 +74,18 @@ def test_a_liar_in_log_probabilities_alone_is_found(
     assert "others find other log-probabilities at position 18" in caplog.text
 
 
+@pytest.mark.parametrize("mode", TREES)
+@pytest.mark.parametrize("by", [0.0011, -0.0011])
+def test_a_target_that_errs_too_little_for_another_pick_is_found(
+    mode: Mode, by: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the request asks for no log-probabilities, and then shows none."""
+    result, audit = asyncio.run(generate(made(Vague(9, less_likely(by)), FakeTarget(), FakeTarget(), mode=mode)))
+    assert (result.token_ids, result.logprobs) == (truth(), ())
+    assert quarantined(caplog) == ["target-0"]
+    assert (audit.num_mismatches, audit.num_ties, audit.num_tokens) == (1, 0, 24)
+
+
 def test_an_auditor_that_lies_in_log_probabilities_is_found(caplog: pytest.LogCaptureFixture) -> None:
     targets = [FakeTarget(), Vague(9, less_likely(1.0)), FakeTarget()]
     result, audit = asyncio.run(generate(made(*targets), LOGPROBS))
