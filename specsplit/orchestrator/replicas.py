@@ -25,6 +25,7 @@ from specsplit.core.errors import (
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 from specsplit.orchestrator.audit_counts import AuditCounts
+from specsplit.orchestrator.retry import ReplicaLost
 
 PING_S = 1.0
 """Period of pings, and the time for an answer."""
@@ -302,6 +303,8 @@ class ReplicaSession:
         except WorkerUnreachable as error:
             member.say(is_ready=False, why=str(error))
             self._move(member)
+            if self._replica.is_ready:
+                raise ReplicaLost(str(error)) from error
             raise
         except (DeadlineExceeded, WorkerFailed):
             self._move(member)

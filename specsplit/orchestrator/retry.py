@@ -34,6 +34,10 @@ _LEAST_TRY_S = 5.0
 """Limit of an attempt that begins when `retry_s` is nearly over, unless `retry_s` itself is less."""
 
 
+class ReplicaLost(WorkerUnreachable):
+    """One of several targets cannot be reached any more, and another one that is ready is asked next."""
+
+
 class _OutOfTime(DeadlineExceeded):
     """The request's own deadline passed, not that of a call."""
 
@@ -141,6 +145,7 @@ class Retrier:
         """Do the same after a first attempt that ended with `error`.
 
         The time for which a target has a caller wait for its tokens does not count as `retry_s`, up to MAX_REFUSED_S.
+        Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready.
 
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`.
@@ -171,13 +176,16 @@ class Retrier:
                 wait_s = min(self.policy.rng.uniform(0, pause_s), left_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             await asyncio.sleep(wait_s)
-            left_s = max(end_s - self._loop.time(), min(_LEAST_TRY_S, self.policy.retry_s))
+            tried_s = self._loop.time()
+            left_s = max(end_s - tried_s, min(_LEAST_TRY_S, self.policy.retry_s))
             try:
                 return await self._attempt(again, self._limit_s(left_s, work_s))
             except _OutOfTime:
                 continue
             except RETRIED as next_error:
                 error = next_error
+            if isinstance(error, ReplicaLost) and self._loop.time() - tried_s > self.policy.retry_s:
+                end_s = max(end_s, min(self._loop.time() + self.policy.retry_s, most_s))
 
     def _given_up(self, error: SpecSplitError, tried_s: float) -> SpecSplitError:
         """Return the error to be raised, in words that say who, for how long, and why."""

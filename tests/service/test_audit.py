@@ -14,7 +14,7 @@ import specsplit
 from tests.support.gateways import GatewayProcess
 from tests.support.metrics import samples_of, value
 from tests.support.processes import WorkerProcess, run
-from tests.support.stage_processes import stage_process
+from tests.support.stage_processes import altered_model, stage_process
 from tests.support.tampered import tampered
 
 TARGET = Path(specsplit.__file__).parent / "model" / "embedded" / "target"
@@ -158,7 +158,8 @@ def test_a_stage_that_lies_is_found_with_its_target_and_then_by_itself(
     honest: list[WorkerProcess], folder: Path
 ) -> None:
     """The audit leaves the target for one that is well; `stage-check` tells which of its stages it was."""
-    lying = str(tampered(TARGET, folder / "tampered-stage", "layers.8.mlp", factor=1.05))
+    # Where no hash of a stage looks; `tampered` is found when the stages are connected.
+    lying = str(altered_model(folder / "altered", "model.layers.8.mlp.down_proj.weight", 0.25))
     slots = ("--sessions", "8")
     (own := folder / "stages").mkdir()
     stages = [stage_process(own, "0:6", *slots), stage_process(own, "6:12", *slots, "--model", lying)]

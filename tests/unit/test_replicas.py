@@ -13,6 +13,7 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import Overloaded, WorkerUnreachable
 from specsplit.core.ports import Drafter, Verifier
+from specsplit.core.progress import Progress, current_listener
 from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
 from specsplit.orchestrator import replicas
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -25,6 +26,7 @@ from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.language import FakeTokenizer
+from tests.support.virtual_time import run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
 
@@ -66,9 +68,12 @@ class Killable(FakeTarget):
 
 
 def made(*targets: FakeTarget, mode: Mode = "plain") -> Orchestrator:
+    return over(Replicas({f"target-{number}": target for number, target in enumerate(targets)}), mode)
+
+
+def over(together: Replicas, mode: Mode = "plain") -> Orchestrator:
     draft = FakeDraft() if mode in ("pingpong", "overlap", "stream") else None
     speculation = Speculation(mode=mode, lookup=False, nodes=4, depth=2, branching=2)
-    together = Replicas({f"target-{number}": target for number, target in enumerate(targets)})
     return Orchestrator(
         together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=5, waits_when_full=False)
     )
@@ -172,6 +177,47 @@ async def test_all_but_one_may_be_lost_and_come_back_meanwhile() -> None:
                 if target.is_lost:
                     target.slots.clear()
     assert tuple(tokens) == expected.token_ids
+
+
+class BusyUntilLost(FakeTarget):
+    """A target at which sessions wait for a slot until it is killed; the other one is back by then."""
+
+    def __init__(self, other: Killable, seconds: float) -> None:
+        super().__init__()
+        self._other, self._seconds, self._is_lost = other, seconds, False
+
+    async def ping(self) -> Identity:
+        if self._is_lost:
+            raise WorkerUnreachable("it was killed")
+        return await super().ping()
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        while self._seconds > 0:
+            if (listener := current_listener()) is not None:
+                listener(Progress(queued=3))
+            await asyncio.sleep(1.0)
+            self._seconds -= 1.0
+            self._other.is_lost = False
+        self._is_lost = True
+        raise WorkerUnreachable("it was killed")
+
+
+def test_a_replica_lost_after_a_wait_longer_than_a_retry_is_survived() -> None:
+    async def main() -> None:
+        first = Killable()
+        together = Replicas({"first": first, "busy": BusyUntilLost(first, 30.0)})
+        expected = await made(FakeTarget()).generate(REQUEST)
+        watching = asyncio.create_task(together.watch())
+        tokens: list[int] = []
+        async with aclosing(over(together).stream(REQUEST)) as chunks:
+            async for chunk in chunks:
+                if not tokens:
+                    first.lose()
+                tokens += chunk.token_ids
+        watching.cancel()
+        assert tuple(tokens) == expected.token_ids
+
+    run_virtual(main)
 
 
 async def test_a_full_replica_sends_requests_to_another_and_all_full_ones_away() -> None:
