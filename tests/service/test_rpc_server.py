@@ -46,7 +46,7 @@ class Target(FakeTarget):
 
     async def score(self, prompt: Sequence[int], scored: Sequence[int], *others: Any) -> Scores:
         self.scored = (prompt, scored, *others)
-        return scores_of([-0.5 * token_id for token_id in scored], Timings(3.0, 0.5, 2.0, 2, 700, 4))
+        return scores_of([-0.5 * token_id for token_id in scored], Timings(3.0, 0.5, 2.0, 2, 700, 4, 720))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         if self.is_damaged:
@@ -69,7 +69,7 @@ async def test_scores_and_biases_travel():
         scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),))
     assert scores.log_probs == (-1.5, -2.0)
     sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
-    assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, sent, received)
+    assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, 720, sent, received)
     assert min(sent, received) > 10
     assert target.scored == ((1, 2), (3, 4), ((7, -1.5),), 0)
 
