@@ -37,6 +37,7 @@ from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance
 from specsplit.speculation.token_tree import SpeculationTree
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
+_BEGUN = Decision(PLAIN, 0, 0, 0.0)
 _NO_TREES = Profile(accept_by_depth=(0.0,))
 _DRAFTED: tuple[RoundMode, ...] = ("pingpong", "overlap", "stream")
 
@@ -167,7 +168,8 @@ class SpeculationStats:
             return None
         self._follow_load()
         learned, key = self._learned, (has_draft, modes, limits)
-        last = learned.decisions.get(key)
+        # Several sessions begin plainly, which shows what they cost each other: a trial in vain costs all of them.
+        last = learned.decisions.get(key, _BEGUN if times.sessions.load > 1 else None)
         current = last.mode if last is not None else None
         predictor = learned.predictors[has_draft]
         predictor.forgive(current)

@@ -43,6 +43,8 @@ def test_sessions_that_begin_at_once_ask_the_draft_a_round_later(num_beginning: 
 def test_a_mode_that_is_new_to_many_sessions_is_looked_at_soon():
     stats = shared(8, step_times=((1, 0.010), (33, 0.011)))
     limits, gaps = Limits(), list[int]()
+    first = [decided(stats).mode for _ in range(SWITCH_PATIENCE - 1)]
+    assert first == ["plain"] * (SWITCH_PATIENCE - 1), "what they cost each other shows before they try anything"
     for _ in range(8):
         decision = stats.decide(("pingpong",), limits, has_draft=True)
         assert decision is not None
