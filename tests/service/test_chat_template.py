@@ -53,8 +53,9 @@ def client(gateway: GatewayProcess) -> openai.OpenAI:
 
 def shown_prompt(gateway: GatewayProcess, **fields: Any) -> str:
     """Return the text of the prompt that a conversation becomes."""
-    tokens = httpx.post(f"{gateway.url}/tokenize", json=fields).raise_for_status().json()["tokens"]
-    return httpx.post(f"{gateway.url}/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
+    with httpx.Client(base_url=gateway.url, timeout=60) as http:  # the first one starts a process with its imports
+        tokens = http.post("/tokenize", json=fields).raise_for_status().json()["tokens"]
+        return http.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
 
 
 def test_names_and_variables_reach_the_prompt(gateway: GatewayProcess) -> None:
