@@ -28,16 +28,16 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     if given.get("print_config"):
         print_config(effective, as_json=False)
         return 0
+    settings = effective.settings
+    # Before the HTTP server is imported, which takes a second, and before workers would make the same complaint.
+    check_models(settings)
     if owns_process:
         spare("torch")  # models run in processes of their own
     with gateway_extra("serve"):
         from specsplit.assembly.gateway import serving_gateway
-    settings = effective.settings
     set_up_logging(settings.gateway, "gateway")
     for listen in filter(None, (settings.gateway.http, settings.gateway.lmtp)):
         check_listen(listen)
-    # Before workers are started: theirs would be the same complaint, seconds later and twice.
-    check_models(settings)
     chosen = settings.gateway
     arguments = ["--log-format", chosen.log_format, "--log-level", chosen.log_level]
     if given.get("config"):

@@ -20,6 +20,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
     settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
+    check_models(settings)  # before the HTTP server is imported, which takes a second
     if owns_process:
         spare("torch")  # models run in processes of their own
     with gateway_extra("lmtp"):
@@ -28,7 +29,6 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         from specsplit.gateway.lmtp.session import LmtpServer
         from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
     set_up_logging(settings.gateway, "gateway")
-    check_models(settings)
     arguments = ("--config", given["config"]) if given.get("config") else ()
 
     async def serve() -> None:

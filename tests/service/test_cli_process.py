@@ -52,6 +52,18 @@ def test_help_needs_nothing_heavy():
     assert done.stderr == b"[] 0\n"
 
 
+@pytest.mark.parametrize("command", [("serve",), ("lmtp", "--stdio")])
+def test_a_missing_model_is_refused_without_the_http_server(command: tuple[str, ...]):
+    program = (
+        "import sys; from specsplit.cli.main import main; code = main([*sys.argv[1:], '-m', './nowhere']);"
+        "print(sorted({'fastapi', 'grpc', 'torch'} & set(sys.modules)), code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, env=environment(), timeout=LIMIT_S, check=True
+    )
+    assert done.stderr == b"Error: There is no model folder at ./nowhere.\n[] 1\n"
+
+
 def test_json_is_one_object_on_one_line_with_the_fields_of_the_contract(tmp_path: Path):
     trace = tmp_path / "spans.jsonl"
     code, out, err = run(
