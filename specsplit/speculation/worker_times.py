@@ -282,12 +282,12 @@ class WorkerTimes:
         if self.verify is None:
             one_row_s = forward_s / (1 + ROW_COST * (rows - 1))
             self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
-        if is_concurrent and self.verify_concurrent is None:
-            self.verify_concurrent = StepTimes(self.verify.grid)
-        curve = self.verify_concurrent if is_concurrent and self.verify_concurrent is not None else self.verify
-        more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
+        curve = self.verify
+        if is_concurrent:
+            curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid)
         if not curve.covers(rows):
             return
+        more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
             self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))
         else:  # one session alone, or several that took less: so many rows of one would take no more
