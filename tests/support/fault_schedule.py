@@ -304,7 +304,7 @@ class Schedule:
         self.counts["tokens"] += len(result.token_ids)
         reported = [(resync.worker, resync.round, resync.reason, resync.num_tokens) for resync in result.resyncs]
         seen = account.resyncs[: account.num_reported]
-        is_streamed = "stream" in result.rounds_by_mode or self._mode == "stream"
+        is_streamed = account.is_streamed or self._mode == "stream"
         if is_streamed:  # an epoch may begin as a matter of course
             is_true = True
         elif self._mode in ("pingpong", "lookup"):  # a propose that nobody waits for any more may end a round later

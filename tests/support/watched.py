@@ -68,6 +68,8 @@ class Account:
     num_rounds: int = 0
     failed_rounds: set[int] = field(default_factory=set[int])
     """Rounds in which a verify failed."""
+    is_streamed: bool = False
+    """Whether a stream has committed anything, be it a round without a tree."""
 
 
 class Ledger:
@@ -140,6 +142,7 @@ class Ledger:
         """Take note of a commit of the stream that `turn` opened, as the orchestrator gets it."""
         account = self.accounts[turn.session]
         before = self._told[turn][0] if is_first else account.answered
+        account.is_streamed = True
         account.answered = account.ids = [*before, *verdict.token_ids]
         account.num_nodes = [*account.num_nodes[: account.num_rounds], len(verdict.verified)]
         account.num_rounds += 1
