@@ -48,51 +48,87 @@ class RequestOptions(TypedDict, total=False):
     """The options of one request; the settings of the pipeline or client fill in those that are left out."""
 
     max_new_tokens: int
+    """Tokens of the answer at most, 128 by default."""
     temperature: float
+    """0, the default, is greedy; above 0 tokens are sampled."""
     top_p: float
+    """Sample from the likeliest tokens whose probabilities sum to this; 1, the default, keeps all."""
     top_k: int
+    """Sample from so many of the likeliest tokens; 0, the default, keeps all."""
     min_p: float
+    """Sample from tokens at least this likely, relative to the likeliest one; 0 keeps all."""
     presence_penalty: float
+    """Subtracted from the logit of each token that the answer has already."""
     frequency_penalty: float
+    """The same, once for each time that the answer has the token."""
     repetition_penalty: float
+    """Makes tokens of prompt and answer less likely if it is above 1."""
     logit_bias: Mapping[int, float]
+    """Added to the logits, by token id."""
     logprobs: int | None
+    """Return each token's log-probability, and those of so many of the likeliest tokens at its position."""
     seed: int | None
+    """The same seed gives the same text; without one it is drawn at random and is in the result."""
     stop: str | Sequence[str]
+    """The answer ends before any of these texts."""
     ignore_eos: bool
+    """Do not end the answer at the model's end-of-sequence tokens."""
     chat: bool
+    """Apply the model's chat template to a prompt that is a text."""
     chat_template_kwargs: Mapping[str, TemplateValue | None]
+    """Variables of the chat template, such as `{"enable_thinking": False}`."""
     mode: Mode
+    """How to speculate: `auto` (the default), `plain`, `lookup`, `pingpong`, `overlap` or `stream`."""
     nodes: int
+    """Nodes of a tree that are verified in one round at most."""
     depth: int
+    """Levels of a tree at most."""
     branching: int
+    """Children of a node at most; 1 drafts chains."""
     lookup: bool
+    """Whether trees also hold the tokens that followed the same words earlier in the text."""
     timeout: float
+    """Seconds after which the request is given up."""
 
 
 class ClientOptions(RequestOptions, total=False):
     """The options of a client beside its addresses."""
 
     retry: float
+    """Seconds for which a target that cannot be reached is tried again."""
     draft_patience: float
+    """Seconds that a round waits for the draft at least."""
     audit: float
+    """Share of the rounds that another target recomputes."""
     auditor: str
+    """Address of the target that recomputes them."""
     tls_cert: ModelPath
+    """Certificate of this process."""
     tls_key: ModelPath
+    """Its key, without a password."""
     tls_ca: ModelPath
+    """The CA of all certificates."""
     insecure: bool
+    """Allow links without certificates to other machines."""
 
 
 class PipelineOptions(ClientOptions, total=False):
     """The options of a pipeline beside its models or addresses."""
 
     draft_vocab: ModelPath
+    """The tokens that the draft may propose: the number of lowest ids, or a file."""
     dtype: Dtype | TorchDtype
+    """Number format of the weights; by default the checkpoint's, if the processor computes in it."""
     device: DeviceName | TorchDevice
+    """`cpu`, `cuda` or `cuda:N`."""
     threads: int | Literal["auto"]
+    """CPU threads of each model; `auto`, the default, measures which number is fastest."""
     context: int
+    """Tokens of prompt and answer together; by default the model's, at most 4096."""
     kv_memory: str
+    """Memory for the KV cache of all sessions: bytes such as `8GiB`, or a share of what is free such as `0.85`."""
     sessions: int
+    """Requests that run at the same time."""
 
 
 def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
