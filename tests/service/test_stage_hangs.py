@@ -137,13 +137,26 @@ async def test_a_stage_unreachable_for_its_neighbour_is_replaced_if_that_helps(
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
             assert chain.link.statistics.spares_used == [chain.spares[0].address]
             return
-        with pytest.raises(WorkerUnreachable, match="Stage 0 cannot reach stage 1"):
+        with pytest.raises(WorkerUnreachable, match=r"Stage 0 cannot reach stage 1 at 127\.0\.0\.1:\d+;"):
             await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH)
         assert (chain.link.addresses, chain.link.statistics.spares_used) == (addresses, [])
         monkeypatch.setattr(NextLink, "open", open_next)
         async with asyncio.timeout(LIMIT_S):
             await mended(chain)
         assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+
+
+async def test_a_broken_link_between_stages_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage tells nobody where the next one is; its coordinator knows."""
+
+    async def broken(link: NextLink, packet: Packet) -> None:
+        raise WorkerUnreachable("Stage 0 cannot reach stage 1; its own log says why.")
+
+    async with opened_remote(shards("stages"), link_options={"reconnect_s": 4.0}) as chain:
+        monkeypatch.setattr(NextLink, "write", broken)
+        following = re.escape(chain.link.addresses[1])
+        with pytest.raises(WorkerUnreachable, match=rf"Stage 0 cannot reach stage 1 at {following};"):
+            await plain_text(chain.target, PROMPT, PARAMS, 1)
 
 
 class Refusing(DamagingProxy):

@@ -78,12 +78,14 @@ class Connection:
         except NextUnreachable as error:
             if index + 1 == len(self.peers):
                 raise
-            following = self.peers[index + 1].address
-            here = NextUnreachable(
-                f"Stage {index} cannot reach stage {index + 1} at {following}; its own log says why."
-            )
-            here.address = following
-            raise here from error
+            raise self._next_unreachable(index) from error
+
+    def _next_unreachable(self, index: int) -> NextUnreachable:
+        """Return the error of a stage that cannot reach the next one, whose address it tells nobody."""
+        following = self.peers[index + 1].address
+        error = NextUnreachable(f"Stage {index} cannot reach stage {index + 1} at {following}; its own log says why.")
+        error.address = following
+        return error
 
     @property
     def num_in_flight(self) -> int:
@@ -166,7 +168,7 @@ class Connection:
         try:
             received = reader.read(data)
             if isinstance(received, stage_pb2.Frame):
-                self._take_frame(self.peers[index], received)
+                self._take_frame(index, received)
             elif received is not None:
                 self._take_answer(index, received, reader.link)
         except (CorruptPacket, InvalidPacket, NoFreeSlot) as error:
@@ -186,15 +188,16 @@ class Connection:
         else:
             waiting.set_result(answer)
 
-    def _take_frame(self, peer: StagePeer, frame: stage_pb2.Frame) -> None:
-        kind = frame.WhichOneof("other")
+    def _take_frame(self, index: int, frame: stage_pb2.Frame) -> None:
+        peer, kind = self.peers[index], frame.WhichOneof("other")
         if kind == "draining":
             peer.is_draining = True
             self._on_draining(peer)
         elif kind == "error":
             error = error_in(frame.error, peer.name)
             if isinstance(error, WorkerUnreachable | PeerMismatch):  # the next stage: whatever is under way may be lost
-                self.lose(error)
+                is_away = isinstance(error, WorkerUnreachable) and index + 1 < len(self.peers)
+                self.lose(self._next_unreachable(index) if is_away else error)
             elif frame.error.HasField("request_id"):
                 self._fail(error, frame.error.request_id)
             else:
