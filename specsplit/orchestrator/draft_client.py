@@ -96,8 +96,7 @@ class DraftClient:
         does not count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left
         out of the statistics, since a rare call beside other work is not typical.
         """
-        draft = self._peer.identity
-        if draft is not None:
+        if (draft := self._peer.identity) is not None:
             if self.contract.history.largest >= draft.vocab_size:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
@@ -191,6 +190,7 @@ class DraftClient:
                 await self._peer.check()
             self.contract.fall_back(turn.base_length, error)
             return turn.verified
+        self.contract.change_key(error)
         self._raise_epoch()
         return ()  # node numbers of the last epoch name nothing now
 

@@ -25,7 +25,7 @@ from specsplit.orchestrator.peer import DraftPeer, TargetPeer
 from specsplit.orchestrator.request import Request, RequestTimings, Result
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.round import Rounds, SessionWorkers, Tally
-from specsplit.orchestrator.session_contract import SessionContract, TokenHistory
+from specsplit.orchestrator.session_contract import SessionContract, TokenHistory, session_key
 from specsplit.orchestrator.sources.base import Source
 from specsplit.orchestrator.sources.lookup import LookupSource
 from specsplit.orchestrator.sources.overlap import OverlapSource
@@ -81,7 +81,7 @@ class Session:
 
     def __init__(self, context: SessionContext, request: Request, retrier: Retrier, events: RequestEvents) -> None:
         self._context, self._request, self._retrier = context, request, retrier
-        key, history = secrets.token_hex(16), TokenHistory(request.prompt_ids)
+        key, history = session_key(), TokenHistory(request.prompt_ids)
         params = _session_params(context, request)
         events.key, events.request_id = key, request.request_id
         speculation, identity = context.speculation, context.identity

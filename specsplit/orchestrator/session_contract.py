@@ -5,10 +5,11 @@ Both clients keep one `SessionContract` each over one shared `TokenHistory`. Kno
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from zlib import crc32
 
-from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound, WorkerFailed
+from specsplit.core.errors import AccessDenied, SlotBehind, SpecSplitError, StaleEpoch, StaleRound, WorkerFailed
 from specsplit.core.types import SessionParams, Timings, Turn
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.request import ReplayReason, WorkerRole
@@ -18,8 +19,13 @@ MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
 MAX_BEHIND = 8
 """Times in a row that a worker may lack tokens: it may have been evicted again while the rest was on its way."""
-CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch)
+CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch, AccessDenied)
 """Errors by which a worker says that it holds another state than the turn claims; see docs/protocol.md."""
+
+
+def session_key() -> str:
+    """Return a key for a session, which nobody else can guess."""
+    return secrets.token_hex(16)
 
 
 class TokenHistory:
@@ -135,6 +141,15 @@ class SessionContract:
         if behind.is_preempted:
             reason = "preempted"
         self.events.replay(self._role, reason, believed - self.num_held)
+
+    def change_key(self, error: SpecSplitError) -> None:
+        """Go on under another key if the worker says that the session is another identity's.
+
+        It says so when our certificate was replaced by one with another name: sessions stay with the name before.
+        """
+        if isinstance(error, AccessDenied):
+            self.events.replay(self._role, "slot_lost", self.num_held)
+            self.session, self.num_held = session_key(), 0
 
     def raise_epoch(self, *, is_reported: bool = True) -> None:
         """Begin a new epoch; its tokens stay where they are.

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from specsplit.core.errors import PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
+from specsplit.core.errors import AccessDenied, PeerMismatch, SlotBehind, SpecSplitError, WorkerFailed
 from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import ROOT, Identity, Proposal, StreamLimits, Turn, Verdict
 from specsplit.engine.cancellation import to_its_end
@@ -136,15 +136,15 @@ class TargetClient:
     async def _resume(self, error: SpecSplitError, believed: int) -> None:
         """Agree with the target again on where the session is.
 
-        StaleRound or StaleEpoch means that the target has seen a later turn of ours than we know of: an attempt that
-        was given up reached it after all.
+        StaleRound or StaleEpoch means that an attempt which was given up reached the target after all.
         """
-        if not isinstance(error, SlotBehind):
+        if isinstance(error, SlotBehind):
+            if error.have == 0 < believed and not error.is_preempted:  # another worker would not know of a preemption
+                await self._check_worker()
+            self.contract.fall_back(believed, error)
+        else:
+            self.contract.change_key(error)
             self._raise_epoch()
-            return
-        if error.have == 0 < believed and not error.is_preempted:  # another worker would not know of a preemption
-            await self._check_worker()
-        self.contract.fall_back(believed, error)
 
     def _raise_epoch(self, *, is_reported: bool = True) -> None:
         self.contract.raise_epoch(is_reported=is_reported)
@@ -176,7 +176,7 @@ class TargetClient:
                 num_raises += not isinstance(error, SlotBehind)
                 if num_raises > MAX_RAISES:
                     raise
-                if isinstance(error, SlotBehind):  # otherwise the stream that broke has raised the epoch
+                if isinstance(error, SlotBehind | AccessDenied):  # else the stream that broke has raised the epoch
                     await self._resume(error, self.contract.num_held)
         assert self._open is not None, "a commit came from it"
         self._open.has_commits = True

@@ -15,6 +15,8 @@ from typing import Any, cast
 from specsplit.core.errors import InvalidSettings
 from specsplit.rpc.auth import LinkRole, PeerIdentity, identity_of, server_name
 
+NOT_YET_VALID = 9
+"""Verification result of OpenSSL for a certificate that is valid from later on."""
 _MAX_FLIGHTS = 10
 """Messages that a handshake sends to and fro at most."""
 
@@ -117,8 +119,9 @@ def _self_handshake(files: CertificateFiles) -> dict[str, Any]:
             if not waiting:
                 return cast("dict[str, Any]", client.getpeercert())
     except ssl.SSLCertVerificationError as error:
+        hint = " (is the clock of this machine right?)" if error.verify_code == NOT_YET_VALID else ""
         raise InvalidSettings(
-            f"The certificate {files.cert} does not pass the check by {files.ca}: {error.verify_message}."
+            f"The certificate {files.cert} does not pass the check by {files.ca}: {error.verify_message}{hint}."
         ) from error
     except ssl.SSLError as error:
         raise InvalidSettings(f"The certificate {files.cert} cannot be used ({error.reason}).") from error

@@ -6,7 +6,7 @@ Only here does a client use grpc: each call has a deadline, and trace context wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
@@ -40,8 +40,10 @@ class WorkerChannel:
         security.check_dial(address)
         self._address, self._peer, self._security = address, peer, security
         self._role: LinkRole = role
+        self.on_renamed: Callable[[], None] = lambda: None
+        """Called when calls begin under another identity than those before, which go on under theirs."""
         self._channel: grpc.aio.Channel | None = None
-        self._version = 0
+        self._version, self._identity = 0, ""
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         """Channels from before a rotation, each with the task that closes it when its calls have ended."""
         self._methods: dict[str, Any] = {}
@@ -100,7 +102,11 @@ class WorkerChannel:
             self._retire(self._channel)
             self._channel = None
         if self._channel is None:
+            # Asked before the channel is made: a rotation in between then counts as a change the next time.
+            before, self._identity = self._identity, self._security.identity(self._address)
             self._channel, self._version = self._security.open_channel(self._address, self._role), version
+            if before not in ("", self._identity):
+                self.on_renamed()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, arity)(name)
         return self._methods[name]

@@ -1,7 +1,7 @@
 """How a process's links are secured: mutual TLS, or plaintext on loopback; the one place that makes ports and channels.
 
 Certificates are read again when their files change: a server shows the new one to every new connection, and a client
-dials anew for its next call, while streams under way stay where they are.
+dials anew for its next call, while streams under way stay where they are (rounds: until the identity is another one).
 """
 
 from __future__ import annotations
@@ -136,6 +136,14 @@ class Security:
     def version(self, address: str) -> int:
         """Return a number that rises when a channel to `address` should be made anew."""
         return 0 if self.certificates is None or address in self.plaintext_at else self.certificates.version
+
+    def identity(self, address: str) -> str:
+        """Return the identity that a channel to `address` shows from now on; empty without certificates."""
+        if self.certificates is None or address in self.plaintext_at:
+            return ""
+        identity = self.certificates.current.identity
+        assert identity is not None, "a certificate without a role is refused"
+        return identity.name
 
     def check_dial(self, address: str) -> None:
         """Raise InvalidSettings if a link to `address` would leave this machine in plaintext."""

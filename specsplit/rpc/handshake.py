@@ -11,14 +11,14 @@ from contextlib import suppress
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.rpc.auth import LinkRole, server_name
-from specsplit.rpc.certificate import context_of
+from specsplit.rpc.certificate import NOT_YET_VALID, context_of
 from specsplit.rpc.connectivity import why_unreachable
 from specsplit.rpc.credentials import Security
 from specsplit.rpc.transport import parse_address
 
 _ALERT_S = 0.5
 """Time in which a server that refuses our certificate says so; one that takes it begins to speak."""
-_NOT_YET_VALID, _EXPIRED, _OTHER_NAME = 9, 10, 62
+_EXPIRED, _OTHER_NAME = 10, 62
 """Verification results of OpenSSL; most others say that the chain does not end in our CA."""
 
 
@@ -84,7 +84,7 @@ async def _refusal(address: str, role: LinkRole, security: Security) -> str | No
 def _words(error: ssl.SSLCertVerificationError, role: LinkRole) -> str:
     if error.verify_code == _OTHER_NAME:
         return f"its certificate is not one of a {role}; is it another worker's address?"
-    if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
+    if error.verify_code in (NOT_YET_VALID, _EXPIRED):
         state = "has expired" if error.verify_code == _EXPIRED else "is not valid yet; do the clocks agree?"
         return f"its certificate {state}"
     return f"its certificate is not one of our CA ({error.verify_message})"

@@ -47,11 +47,17 @@ Serve = Callable[[bytes, Trace], Awaitable[bytes | Status]]
 
 
 class RoundsClient:
-    """The rounds of one worker's sessions, over a stream that is opened when a round finds none."""
+    """The rounds of one worker's sessions, over a stream that is opened when a round finds none.
+
+    After a rotation to a certificate with another name rounds begin on a stream of that name, as all other calls do.
+    """
 
     def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
         self._channel, self._method, self._peer = channel, method, peer
+        channel.on_renamed = self._leave
         self._stream: _RoundStream | None = None
+        self._left: dict[asyncio.Task[None], _RoundStream] = {}
+        """Streams of an earlier identity, each with the task that ends it when its rounds are answered."""
         self._is_closed = False
 
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
@@ -73,8 +79,18 @@ class RoundsClient:
     async def aclose(self) -> None:
         """End the stream; rounds under way fail."""
         self._is_closed = True
-        if self._stream is not None:
-            await self._stream.aclose()
+        for stream in (self._stream, *self._left.values()):
+            if stream is not None:
+                await stream.aclose()
+        if self._left:
+            await asyncio.wait(set(self._left))
+
+    def _leave(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            ending = asyncio.create_task(stream.finish(), name="specsplit-rounds-end")
+            self._left[ending] = stream
+            ending.add_done_callback(lambda task: self._left.pop(task, None))
 
 
 class _RoundStream:
@@ -154,6 +170,12 @@ class _RoundStream:
         except asyncio.CancelledError:
             pass
         return self._channel.cut()
+
+    async def finish(self) -> None:
+        """End the stream when the rounds under way are answered."""
+        while self._waiting:
+            await asyncio.wait([waiter.answer for waiter in self._waiting.values()])
+        await self._stream.close()
 
     async def aclose(self) -> None:
         for waiter in self._waiting.values():

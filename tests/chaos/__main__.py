@@ -30,22 +30,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="mean seconds from one fault to the next")
+    parser.add_argument("--often", default="", metavar="KIND", help="the first word of what half of the faults are")
     parser.add_argument("--readers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     chosen = parser.parse_args(arguments)
-    found = asyncio.run(run(chosen.minutes * 60, chosen.every, chosen.readers, chosen.seed))
+    found = asyncio.run(run(chosen.minutes * 60, chosen.every, chosen.readers, chosen.seed, chosen.often))
     chosen.report.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     shown = {name: value for name, value in found.items() if name != "faults"}
     sys.stdout.write(json.dumps(shown, indent=1) + f"\nEvery fault stands in {chosen.report}.\n")
     return 0 if found["is_well"] else 1
 
 
-async def run(length_s: float, every_s: float, num_readers: int, seed: int) -> dict[str, Any]:
+async def run(length_s: float, every_s: float, num_readers: int, seed: int, often: str = "") -> dict[str, Any]:
     """Return the report of so many seconds of faults and readers."""
     expected, notes, happened = await asyncio.to_thread(expected_texts), Notes(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="specsplit-chaos-") as folder:
-        async with Farm(Path(folder)) as farm:
+        async with Farm(Path(folder), often=often) as farm:
             has_ended, began_s, stalls = asyncio.Event(), time.monotonic(), list[float]()
             measuring = asyncio.create_task(_measure_stalls(stalls))
             readers = [

@@ -45,11 +45,12 @@ class Farm:
     """A draft, a target, and a target in two stages that is its replica, behind a gateway; every link is bad at times.
 
     Links have certificates, so a flipped bit is noticed, as TCP's checksum notices it elsewhere. Fresh processes
-    start as a user's do, instead of being forked from one that has the imports.
+    start as a user's do, instead of being forked from one that has the imports. Half of the faults that are drawn are
+    of a kind that begins with `often`, if it is named.
     """
 
-    def __init__(self, folder: Path, *, is_fresh: bool = False) -> None:
-        self._folder, self._stack, self._is_fresh = folder, AsyncExitStack(), is_fresh
+    def __init__(self, folder: Path, *, is_fresh: bool = False, often: str = "") -> None:
+        self._folder, self._stack, self._is_fresh, self._often = folder, AsyncExitStack(), is_fresh, often
         self._authority = Authority(folder / "certificates")
         self._certificates: dict[str, Paths] = {}
         self.workers: dict[str, WorkerProcess] = {}
@@ -113,7 +114,8 @@ class Farm:
             "restart": ROLES,
             "rotate certificates of": (*ROLES, "gateway"),
         }
-        kind = rng.choice(sorted(kinds))
+        often = [kind for kind in sorted(kinds) if self._often and kind.startswith(self._often)]
+        kind = rng.choice(often if often and rng.random() < 0.5 else sorted(kinds))
         return Fault(kind, rng.choice(kinds[kind]), rng.uniform(0.1, _LONGEST_S))
 
     async def happen(self, fault: Fault) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from tests.chaos import rolling, soak
 from tests.chaos.__main__ import run
+from tests.chaos.farm import Farm, Fault
+from tests.chaos.readers import Notes, expected_texts, read_on
 
 
 @pytest.mark.slow
@@ -14,6 +19,21 @@ async def test_no_text_is_wrong_and_every_failure_has_a_type() -> None:
     assert (found["wrong"], found["untyped"]) == ([], [])
     assert found["num_right"] > 0
     assert found["num_faults"] > 0
+
+
+@pytest.mark.slow
+async def test_a_gateway_whose_name_changes_again_and_again_fails_no_request(tmp_path: Path) -> None:
+    expected, notes, has_ended = await asyncio.to_thread(expected_texts), Notes(), asyncio.Event()
+    async with Farm(tmp_path) as farm:
+        reading = [
+            asyncio.create_task(read_on([farm.gateway.url], expected, notes, has_ended, seed)) for seed in (1, 2)
+        ]
+        for _ in range(8):
+            await farm.happen(Fault("rotate certificates of", "gateway", lasts_s=2.0))
+        has_ended.set()
+        await asyncio.gather(*reading)
+    assert (notes.failures, notes.wrong, notes.untyped) == ({}, [], [])
+    assert notes.num_right > 0
 
 
 @pytest.mark.slow

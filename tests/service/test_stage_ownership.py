@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.rpc.auth import PeerIdentity
 from specsplit.rpc.channel import Duplex
-from specsplit.rpc.server import LIVENESS, READINESS, Server
+from specsplit.rpc.server import LIVENESS, READINESS
 from specsplit.stages import serve
 from specsplit.stages.wire import next_stage
 from specsplit.stages.wire.claim import Claim, NextAddresses
@@ -24,12 +25,15 @@ from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.options import LinkOptions
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.remote_chain import RemoteChain
-from tests.support.processes import LIMIT_S
+from tests.support.disturbed import SAMPLINGS, generate, links, own_cache
+from tests.support.processes import LIMIT_S, WorkerProcess
 from tests.support.remote_chains import expected_of, opened_remote, served
 from tests.support.rounds import plain_text
 from tests.support.rpc_servers import LOOPBACK, CountingProxy, wait_until
 from tests.support.small_target import shards
-from tests.support.stage_processes import served_stages
+from tests.support.stage_processes import close_all, served_stages, stage_process
+
+__all__ = ["own_cache"]  # a fixture
 
 PARAMS = SessionParams(SamplingParams(), prompt_length=5, max_tokens=64)
 PROMPT = [5, 6, 7, 8, 9]
@@ -134,25 +138,55 @@ async def test_a_target_is_not_live_while_others_have_its_stages(monkeypatch: py
             settings = TargetSettings(stages=(at[0], door.address), context=256, threads=1, listen=LOOPBACK)
             coordinator = await asyncio.to_thread(serve.load_coordinator, settings)
             async with serve.serving_chain(coordinator, settings) as server:
-                assert (await health(server, LIVENESS), await health(server, READINESS)) == (SERVING, SERVING)
+                assert (await health(server.address, LIVENESS), await health(server.address, READINESS)) == (
+                    SERVING,
+                    SERVING,
+                )
                 door.shut()
                 stream = await taken(peer, ChainId("stranger", 1, SECRET))
                 door.is_shut = False
-                await reaches(server, LIVENESS, NOT_SERVING)
+                await reaches(server.address, LIVENESS, NOT_SERVING)
                 stream.cancel()
-                await reaches(server, READINESS, SERVING)
-                assert await health(server, LIVENESS) == SERVING
+                await reaches(server.address, READINESS, SERVING)
+                assert await health(server.address, LIVENESS) == SERVING
 
 
-async def health(server: Server, name: str) -> int:
-    async with grpc.aio.insecure_channel(server.address) as channel:
+@pytest.mark.slow
+async def test_a_target_has_back_what_was_taken_while_it_is_live(tmp_path: Path) -> None:
+    """Its own limit is in force, TAKEN_S: a target is live for 10 s without its stages, and no longer."""
+    stages = [stage_process(tmp_path, layers) for layers in ("0:6", "6:12")]
+    first, second = [await asyncio.to_thread(lambda stage=stage: stage.address) for stage in stages]
+    door = Door(int(second.rpartition(":")[2]))
+    async with door.running(), stranger(second) as peer:
+        target = WorkerProcess("target", tmp_path, "--threads", "1", "--stages", f"{first},{door.address}")
+        try:
+            at = await asyncio.to_thread(lambda: target.address)
+            async with links(at, None) as workers:
+                expected = (await generate(workers, SAMPLINGS["greedy"])).done.token_ids
+                for number, is_kept in ((1, False), (2, True)):
+                    door.shut()
+                    stream = await taken(peer, ChainId("stranger", number, SECRET))
+                    door.is_shut = False
+                    await reaches(at, LIVENESS if is_kept else READINESS, NOT_SERVING)
+                    stream.cancel()
+                    while await health(at, READINESS) != SERVING:
+                        assert is_kept or await health(at, LIVENESS) == SERVING
+                        await asyncio.sleep(0.02)
+                    await reaches(at, LIVENESS, SERVING)
+                    assert (await generate(workers, SAMPLINGS["greedy"])).done.token_ids == expected
+        finally:
+            close_all([target, *stages])
+
+
+async def health(address: str, name: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
         return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
 
 
-async def reaches(server: Server, name: str, status: int) -> None:
+async def reaches(address: str, name: str, status: int) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while await health(server, name) != status:  # noqa: ASYNC110 - the state of another side
+        while await health(address, name) != status:  # noqa: ASYNC110 - the state of another side
             await asyncio.sleep(0.02)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from specsplit.core.errors import NoFreeSlot, WorkerFailed, WorkerUnreachable
+from specsplit.core.errors import AccessDenied, NoFreeSlot, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import (
     Budget,
     Identity,
@@ -52,6 +52,8 @@ class Fault(Enum):
     """The session has seen a later round of a later epoch."""
     FAILED = auto()
     FULL = auto()
+    FOREIGN = auto()
+    """Refused, since the session is that of an identity we had before, and its slot is free by now."""
     BROKEN = auto()
     """An exception that is none of ours."""
     LATE = auto()
@@ -145,6 +147,8 @@ class Flaky:
         slot = slots.get(turn.session)
         if fault in (Fault.RESTARTED, Fault.CRASHED):
             slots.clear()
+        elif fault is Fault.FOREIGN:
+            slots.pop(turn.session, None)
         elif fault is Fault.FORGOTTEN and slot is not None:
             slot.truncate(3)
         elif fault is Fault.OVERTAKEN and slot is not None:
@@ -156,6 +160,7 @@ class Flaky:
             Fault.CRASHED: WorkerUnreachable("the connection was cut"),
             Fault.FAILED: WorkerFailed("its own code failed"),
             Fault.FULL: NoFreeSlot("every slot is in use"),
+            Fault.FOREIGN: AccessDenied("the session belongs to another identity"),
             Fault.BROKEN: RuntimeError("a bug"),
         }
         if fault in errors:

@@ -85,7 +85,7 @@ def test_doctor_reads_the_file_of_keys(
         ((-1, 2), 0o600, (True, True, False), "replace the files in time"),
         ((-1, 30), 0o644, (True, False, True), "chmod o-rw"),
         ((-9, -1), 0o600, (False, False, False), "expired"),
-        ((1, 30), 0o600, (False, False, False), "not yet valid"),
+        ((1, 30), 0o600, (False, False, False), "not yet valid (is the clock of this machine right?)"),
     ],
 )
 def test_doctor_reads_certificates_and_who_may_read_keys(

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from specsplit.core.errors import (
+    AccessDenied,
     DeadlineExceeded,
     InvalidRequest,
     NoFreeSlot,
@@ -22,6 +23,7 @@ from specsplit.core.errors import (
 from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import DegradedPhase, Replay, Request, Result, RetryPolicy
+from specsplit.orchestrator.session_contract import MAX_RAISES
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, Faults, good_guess, plain_tokens
 from tests.support.flaky import Fault, Flaky
@@ -146,6 +148,26 @@ def test_a_target_ahead_of_us_begins_a_new_epoch_without_a_replay(call: int) -> 
     assert isinstance(target.inner, FakeTarget)
     with_nodes = [proposal for proposal in target.inner.proposals[call:] if len(proposal)]
     assert not with_nodes or with_nodes[0].first_node == 1
+
+
+@pytest.mark.parametrize("call", range(NUM_ROUNDS))
+def test_a_session_of_an_earlier_identity_goes_on_under_another_key(call: int) -> None:
+    """Another certificate of ours has another name; to the workers whatever it calls is somebody else's."""
+    target, draft = pair(target={call: Fault.FOREIGN}, draft={call: Fault.FOREIGN})
+    result = serve(target, draft)
+    assert result.degraded == ()
+    assert (result.num_rounds, result.speculative_decoding) == (HEALTHY.num_rounds, HEALTHY.speculative_decoding)
+    assert Replay("target", call, "slot_lost", BASES[call]) in result.resyncs
+    assert len({turn.session for turn in target.inner.turns}) == (2 if call else 1)
+    assert target.inner.num_tokens == HEALTHY_TARGET.inner.num_tokens + BASES[call]
+
+
+def test_a_target_that_gives_every_session_to_others_is_an_error() -> None:
+    target, draft = pair()
+    target.after = Fault.FOREIGN
+    with pytest.raises(AccessDenied):
+        serve(target, draft)
+    assert target.num_calls == MAX_RAISES + 1
 
 
 def test_a_late_verdict_is_waited_for() -> None:
