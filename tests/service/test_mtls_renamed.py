@@ -12,7 +12,7 @@ import pytest
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import AccessDenied
-from specsplit.core.types import SessionParams
+from specsplit.core.types import Proposal, SessionParams
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
 from specsplit.rpc import clients
@@ -26,7 +26,11 @@ from tests.support.bad_network import BadNetwork
 from tests.support.certificates import Authority, Paths
 from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, good_guess, plain_tokens
 from tests.support.processes import LIMIT_S
-from tests.support.rpc_servers import LOOPBACK
+from tests.support.remote_chains import mended, num_rows, opened_over, served
+from tests.support.rounds import script
+from tests.support.rpc_servers import LOOPBACK, wait_until
+from tests.support.small_target import PARAMS, shards
+from tests.support.small_target import PROMPT as STAGED_PROMPT
 
 PROMPT, LENGTH = tuple(b"Once upon a time there was a fork " * 8), 40
 EXPECTED = tuple(plain_tokens(SessionParams(seed=7), PROMPT, LENGTH))
@@ -132,3 +136,29 @@ async def test_a_session_of_the_name_before_is_refused_to_the_new_one(tmp_path: 
         await renamed.target.ping()
         with pytest.raises(AccessDenied):
             await renamed.target.verify(turn, without_tree(turn))
+
+
+async def test_a_target_with_another_name_keeps_its_stages_and_their_rows(tmp_path: Path) -> None:
+    """Stages obey the name that opened their streams alone, so these are opened anew, and nothing is sent again."""
+    authority = Authority(tmp_path / "ca")
+    mine = Paths(tmp_path / "mine.pem", tmp_path / "mine.key", tmp_path / "ca.pem")
+    mine.replace_with(authority.role("target", "first"))
+    security, parts, keys = mine.security("target"), shards(), ["one", "two", "three"]
+    certificates = security.certificates
+    assert certificates is not None
+    async with (
+        served(parts.stages, security=authority.role("stage").security("stage")) as hosts,
+        opened_over(parts, hosts, [], [host.address for host in hosts], [], security=security) as chain,
+    ):
+        for key in keys:
+            opening = script(PARAMS, STAGED_PROMPT, 0, 1, key)
+            await chain.target.verify(opening, Proposal(1, len(STAGED_PROMPT) - 1))
+        for number, key in enumerate(keys):
+            mine.replace_with(authority.role("target", f"named-{number}"))
+            certificates.look()
+            await chain.target.close(key)
+            await wait_until(lambda: chain.link.trouble is not None)
+            await mended(chain)
+            left = [0] * (number + 1) + [len(STAGED_PROMPT)] * (2 - number) + [0]
+            await wait_until(lambda left=left: [num_rows(host) for host in hosts] == [left] * len(hosts))
+        assert (chain.resent, chain.link.statistics.num_reconnects) == ([], 3)

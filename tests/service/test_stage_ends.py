@@ -15,7 +15,7 @@ from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.peer import StagePeer, StagePing
 from specsplit.target.engine import TargetEngine
 from tests.support.processes import LIMIT_S, SILENT_S
-from tests.support.remote_chains import RemoteOpen, StageHost, mended, opened_remote
+from tests.support.remote_chains import RemoteOpen, mended, num_rows, opened_remote
 from tests.support.rounds import plain_text, script, verdicts
 from tests.support.rpc_servers import CountingProxy, wait_until
 from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, shards, spare, truth
@@ -50,12 +50,6 @@ class SilentProxy(CountingProxy):
                     writer.write(data)
                     await writer.drain()
         writer.close()
-
-
-def num_rows(host: StageHost) -> list[int]:
-    """Return the rows of every slot of a stage, and check that what goes with rows goes with them."""
-    host.stage.engine.check_integrity()
-    return host.stage.engine.num_rows
 
 
 def is_forgotten(chain: RemoteOpen) -> bool:

@@ -12,6 +12,7 @@ from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import WorkerUnreachable
 from specsplit.engine.executor import ThreadExecutor
 from specsplit.engine.session import TTL_S
+from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.server import Server, serving
 from specsplit.stages.chain.expected import expected_chain
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner
@@ -70,8 +71,10 @@ class WatchedStage:
 class StageHost:
     """One stage process: a fresh engine behind a server; it keeps its port over restarts."""
 
-    def __init__(self, shard: LoadedShard, device: ThreadExecutor, at_once_s: float = 0.0) -> None:
-        self.shard, self._device, self._at_once_s = shard, device, at_once_s
+    def __init__(
+        self, shard: LoadedShard, device: ThreadExecutor, at_once_s: float = 0.0, security: Security = ON_LOOPBACK
+    ) -> None:
+        self.shard, self._device, self._at_once_s, self._security = shard, device, at_once_s, security
         self.address = LOOPBACK
         self.hangs: Callable[[Packet], object] = lambda packet: False
         """Told of every packet; one for which it is True is never computed."""
@@ -86,8 +89,9 @@ class StageHost:
         engine = StageEngine(self.shard, device=self._device, at_once_s=self._at_once_s)
         self.stage = WatchedStage(engine, self._asked, self.claims)
         self._stack.push_async_callback(self.stage.engine.aclose)
-        self.service = StageService(self.stage)
-        self.server: Server = await self._stack.enter_async_context(serving(self.address, [self.service]))
+        self.service = StageService(self.stage, security=self._security)
+        server = serving(self.address, [self.service], security=self._security)
+        self.server: Server = await self._stack.enter_async_context(server)
         self.address = self.server.address
         self.num_starts += 1
         self.is_serving = True
@@ -103,6 +107,12 @@ class StageHost:
     async def restart(self) -> None:
         await self.stop()
         await self.start()
+
+
+def num_rows(host: StageHost) -> list[int]:
+    """Return the rows of every slot of a stage, and check that what goes with rows goes with them."""
+    host.stage.engine.check_integrity()
+    return host.stage.engine.num_rows
 
 
 @dataclass
@@ -121,14 +131,16 @@ class RemoteOpen:
 
 
 @asynccontextmanager
-async def served(shards: Sequence[LoadedShard], at_once_s: float = 0.0) -> AsyncIterator[list[StageHost]]:
+async def served(
+    shards: Sequence[LoadedShard], at_once_s: float = 0.0, security: Security = ON_LOOPBACK
+) -> AsyncIterator[list[StageHost]]:
     """Serve a stage over each shard, all on one thread; short packets on the loop, where they take `at_once_s`."""
     async with AsyncExitStack() as stack:
         device = ThreadExecutor("stages", 1)
         stack.push_async_callback(device.close)
         hosts: list[StageHost] = []
         for shard in shards:
-            host = StageHost(shard, device, at_once_s)
+            host = StageHost(shard, device, at_once_s, security)
             await host.start()
             stack.push_async_callback(host.stop)
             hosts.append(host)
@@ -169,12 +181,13 @@ async def opened_over(
     spare_addresses: Sequence[str],
     *,
     link_options: dict[str, Any] | None = None,
+    security: Security = ON_LOOPBACK,
     **options: Any,
 ) -> AsyncIterator[RemoteOpen]:
     """Connect a chain of stages and spares that are served, and open a target over it."""
     patience: dict[str, Any] = {"call_timeout_s": 2.0 * LIMIT_S, "reconnect_s": float(LIMIT_S)}
     patience |= link_options or {}
-    link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience))
+    link = RemoteChain(addresses, spare_addresses, expected_of(shards), LinkOptions(**patience), security)
     ttl_s, executor = options.pop("ttl_s", TTL_S), options.pop("executor", None)
     prefix_reuse = options.pop("prefix_reuse", "off")  # most tests ask what stages hold of ended sessions
     sending = ChainOptions(**{"chunk_tokens": 16, **options})

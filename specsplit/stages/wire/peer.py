@@ -60,9 +60,19 @@ class StagePeer:
         self.is_draining = False
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
+        self.on_renamed: Callable[[], None] = lambda: None
+        """Called when calls begin under another identity than that of the streams that are open."""
         self._process = ""
         self._security = security
-        self._channel = WorkerChannel(address, self.name, "stage", security)
+        self._channel = self._dial()
+
+    def _dial(self) -> WorkerChannel:
+        channel = WorkerChannel(self.address, self.name, "stage", self._security)
+        channel.on_renamed = self._tell_renamed
+        return channel
+
+    def _tell_renamed(self) -> None:
+        self.on_renamed()
 
     def admit(self, ping: StagePing) -> None:
         """Record who answered; a process that was restarted drains no longer."""
@@ -160,7 +170,7 @@ class StagePeer:
     async def renew(self) -> None:
         """Forget the connection: the next call dials at once."""
         # A channel that failed backs off before it dials again; a new one does not.
-        channel, self._channel = self._channel, WorkerChannel(self.address, self.name, "stage", self._security)
+        channel, self._channel = self._channel, self._dial()
         await channel.aclose()
 
     async def aclose(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.exactness import Exactness, joint_exactness, joint_numerics
@@ -50,6 +51,8 @@ class RemoteChain:
         self._connector = ChainConnector(self._members, self._on_draining)
         self._ended = EndedSlots(self._current, self._in_order)
         self._connector.on_connected = self._ended.tell
+        for peer in self._members.all:
+            peer.on_renamed = partial(self._leave_name, peer)
 
     @property
     def options(self) -> LinkOptions:
@@ -169,6 +172,11 @@ class RemoteChain:
     def end(self, slot: int, epoch: int) -> None:
         """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
         self._ended.add(slot, epoch)
+
+    def _leave_name(self, peer: StagePeer) -> None:
+        """Give up a connection whose streams were opened under an earlier name than calls have now."""
+        if (connection := self._current()) is not None and peer in connection.peers:
+            connection.lose(WorkerUnreachable("The target's certificate has another name, so the chain is made anew."))
 
     async def move_slots(self, from_address: str, to_address: str) -> int:
         """Let a spare take a stage's place with all that its slots hold; return how many slots were moved.

@@ -1,7 +1,7 @@
 """Which coordinator a stage serves, and in which chain: taking it over, leaving it, and the time to come back to it.
 
 A stage serves one coordinator at a time. A chain that the same coordinator configures later (a higher number) replaces
-the one before, if it shows the same claim: the identity of its link and the secret that it drew. Another coordinator is
+the one before, if it shows the same claim: the secret that it drew, and an identity as a target. Another coordinator is
 refused while a stream of the first is open, unless it says `takeover` and shows the claim of the first. A coordinator
 that says that it leaves frees the slots; one that is cut off has `grace_s` to come back to them.
 """
