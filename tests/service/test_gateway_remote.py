@@ -126,6 +126,8 @@ def test_a_target_that_is_lost_is_one_event_and_the_end(target: WorkerProcess, c
     while client.get("/ready").status_code == 200:
         pass
     assert client.get("/v1/models").json()["data"] == []
+    lost = client.get("/v1/models/small")
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "model_unavailable")
     target.start()
     assert target.address
     until_answered(client)
