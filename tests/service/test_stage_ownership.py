@@ -12,7 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specsplit.core.errors import InvalidRequest, PeerMismatch
+from specsplit.assembly.workers import Workers
+from specsplit.core.errors import InvalidRequest, LinkError, PeerMismatch
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.rpc.auth import PeerIdentity
@@ -171,15 +172,29 @@ async def test_a_target_has_back_what_was_taken_while_it_is_live(tmp_path: Path)
                     door.shut()
                     stream = await taken(peer, ChainId("stranger", number, SECRET))
                     door.is_shut = False
+                    await wait_until_taken(workers)
                     await reaches(at, LIVENESS if is_kept else READINESS, NOT_SERVING)
                     stream.cancel()
-                    while await health(at, READINESS) != SERVING:
-                        assert is_kept or await health(at, LIVENESS) == SERVING
-                        await asyncio.sleep(0.02)
+                    async with asyncio.timeout(LIMIT_S):
+                        while await health(at, READINESS) != SERVING:
+                            assert is_kept or await health(at, LIVENESS) == SERVING
+                            await asyncio.sleep(0.02)
                     await reaches(at, LIVENESS, SERVING)
                     assert (await generate(workers, SAMPLINGS["greedy"])).done.token_ids == expected
         finally:
             close_all([target, *stages])
+
+
+async def wait_until_taken(workers: Workers) -> None:
+    """Ask the target for a text until it says that another coordinator has a stage of its chain."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                await generate(workers, SAMPLINGS["greedy"].model_copy(update={"retry": 0.0}))
+            except PeerMismatch:
+                return
+            except LinkError:
+                await asyncio.sleep(0.02)
 
 
 async def health(address: str, name: str) -> int:
