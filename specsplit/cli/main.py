@@ -159,6 +159,7 @@ def target(
     context: options.Context = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
+    layers: options.FirstLayers = None,
     stages: options.Stages = None,
     spares: options.Spares = None,
     local_stages: options.LocalStages = None,

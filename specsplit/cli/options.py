@@ -226,6 +226,10 @@ Drain = Annotated[
 Layers = Annotated[
     str | None, _option("--layers", _STAGES, "From layer A to B - 1, counted from 0.", "none: name them", "A:B")
 ]
+FirstLayers = Annotated[
+    str | None,
+    _option("--layers", _STAGES, "The first layers, which it holds itself; the stages have the others.", "none", "0:B"),
+]
 Stages = Annotated[
     str | None,
     _option("--stages", _STAGES, "Stages that hold the layers, in order.", "none", "HOST:PORT,..."),

@@ -101,7 +101,8 @@ def _serve_model(role: Role, settings: WorkerSettings) -> int:
 
 def _serve_chain(settings: TargetSettings) -> int:
     check_source(settings.model, "target")
-    from specsplit.stages.serve import load_coordinator, serving_chain
+    from specsplit.stages.loading import load_coordinator
+    from specsplit.stages.serve import serving_chain
 
     with terminable():
         coordinator = load_coordinator(settings)

@@ -21,7 +21,8 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from specsplit.model.source import check_source
-from specsplit.stages.serve import load_stage, serving_stage
+from specsplit.stages.loading import load_stage
+from specsplit.stages.serve import serving_stage
 
 
 def run(given: Mapping[str, Any]) -> int:

@@ -97,6 +97,7 @@ def _device(value: str) -> str:
 
 _MAX_PORT = 65535
 Device = Annotated[str, AfterValidator(_device)]
+Layers = Annotated[str, AfterValidator(_layer_range)]
 ModelSource = Annotated[str, Field(min_length=1)]
 ServedName = Annotated[str, Field(pattern=r"^[\w.:/@+-]{1,128}$")]
 Positive = Annotated[int, Field(ge=1)]
@@ -185,6 +186,7 @@ class TargetSettings(WorkerSettings):
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
     caller_streams: Positive | None = None
+    layers: Layers | None = None  # the first layers, which it holds itself; the stages have the others
     stages: Addresses = ()  # addresses of the stages, in the order of their layers
     spares: Addresses = ()
     local_stages: Positive | None = None  # the number of stage processes to start here instead
@@ -203,7 +205,7 @@ class StageSettings(ServiceSettings):
     """One stage of a target: layers A to B - 1 of `layers` = A:B."""
 
     model: ModelSource = EMBEDDED
-    layers: Annotated[str, AfterValidator(_layer_range)] | None = None
+    layers: Layers | None = None
     ends: EndsAt = defaults.ENDS
     """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
     next: Addresses = ()
@@ -215,11 +217,6 @@ class StageSettings(ServiceSettings):
     sessions: Positive = defaults.SERVED_SESSIONS
     kv_memory: KVMemory | None = None
     drain: Seconds = defaults.DRAIN_S
-
-    @property
-    def layer_range(self) -> range | None:
-        """Return the layers; None if none are named."""
-        return None if self.layers is None else range(*map(int, self.layers.split(":")))
 
 
 class GatewaySettings(LoggedSettings):

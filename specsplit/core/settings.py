@@ -270,9 +270,9 @@ def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
         # Spares stand by for remote stages and go with them; spares that the caller named stay, and are refused below.
         left = {far, "target.spares"} - chosen.keys() if far == "target.stages" else {far}
         merged, ways = {key: entry for key, entry in merged.items() if key not in left}, [near]
-    if "target.spares" in merged and merged["target.spares"][0] and "target.stages" not in ways:
-        name = merged["target.spares"][1].name
-        raise InvalidSettings(f"{name} needs stages elsewhere to stand by for; name them with --stages.")
+    for key, why in {"target.spares": "to stand by for", "target.layers": "for the other layers"}.items():
+        if key in merged and merged[key][0] and "target.stages" not in ways:
+            raise InvalidSettings(f"{merged[key][1].name} needs stages elsewhere {why}; name them with --stages.")
     for key in ("target.ends", "target.retry", "target.step_timeout"):
         if key in chosen and not ways:
             name = chosen[key][1].name

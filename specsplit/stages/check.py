@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings
 from specsplit.core.sections import TargetSettings
 from specsplit.engine import event_loop
-from specsplit.stages.serve import Coordinator, load_coordinator
+from specsplit.stages.loading import Coordinator, load_coordinator
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,38 +13,33 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
 from specsplit.core.errors import (
     DeadlineExceeded,
-    InvalidSettings,
-    ModelDamaged,
     PeerMismatch,
     SpecSplitError,
     WorkerUnreachable,
 )
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.core.types import Note
-from specsplit.model.extra import check_device, require_worker_extra
-from specsplit.model.memory_size import parse_memory
-from specsplit.model.source import public_name
 from specsplit.stages.chain_log import ChainLog
 from specsplit.stages.memory import chain_memory, total_bytes
-from specsplit.stages.planner import even_ranges
 
 if TYPE_CHECKING:
     from specsplit.engine.engine import Engine
     from specsplit.engine.executor import Executor
     from specsplit.rpc.credentials import Security
     from specsplit.rpc.server import Server
-    from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
+    from specsplit.rpc.supervision import Device
     from specsplit.stages.chain.runner import ChainOptions
-    from specsplit.stages.identity import ExpectedChain
+    from specsplit.stages.chain.stage import StageEngine
+    from specsplit.stages.loading import Coordinator
     from specsplit.stages.shard.chain_model import ChainModel
-    from specsplit.stages.shard.loader import LoadedShard, ShardSpec
+    from specsplit.stages.shard.loader import LoadedShard
+    from specsplit.stages.wire.own_stage import OwnStage
     from specsplit.stages.wire.remote_chain import RemoteChain
+    from specsplit.stages.wire.servicer import StageService
 
 RECONNECT_S = 2.5
 """Time that a packet waits for a lost stage; with the keepalive that detects a hung one, an error takes 5 s."""
@@ -56,139 +51,6 @@ _AT_ONCE_S = 0.02
 _log = logging.getLogger(__name__)
 _PAUSES_S = (0.1, 2.0)
 """Pauses between two tries to connect a chain: the first, and the longest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coordinator:
-    """The part of a cut target that its own process holds."""
-
-    model: ChainModel
-    ends: CoordinatorEnds | None
-    """Embedding and head with ends = coordinator, else None."""
-    expected: ExpectedChain
-    local_ranges: tuple[range, ...]
-    """Layers of the stages to be started here; none if they run elsewhere."""
-
-
-def load_stage(settings: StageSettings) -> LoadedShard:
-    """Load the layers of a stage, and the end that comes with them.
-
-    Raises:
-        MissingExtra, ModelError, ResourceError, InvalidRequest: they cannot be loaded here, and why.
-        InvalidSettings: the model has no such layers.
-    """
-    check_device(settings.device)
-    require_worker_extra()
-    from specsplit.stages.shard.loader import ShardOptions, load_shard
-
-    layers = settings.layer_range
-    assert layers is not None, "the command asks for layers"
-    shard = load_shard(
-        settings.model,
-        stage_spec(layers, num_layers_of(settings.model), settings.ends, settings.model),
-        ShardOptions(
-            dtype=settings.dtype,
-            device=settings.device,
-            context=settings.context,
-            max_sessions=settings.sessions,
-            kv_memory=parse_memory(settings.kv_memory),
-            threads=settings.threads,
-        ),
-    )
-    return replace(shard, name=public_name(settings.model))
-
-
-def stage_spec(layers: range, num_layers: int, ends: EndsAt, name: str) -> ShardSpec:
-    """Return the part of a model of `num_layers` that a stage of `layers` holds.
-
-    Raises:
-        InvalidSettings: the model has no such layers.
-    """
-    from specsplit.stages.shard.loader import ShardSpec
-
-    if layers.stop > num_layers:
-        raise InvalidSettings(
-            f"{name} has {num_layers} layers, 0 to {num_layers - 1}, so there are no layers "
-            f"{layers.start}:{layers.stop}; the last range ends with {num_layers}."
-        )
-    on_stages = ends == "stages"
-    return ShardSpec(
-        layers.start,
-        layers.stop,
-        has_embedding=on_stages and layers.start == 0,
-        has_head=on_stages and layers.stop == num_layers,
-    )
-
-
-def num_layers_of(source: str) -> int:
-    """Return how many layers a model has, from its config alone; raises ModelError."""
-    from specsplit.model.files import load_config
-    from specsplit.model.source import resolve
-
-    path, name = resolve(source, "target")
-    config = load_config(path, name)
-    found = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if not isinstance(found, int) or found < 1:
-        raise ModelDamaged(f"The config.json of {name} does not say how many layers it has.")
-    return found
-
-
-def load_coordinator(settings: TargetSettings) -> Coordinator:
-    """Load the coordinator's part of a target: config and tokenizer, and with ends = coordinator the two ends.
-
-    Raises:
-        MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
-        InvalidSettings: more stages than layers, or a setting that a chain lacks.
-    """
-    require_worker_extra()
-    from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
-    from specsplit.stages.chain.expected import expected_chain
-    from specsplit.stages.shard.chain_model import load_chain_model
-    from specsplit.stages.shard.loader import ShardOptions, load_ends
-
-    total_bytes(settings.kv_memory)  # refused before anything is loaded
-    if settings.step_tokens is not None:
-        raise InvalidSettings("--step-tokens is for a target in one piece; with stages --prefill-chunk sizes packets.")
-    ranges: tuple[range, ...] = ()
-    if settings.local_stages is not None:
-        ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)
-    dtype = settings.dtype or _default_dtype(settings)
-    model = load_chain_model(
-        settings.model, dtype=dtype, context=settings.context, max_sessions=settings.sessions or SERVED_SESSIONS
-    )
-    if model.tokenizer is None:
-        raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
-    model = replace(model, name=settings.served_name or public_name(settings.model))
-    ends = None
-    if settings.ends == "coordinator":
-        embedding, head = load_ends(
-            settings.model,
-            ShardOptions(dtype=dtype, device=settings.device, context=model.context, threads=settings.threads),
-        )
-        ends = CoordinatorEnds(embedding, head)
-    # Without weights here (config and tokenizer only) the hashes of stages cannot be compared, and are believed.
-    source = settings.model if _has_weights(settings.model) else None
-    return Coordinator(model, ends, expected_chain(model, settings.ends, source), ranges)
-
-
-def _default_dtype(settings: TargetSettings) -> str:
-    """Return the number format of stages without --dtype: what a worker would choose on this machine."""
-    from specsplit.model.files import load_config
-    from specsplit.model.loader import DTYPES, as_device, as_dtype
-    from specsplit.model.source import resolve
-
-    config = load_config(*resolve(settings.model, "target"))
-    chosen = as_dtype(None, as_device(settings.device), config)
-    stored = config.get_text_config().dtype if chosen == "auto" else chosen
-    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
-
-
-def _has_weights(source: str) -> bool:
-    """Return whether the model's weights are here, so that those of stages can be compared with them."""
-    from specsplit.model.source import model_folder, resolve
-
-    folder = model_folder(resolve(source, "target")[0])
-    return folder is not None and any(folder.glob("*.safetensors"))
 
 
 async def connect_chain(link: RemoteChain, retry_s: float, note: Note | None = None) -> None:
@@ -226,10 +88,26 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
     Raises:
         InvalidSettings, ResourceError: it cannot listen there.
     """
-    from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc.credentials import open_security
     from specsplit.rpc.server import SidePorts, serving
     from specsplit.rpc.supervision import watch_device
+
+    security = open_security(settings, "stage")
+    async with AsyncExitStack() as stack:
+        stage, service = await stack.enter_async_context(_running_stage(shard, settings.next, security))
+        running = await stack.enter_async_context(
+            serving(settings.listen, [service], security=security, ports=SidePorts.of(settings))
+        )
+        stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
+        yield running
+
+
+@asynccontextmanager
+async def _running_stage(
+    shard: LoadedShard, following: Sequence[str], security: Security
+) -> AsyncGenerator[tuple[StageEngine, StageService]]:
+    """Run some layers for the length of the block; the stage may dial those at `following`."""
+    from specsplit.engine.executor import ThreadExecutor
     from specsplit.stages.chain.stage import StageEngine
     from specsplit.stages.wire.claim import NextAddresses
     from specsplit.stages.wire.servicer import StageService
@@ -239,13 +117,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         stack.push_async_callback(device.close)
         stage = StageEngine(shard, device=device, at_once_s=_AT_ONCE_S)
         stack.push_async_callback(stage.aclose)
-        security = open_security(settings, "stage")
-        service = StageService(stage, following=NextAddresses(settings.next), security=security)
-        running = await stack.enter_async_context(
-            serving(settings.listen, [service], security=security, ports=SidePorts.of(settings))
-        )
-        stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
-        yield running
+        yield stage, StageService(stage, following=NextAddresses(following), security=security)
 
 
 @asynccontextmanager
@@ -277,11 +149,12 @@ async def serving_chain(
             layers, arguments = layers_of(coordinator.local_ranges), stage_arguments(coordinator.expected, settings)
             started = local_stages(layers, arguments, note, step_timeout_s=settings.step_timeout)
             stages = await stack.enter_async_context(started)
-        link = _make_link(coordinator, settings, stages, security)
+        own, first = await stack.enter_async_context(_own_stage(coordinator.own, settings, security))
+        link = _make_link(coordinator, settings, stages, security, first)
         # Closed in reverse: the server drains, the engine ends its sessions, then the link lets the stages go.
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
-        device = _coordinator_device(coordinator, settings, len(stages))
+        device = _coordinator_device(coordinator, settings, link.num_stages)
         stack.push_async_callback(device.close)
         options = _chain_options(model, link, settings)
         engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s, options=options)
@@ -299,14 +172,34 @@ async def serving_chain(
         )
         incidents = ChainLog(link, runner)
         stack.callback(incidents.write_new)
-        watching = _watch_chain(engine, link, incidents, running)
+        watching = _watch_chain(link, incidents, running, [engine] if own is None else [engine, own])
         for task in (sweep_sessions(engine, ttl_s / 4), _mend(engine, link), watching):
             stack.callback(asyncio.create_task(task).cancel)
         yield running
 
 
+@asynccontextmanager
+async def _own_stage(
+    shard: LoadedShard | None, settings: TargetSettings, security: Security
+) -> AsyncGenerator[tuple[StageEngine, OwnStage] | tuple[None, None]]:
+    """Run the coordinator's own layers, if it has any, and give them as a stage of its chain too."""
+    if shard is None:
+        yield None, None
+        return
+    from specsplit.stages.wire.own_stage import OwnStage
+
+    following = (*settings.stages, *settings.spares)
+    async with _running_stage(shard, following, security) as (stage, service):
+        yield stage, OwnStage(service.handlers())
+        await service.aclose()
+
+
 def _make_link(
-    coordinator: Coordinator, settings: TargetSettings, stages: Sequence[str], security: Security
+    coordinator: Coordinator,
+    settings: TargetSettings,
+    stages: Sequence[str],
+    security: Security,
+    own: OwnStage | None,
 ) -> RemoteChain:
     from specsplit.rpc.clients import CALL_TIMEOUT_S
     from specsplit.rpc.credentials import ON_LOOPBACK
@@ -320,7 +213,7 @@ def _make_link(
     )
     # Stages that were started here have no certificates.
     security = ON_LOOPBACK if coordinator.local_ranges else security
-    return RemoteChain(stages, settings.spares, coordinator.expected, options, security)
+    return RemoteChain(stages, settings.spares, coordinator.expected, options, security, own)
 
 
 def _chain_options(model: ChainModel, link: RemoteChain, settings: TargetSettings) -> ChainOptions:
@@ -350,8 +243,8 @@ async def _mend(engine: Engine, link: RemoteChain) -> None:
             await engine.check_device()
 
 
-async def _watch_chain(engine: Engine, link: RemoteChain, incidents: ChainLog, server: Server) -> None:
-    """Answer health checks by whether the chain is whole.
+async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, devices: Sequence[Device]) -> None:
+    """Answer health checks by whether the chain is whole and the devices of this process compute.
 
     It stays live without a stage that is away, since a restart would bring none back; but not where another coordinator
     or another model has a stage's place for TAKEN_S, which does not end by itself.
@@ -361,6 +254,7 @@ async def _watch_chain(engine: Engine, link: RemoteChain, incidents: ChainLog, s
         await link.look()
         incidents.write_new()
         taken_s = (taken_s or loop.time()) if isinstance(link.trouble, PeerMismatch) else None
-        is_live = engine.is_alive and (taken_s is None or loop.time() - taken_s < TAKEN_S)
-        await server.tell_health(is_ready=link.trouble is None and engine.is_well, is_live=is_live)
+        is_taken = taken_s is not None and loop.time() - taken_s >= TAKEN_S
+        is_ready = link.trouble is None and all(device.is_well for device in devices)
+        await server.tell_health(is_ready=is_ready, is_live=not is_taken and all(each.is_alive for each in devices))
         await asyncio.sleep(LOOK_S)

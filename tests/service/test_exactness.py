@@ -22,7 +22,8 @@ from specsplit.rpc.clients import RemoteVerifier
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.speculation.options import Speculation
-from specsplit.stages.serve import Coordinator, serving_chain
+from specsplit.stages.loading import Coordinator
+from specsplit.stages.serve import serving_chain
 from tests.support.fakes import FakeTarget, FakeTokenizer, plain_tokens
 from tests.support.language import WindowedTokenizer
 from tests.support.processes import LIMIT_S, WorkerProcess

@@ -97,6 +97,13 @@ def test_a_chain_of_two_stages_gives_the_text_of_plain_decoding_over_mtls(certs:
             assert json.loads(out)["text"] == plain["text"]
         code, out, err = run("stage-check", "--stages", chain, "--context", "256", *options(certs, "target"), "--json")
         assert (code, json.loads(out)["ok"]) == (0, True), err
+        # The target may hold the first layers itself: then it stands in front of the second stage.
+        (tmp_path / "own").mkdir()
+        own = ("target", "--layers", "0:4", "--stages", second.address, "--context", "256")
+        with started(tmp_path / "own", certs, own) as (target,):
+            asked = ("orchestrate", *ASKED, "--target", target.address, *options(certs, "orchestrator"))
+            code, out, err = run(*asked)
+            assert (code, json.loads(out)["text"]) == (0, plain["text"]), err
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -14,7 +14,8 @@ from typing import Any
 
 from specsplit.cli.main import main
 from specsplit.core.sections import StageSettings
-from specsplit.stages.serve import load_stage, serving_stage
+from specsplit.stages.loading import load_stage
+from specsplit.stages.serve import serving_stage
 from tests.support.processes import LIMIT_S, ROOT, WorkerProcess
 
 EMBEDDED_TARGET = ROOT / "specsplit" / "model" / "embedded" / "target"

@@ -77,6 +77,8 @@ def test_of_two_ways_to_cut_the_one_said_nearer_by_counts(tmp_path: Path, monkey
         ({"stages": "a:1", "local_stages": 2}, r"^--stages and --local-stages exclude each other"),
         ({"spares": "a:1"}, r"^--spares needs stages elsewhere"),
         ({"spares": "a:1", "local_stages": 2}, r"^--spares needs stages elsewhere"),
+        ({"layers": "0:4"}, r"^--layers needs stages elsewhere for the other layers; name them with --stages\.$"),
+        ({"layers": "0:4", "local_stages": 2}, r"^--layers needs stages elsewhere"),
         ({"ends": "coordinator"}, r"^--ends is for a target cut into stages"),
         ({"retry": 5.0}, r"^--retry is for a target cut into stages"),
         ({"step_timeout": 5.0}, r"^--step-timeout is for a target cut into stages"),
@@ -137,7 +139,7 @@ def test_print_config_of_a_stage_reads_back(
     assert list(tomllib.loads(out)) == ["stage"]
     monkeypatch.delenv("SPECSPLIT_STAGE_LAYERS")
     settings = load_settings(config=_config(tmp_path, out), purpose="stage").settings.stage
-    assert (settings.model, settings.layer_range, settings.ends) == ("m", range(2, 5), "coordinator")
+    assert (settings.model, settings.layers, settings.ends) == ("m", "2:5", "coordinator")
 
 
 def test_help_of_a_stage_shows_every_default(capsys: pytest.CaptureFixture[str]):

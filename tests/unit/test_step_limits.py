@@ -20,7 +20,7 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.speculation.options import Speculation
-from specsplit.stages.serve import load_coordinator
+from specsplit.stages.loading import load_coordinator
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import VOCAB_SIZE, LetterTokenizer, hash_model, plain_tokens
 from tests.support.processes import WorkerProcess

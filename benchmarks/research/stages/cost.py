@@ -46,13 +46,16 @@ class Placement:
 
     num_stages: int = 0
     rtt_ms: float = 0.0
+    has_own: bool = False
+    """Whether the target holds the first stage itself."""
 
     @property
     def name(self) -> str:
         if not self.num_stages:
             return WHOLE
         plural = "s" if self.num_stages > 1 else ""
-        return f"{self.num_stages} stage{plural}, {self.rtt_ms:g} ms"
+        own = ", the first its own" if self.has_own else ""
+        return f"{self.num_stages} stage{plural}, {self.rtt_ms:g} ms{own}"
 
 
 @dataclass(slots=True)
@@ -120,14 +123,16 @@ class Bench:
         model = ("--model", str(self._model))
         if not placement.num_stages:
             return await asyncio.to_thread(self._worker("target", *model).wait_ready)
-        stages = [self._worker("stage", *model, "--layers", layers) for layers in self._cuts(placement)]
+        layers = self._cuts(placement)
+        own = ("--layers", layers.pop(0)) if placement.has_own else ()
+        stages = [self._worker("stage", *model, "--layers", each) for each in layers]
         addresses = [await asyncio.to_thread(stage.wait_ready) for stage in stages]
         if placement.rtt_ms:
             proxies = [await self._links.enter_async_context(Proxy(address)) for address in addresses]
             for proxy in proxies:
                 proxy.latency_s = placement.rtt_ms / 2e3
             addresses = [proxy.address for proxy in proxies]
-        coordinator = self._worker("target", *model, "--stages", ",".join(addresses))
+        coordinator = self._worker("target", *model, *own, "--stages", ",".join(addresses))
         return await asyncio.to_thread(coordinator.wait_ready)
 
     def _cuts(self, placement: Placement) -> list[str]:
@@ -205,6 +210,7 @@ def main(
     report.check_output(output)
     console = report.new_console()
     placements = [Placement(), *(Placement(int(count)) for count in stages.split(","))]
+    placements.append(Placement(2, has_own=True))
     placements += [Placement(2, float(rtt)) for rtt in rtt_ms.split(",") if float(rtt)]
     progress = report.Progress(console)
     with progress.running("measuring", len(placements) * (rounds + 1)) as tick:

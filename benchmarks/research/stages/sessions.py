@@ -30,7 +30,7 @@ from specsplit.model.extra import require_worker_extra
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.speculation.options import Speculation
-from specsplit.stages.serve import load_coordinator
+from specsplit.stages.loading import load_coordinator
 from specsplit.stages.wire.remote_chain import RemoteChain
 
 WAYS = {"in turns": 1, "overlapping": None}

@@ -19,13 +19,19 @@ class ChainMembers:
     """`stages` and `spares`, which change places when a stage is replaced; all of them are `expected` to fit."""
 
     def __init__(
-        self, stages: Sequence[str], spares: Sequence[str], expected: ExpectedChain, security: Security = ON_LOOPBACK
+        self,
+        stages: Sequence[str],
+        spares: Sequence[str],
+        expected: ExpectedChain,
+        security: Security = ON_LOOPBACK,
+        own: StagePeer | None = None,
     ) -> None:
+        """Name them; `own` is a first stage of this process."""
         addresses = [*stages, *spares]
         for address in addresses:
             if addresses.count(address) > 1:
                 raise InvalidRequest(f"The stage at {address} is named twice.", param="stages")
-        self.stages = [StagePeer(address, security) for address in stages]
+        self.stages = [*filter(None, [own]), *(StagePeer(address, security) for address in stages)]
         self.spares = [StagePeer(address, security) for address in spares]
         self.spares_used: list[str] = []
         """Addresses of spares that took a stage's place, in that order."""

@@ -31,7 +31,7 @@ class RemoteChain:
     """Implements StageLink over gRPC; lives on the event loop that calls `connect`.
 
     `stages` are addresses in the order of their layers, `spares` those of stages that may take the place of one with
-    the same layers.
+    the same layers. `own` is a stage of this process, before all others.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class RemoteChain:
         expected: ExpectedChain,
         options: LinkOptions | None = None,
         security: Security = ON_LOOPBACK,
+        own: StagePeer | None = None,
     ) -> None:
-        self._members = ChainMembers(stages, spares, expected, security)
+        self._members = ChainMembers(stages, spares, expected, security, own)
         self._members.options = options or LinkOptions()
         # Whatever changes the chain, or needs it to stay as it is, happens under this lock, in the order of the calls;
         # answers are awaited outside of it, so that packets overtake no other and still pipeline.

@@ -317,10 +317,15 @@ async def _timely(requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def _check_role(role: stage_pb2.StreamRole.ValueType) -> None:
-    """Raise AccessDenied if the peer's certificate is of another role than the one that it opens a stream in."""
-    peer, proved = current_peer(), "target" if role == _COORDINATOR else "stage"
-    if peer.is_authenticated and peer.role != proved:
-        raise AccessDenied(f"A {peer.role} may not open the stream of a {proved}.")
+    """Raise AccessDenied if the peer's certificate is of another role than the one that it opens a stream in.
+
+    A target may stand in front of a stage, too: with the first layers of its own.
+    """
+    peer = current_peer()
+    if peer.is_authenticated and peer.role != "target" and (role == _COORDINATOR or peer.role != "stage"):
+        raise AccessDenied(
+            f"A {peer.role} may not open the stream of a {'target' if role == _COORDINATOR else 'stage'}."
+        )
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

@@ -1,0 +1,82 @@
+"""The calls of a stage to which no connection leads: they end, fail and are late as those over one do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerUnreachable
+from specsplit.rpc.channel import Duplex
+from specsplit.stages.wire.own_stage import OwnStage
+
+
+class Service(grpc.GenericRpcHandler):
+    """Echoes what streams in, fails where it is told to, and never answers other calls."""
+
+    def __init__(self) -> None:
+        self.has_ended = asyncio.Event()
+
+    def service(self, handler_call_details: Any) -> Any:
+        make: Any = grpc
+        if handler_call_details.method.endswith("Forward"):
+            return make.stream_stream_rpc_method_handler(self._echo)
+        return make.unary_unary_rpc_method_handler(self._hang)
+
+    async def _hang(self, data: bytes, context: object) -> bytes:
+        await asyncio.Event().wait()
+        return data
+
+    async def _echo(self, requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        try:
+            async for data in requests:
+                if data == b"ours":
+                    raise InvalidRequest("This is refused.")
+                if data == b"other":
+                    raise KeyError("lost")
+                yield data
+        finally:
+            self.has_ended.set()
+
+
+def opened(service: Service) -> Duplex:
+    return OwnStage(service)._dial().duplex("/specsplit.v1.StageService/Forward")
+
+
+async def test_what_is_written_comes_in_order_and_ends_when_the_writer_ends() -> None:
+    call = opened(Service())
+    for data in (b"1", b"2"):
+        await call.write(data)
+    await call.end()
+    assert [await call.read() for _ in range(3)] == [b"1", b"2", None]
+    with pytest.raises(WorkerUnreachable):
+        await call.write(b"3")
+
+
+@pytest.mark.parametrize(("sent", "error"), [(b"ours", InvalidRequest), (b"other", WorkerUnreachable)])
+async def test_an_error_reaches_the_reader_and_nothing_waits_behind_it(sent: bytes, error: type[Exception]) -> None:
+    call = opened(Service())
+    await call.write(sent)
+    with pytest.raises(error):
+        await call.read()
+    with pytest.raises(WorkerUnreachable):
+        await call.read()
+    with pytest.raises(WorkerUnreachable):
+        await call.write(b"1")
+
+
+async def test_a_call_that_is_broken_off_ends_the_stages_side() -> None:
+    service = Service()
+    call = opened(service)
+    await call.write(b"1")
+    assert await call.read() == b"1"
+    call.cancel()
+    await service.has_ended.wait()
+
+
+async def test_a_call_that_is_not_answered_in_time_is_late() -> None:
+    with pytest.raises(DeadlineExceeded, match="own stage did not answer"):
+        await OwnStage(Service()).ping(0.01)
