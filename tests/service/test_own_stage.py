@@ -55,7 +55,7 @@ def test_with_both_ends_here_too_the_text_is_the_same(tmp_path: Path, capfd: Cap
         close_all([private, last])
 
 
-async def test_a_killed_stage_behind_it_comes_back_and_only_that_one_is_sent_again(tmp_path: Path) -> None:
+async def test_a_killed_stage_behind_it_is_sent_what_it_held(tmp_path: Path) -> None:
     behind = stage_process(tmp_path, "5:12")
     target = target_with(tmp_path, "0:5", behind.address)
     try:

@@ -11,7 +11,7 @@ import pytest
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerUnreachable
 from specsplit.rpc.channel import Duplex
-from specsplit.stages.wire.own_stage import OwnStage
+from specsplit.stages.wire.own_stage import OwnChannel, OwnStage
 
 
 class Service(grpc.GenericRpcHandler):
@@ -43,7 +43,7 @@ class Service(grpc.GenericRpcHandler):
 
 
 def opened(service: Service) -> Duplex:
-    return OwnStage(service)._dial().duplex("/specsplit.v1.StageService/Forward")
+    return OwnChannel(service).duplex("/specsplit.v1.StageService/Forward")
 
 
 async def test_what_is_written_comes_in_order_and_ends_when_the_writer_ends() -> None:

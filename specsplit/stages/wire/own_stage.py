@@ -39,10 +39,10 @@ class OwnStage(StagePeer):
         self.name = _NAME
 
     def _dial(self) -> WorkerChannel:
-        return _OwnChannel(self._handler)
+        return OwnChannel(self._handler)
 
 
-class _OwnChannel(WorkerChannel):
+class OwnChannel(WorkerChannel):
     """The calls of a service of this process; errors are those that it raises."""
 
     def __init__(self, handler: grpc.GenericRpcHandler) -> None:
