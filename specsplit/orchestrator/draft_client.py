@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, Overloaded, SlotBehind, SpecSplitError
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
+from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
-from specsplit.orchestrator.request import Reason
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.speculation.statistics import SpeculationStats

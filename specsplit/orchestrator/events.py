@@ -16,7 +16,7 @@ from specsplit.core.errors import (
     WorkerClosed,
     WorkerFailed,
 )
-from specsplit.orchestrator.request import DegradedPhase, Reason, Replay, ReplayReason, WorkerRole
+from specsplit.orchestrator.degraded import DegradedPhase, Reason, Replay, ReplayReason, WorkerRole
 from specsplit.telemetry.session_log import SessionEvent, log_session
 
 

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.types import Identity
+from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
-from specsplit.orchestrator.request import Reason
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.worker_times import DecodingSessions
 

@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from specsplit.core.defaults import DRAFT_PATIENCE_S, RETRY_S, Mode
 from specsplit.core.errors import InvalidRequest
@@ -27,19 +26,12 @@ from specsplit.core.types import (
 )
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.context_limit import context_exceeded
+from specsplit.orchestrator.degraded import DegradedPhase, Replay
 from specsplit.orchestrator.wire import JsonValue, Wire
 from specsplit.speculation.cost_model import Decision, RoundMode
 
 Piece = tuple[str, bool]
 """Some text, and whether the draft had proposed it."""
-WorkerRole = Literal["draft", "target"]
-Reason = Literal["unreachable", "slow", "full", "failed", "invalid", "mismatch", "wrong"]
-"""Why a worker was of no use for a while: it could not be reached; gave no answer in time; had no free slot; answered
-that it failed, or broke; answered what makes no sense; is none for this target (another vocabulary, role or version);
-an audit found it wrong.
-"""
-ReplayReason = Literal["slot_lost", "slot_behind", "preempted", "epoch_raised"]
-"""The worker held nothing, or less than believed; needed the memory for others; or its state was not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,40 +134,6 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise InvalidRequest(f"timeout_s must be more than 0 seconds, not {timeout_s}.", param="timeout_s")
 
 
-@dataclass(frozen=True, slots=True)
-class DegradedPhase:
-    """Consecutive rounds in which one worker did not do its part, for one reason; round 0 is the prompt's.
-
-    Without the draft a round decodes plainly; without the target it takes longer. The text is the same.
-    """
-
-    worker: WorkerRole
-    reason: Reason
-    first_round: int
-    last_round: int
-
-    def to_dict(self) -> dict[str, JsonValue]:
-        return {
-            "worker": self.worker,
-            "reason": self.reason,
-            "first_round": self.first_round,
-            "last_round": self.last_round,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A worker did not hold what it was believed to hold; `num_tokens` of them were sent again."""
-
-    worker: WorkerRole
-    round: int
-    reason: ReplayReason
-    num_tokens: int
-
-    def to_dict(self) -> dict[str, JsonValue]:
-        return {"worker": self.worker, "round": self.round, "reason": self.reason, "num_tokens": self.num_tokens}
-
-
 @record
 class RoundFacts:
     """How one round was run, and why."""
@@ -200,41 +158,47 @@ class RoundFacts:
 class Chunk:
     """The part of the answer that one round added.
 
-    `accepted[i]` tells whether `token_ids[i]` was drafted and accepted, or is the target's own pick. Text lags behind
-    tokens where a character or a possible stop string is not complete yet. Only the last chunk has a `finish_reason`
-    and the `result`; both sessions are closed by then.
-    `degraded` names the worker that did not do its part in this round, and why ("draft unreachable").
+    Text lags behind tokens where a character or a possible stop string is not complete yet. When the last chunk comes,
+    both sessions are closed.
     """
 
     token_ids: tuple[int, ...]
+    """Ids of the tokens that the round added."""
     accepted: tuple[bool, ...]
+    """For each of `token_ids`, whether it was drafted and accepted, or is the target's own pick."""
     pieces: tuple[Piece, ...]
+    """The text in parts, each with whether the draft had proposed it."""
     finish_reason: FinishReason | None = None
+    """Why the answer ends, in the last chunk; None in the others."""
     result: Result | None = None
+    """The finished generation, in the last chunk; None in the others."""
     degraded: str | None = None
+    """The worker that did not do its part in this round, and why, such as "draft unreachable"; None if both did."""
     facts: RoundFacts | None = None
+    """How the round was run, and why."""
     logprobs: tuple[TokenLogProb, ...] = ()
-    """One for each of `token_ids` if the request asked for them."""
+    """One log-probability for each of `token_ids` if the request asked for them."""
 
     @property
     def text(self) -> str:
+        """Return the text of all pieces, which may be empty."""
         return "".join(text for text, _ in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """The parts of a request's time.
-
-    `ttft_s` runs from the request to the first token, `decode_s` from the first to the last one. The device times are
-    the workers' forwards within `decode_s`.
-    """
+    """The parts of a request's time, in seconds."""
 
     ttft_s: float
+    """Seconds from the request to its first token."""
     decode_s: float
+    """Seconds from the first token to the last one."""
     tokens_per_s: float
     """Tokens after the first, per second of `decode_s`; 0 where there are none."""
     draft_device_s: float = 0.0
+    """Seconds of the draft's forwards within `decode_s`."""
     target_device_s: float = 0.0
+    """Seconds of the target's forwards within `decode_s`."""
     draft_waited_s: float = 0.0
     """The part of `draft_device_s` during which the text waited for the draft, at least."""
     queue_s: float = 0.0
@@ -246,19 +210,23 @@ class SpeculativeDecoding:
     """How well the draft did, over the rounds with at least one scored node, before any stop cuts the tokens.
 
     A round's path is the longest drafted one that begins with the accepted nodes: all nodes of a chain, one branch of
-    a tree. `acceptance_histogram[k]` counts rounds that accepted k nodes. `tested_by_depth[d]` counts the rounds whose
-    accepted path offered the target at least one node at depth d + 1, `accepted_by_depth[d]` those where one matched.
+    a tree.
     """
 
     num_spec_steps: int = 0
+    """Rounds with at least one scored node."""
     num_draft_tokens: int = 0
     """Tree nodes that the target scored."""
     num_path_tokens: int = 0
     """Nodes on the rounds' paths."""
     num_accepted_draft_tokens: int = 0
+    """Nodes that the target accepted."""
     acceptance_histogram: tuple[int, ...] = ()
+    """Entry k counts the rounds that accepted k nodes."""
     tested_by_depth: tuple[int, ...] = ()
+    """Entry d counts the rounds whose accepted path offered the target at least one node at depth d + 1."""
     accepted_by_depth: tuple[int, ...] = ()
+    """Entry d counts those of them in which one matched."""
     num_ahead_rounds: int = 0
     """Rounds during which the draft went on growing the tree."""
     num_kept_rounds: int = 0
@@ -304,30 +272,38 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A finished generation.
-
-    `token_ids` ends with the end-of-sequence token or with the token that completed a stop string; `text` ends before.
-    `str(result)`, and so `print`, is the text.
-    """
+    """A finished generation; `str(result)`, and so `print`, is its text."""
 
     token_ids: tuple[int, ...]
+    """Ids of the answer's tokens, with the end-of-sequence token or the token that completed a stop string."""
     text: str
+    """The answer, without end-of-sequence token and stop string."""
     prompt_token_ids: tuple[int, ...]
+    """Ids of the prompt's tokens."""
     finish_reason: FinishReason
+    """`stop` at an end-of-sequence token or a stop string, `length` at `max_new_tokens` or the end of the context."""
     seed: int
+    """The seed that was used, given or drawn; with it the same request has the same text."""
     mode: Mode
+    """The mode that the request asked for."""
     timings: RequestTimings
+    """The parts of the request's time, in seconds."""
     speculative_decoding: SpeculativeDecoding
+    """How well the draft did."""
     num_rounds: int
     """Rounds after the prompt's."""
     target_forwards: int
+    """Forwards of the target for this request, those of the prompt included."""
     draft_forwards: int
+    """Forwards of the draft for this request."""
     degraded: tuple[DegradedPhase, ...] = ()
+    """The rounds in which a worker did not do its part, by worker and reason; empty if there are none."""
     resyncs: tuple[Replay, ...] = ()
+    """The times that a worker lost tokens and was sent them again; empty if there are none."""
     rounds_by_mode: Mapping[RoundMode, int] = field(default_factory=dict[RoundMode, int])
-    """After the prompt's."""
+    """Rounds after the prompt's, counted by the mode in which they were run."""
     wire: Wire | None = None
-    """None where nothing travelled: every worker is in this process."""
+    """Bytes that travelled; None where nothing travelled: every worker is in this process."""
     exactness: Exactness = "near ties"
     """Whether the text is that of plain decoding, bit for bit: every target that computed a part of it promises so."""
     numerics: str = ""
@@ -337,11 +313,11 @@ class Result:
     exactness_reason: str = ""
     """Why a text that was begun with the promise of bits lost it; empty if it did not."""
     logprobs: tuple[TokenLogProb, ...] = ()
-    """One for each of `token_ids` if the request asked for them."""
+    """One log-probability for each of `token_ids` if the request asked for them."""
     num_reused_tokens: int = 0
     """Tokens of the prompt that the target did not forward: it had their rows from a request that began likewise."""
     audit: AuditCounts | None = None
-    """None if no round was to be audited."""
+    """Counts of what the audit of rounds found; None if no round was to be audited."""
 
     def __str__(self) -> str:
         return self.text

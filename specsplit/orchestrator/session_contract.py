@@ -11,8 +11,8 @@ from zlib import crc32
 
 from specsplit.core.errors import AccessDenied, SlotBehind, SpecSplitError, StaleEpoch, StaleRound, WorkerFailed
 from specsplit.core.types import SessionParams, Timings, Turn
+from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
-from specsplit.orchestrator.request import ReplayReason, WorkerRole
 from specsplit.orchestrator.wire import Traffic
 
 MAX_RAISES = 8

@@ -18,7 +18,8 @@ from specsplit.cli.main import main
 from specsplit.cli.print_config import MASK
 from specsplit.cli.prompt import read_prompt, with_prompt
 from specsplit.core.settings import KEYS, Settings, load_settings
-from specsplit.orchestrator.request import DegradedPhase, Reason, RequestTimings, Result, SpeculativeDecoding
+from specsplit.orchestrator.degraded import DegradedPhase, Reason
+from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
 
 Capture = pytest.CaptureFixture[str]
 

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from specsplit.core.types import Budget, Proposal
 from specsplit.limits import MAX_STREAM_NODES
+from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.draft_client import DraftClient
-from specsplit.orchestrator.request import Reason
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 6
