@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specsplit.cli import options
+from specsplit.cli import options, prompt_options
 from specsplit.cli.help import Command, HelpAll
 from specsplit.core import defaults
 
@@ -25,23 +25,23 @@ app = typer.Typer()
 @options.linked
 def chat(
     ctx: typer.Context,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text itself, without a chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="Instructions to the model.", metavar="TEXT")] = None,
     endpoint: Annotated[
         str | None,
         typer.Option("--endpoint", help="Use an OpenAI endpoint; its key is in SPECSPLIT_API_KEY.", metavar="URL"),
     ] = None,
-    chat_template_kwargs: options.ChatTemplateKwargs = None,
-    max_new_tokens: options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
-    temperature: options.Temperature = defaults.TEMPERATURE,
-    top_p: options.TopP = defaults.TOP_P,
-    top_k: options.TopK = defaults.TOP_K,
-    min_p: options.MinP = defaults.MIN_P,
-    presence_penalty: options.PresencePenalty = defaults.PRESENCE_PENALTY,
-    frequency_penalty: options.FrequencyPenalty = defaults.FREQUENCY_PENALTY,
-    repetition_penalty: options.RepetitionPenalty = defaults.REPETITION_PENALTY,
-    seed: options.Seed = None,
-    mode: options.ModeOption = defaults.MODE,
+    chat_template_kwargs: prompt_options.ChatTemplateKwargs = None,
+    max_new_tokens: prompt_options.MaxNewTokens = defaults.MAX_NEW_TOKENS,
+    temperature: prompt_options.Temperature = defaults.TEMPERATURE,
+    top_p: prompt_options.TopP = defaults.TOP_P,
+    top_k: prompt_options.TopK = defaults.TOP_K,
+    min_p: prompt_options.MinP = defaults.MIN_P,
+    presence_penalty: prompt_options.PresencePenalty = defaults.PRESENCE_PENALTY,
+    frequency_penalty: prompt_options.FrequencyPenalty = defaults.FREQUENCY_PENALTY,
+    repetition_penalty: prompt_options.RepetitionPenalty = defaults.REPETITION_PENALTY,
+    seed: prompt_options.Seed = None,
+    mode: prompt_options.ModeOption = defaults.MODE,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
     dtype: options.DtypeOption = None,

@@ -20,10 +20,13 @@ app = typer.Typer()
 
 @app.command("draft-vocab", cls=ShortCommand)
 def draft_vocab(
-    corpus: Annotated[list[str], typer.Option("--corpus", help="Text to count in; may be repeated.", metavar="FILE")],
+    corpus: Annotated[
+        list[str],
+        typer.Option("--corpus", help="File with text in which tokens are counted; may be repeated.", metavar="FILE"),
+    ],
     output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],
     model: Annotated[str, typer.Option("--model", "-m", help="Folder or hub id of the draft.", metavar="M")],
-    size: Annotated[int, typer.Option("--size", min=1, help="How many tokens to keep.", metavar="N")] = 32_768,
+    size: Annotated[int, typer.Option("--size", min=1, help="Tokens to keep.", metavar="N")] = 32_768,
 ) -> None:
     """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
     raise typer.Exit(run(model, corpus, size, output))

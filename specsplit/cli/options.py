@@ -1,4 +1,4 @@
-"""Every option of the command line once: its name, help, panel and default, shared by the commands.
+"""Every option of the command line once, those of `prompt_options` aside: its name, help, panel and default.
 
 The settings define what an option means. This file imports nothing heavy, since `--help` waits for it.
 """
@@ -12,106 +12,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, DeviceName, Dtype, EndsAt, Mode, PrefixReuse
+from specsplit.cli.prompt_options import option
+from specsplit.core.defaults import DeviceName, Dtype, EndsAt, PrefixReuse
 from specsplit.core.errors import InvalidSettings
 
-_PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
 _LINKS = "Links"
 
-
-def _option(names: str, panel: str, text: str, default: str | None = None, metavar: str | None = None) -> Any:
-    """Describe an option; `default` is shown if the parameter's own default would tell the user nothing.
-
-    `names` has the long one and perhaps, behind a blank, the short one.
-    """
-    if default is not None:
-        text = f"{text} [dim]\\[default: {default}][/dim]"
-    if default == "off":
-        # A flag takes no value; without a metavar the help would show BOOLEAN for one.
-        metavar = " "
-    return typer.Option(*names.split(), help=text, rich_help_panel=panel, show_default=default is None, metavar=metavar)
-
-
-Text = Annotated[
-    str | None,
-    typer.Argument(help="Text to continue; without one, standard input.", metavar="PROMPT", show_default=False),
-]
 ServedModel = Annotated[
     str | None,
     typer.Argument(help="Model to serve, as --target-model names it.", metavar="MODEL", show_default=False),
 ]
-Prompt = Annotated[str | None, _option("--prompt -p", _PROMPT, "The prompt, as an option.", "none", "TEXT")]
-PromptFile = Annotated[
-    str | None,
-    _option("--prompt-file -f", _PROMPT, "File to read the prompt from, - for standard input.", "none", "FILE"),
-]
-PromptsFile = Annotated[
-    str | None,
-    _option("--prompts-file", _PROMPT, "Answer many: one JSON object a line, - for standard input.", "none", "FILE"),
-]
-Output = Annotated[
-    str | None, _option("--output", _PROMPT, "File for their answers; it is continued if it exists.", "none", "FILE")
-]
-Concurrency = Annotated[int, _option("--concurrency", _PROMPT, "How many of them are answered at once.", metavar="N")]
-Chat = Annotated[bool, _option("--chat", _PROMPT, "Wrap the prompt in the model's chat template.", "off")]
-ChatTemplateKwargs = Annotated[
-    str | None,
-    _option(
-        "--chat-template-kwargs", _PROMPT, 'Variables of the template, as {"enable_thinking": false}.', "none", "JSON"
-    ),
-]
-
-MaxNewTokens = Annotated[int, _option("--max-new-tokens -n", _SAMPLING, "Stop after so many tokens.", metavar="N")]
-Temperature = Annotated[float, _option("--temperature -t", _SAMPLING, "0 takes the best token each time.", metavar="X")]
-TopP = Annotated[float, _option("--top-p", _SAMPLING, "Keep the likeliest tokens that sum to it.", metavar="X")]
-TopK = Annotated[int, _option("--top-k", _SAMPLING, "Keep so many of the likeliest tokens, 0 for all.", metavar="N")]
-MinP = Annotated[
-    float, _option("--min-p", _SAMPLING, "Keep tokens at least so likely, relative to the best.", metavar="X")
-]
-Seed = Annotated[int | None, _option("--seed -s", _SAMPLING, "Repeat a sampled text exactly.", "64 random bits", "N")]
-Stop = Annotated[list[str] | None, _option("--stop", _SAMPLING, "End before this text; may be repeated.", "none", "S")]
-PresencePenalty = Annotated[
-    float, _option("--presence-penalty", _SAMPLING, "Taken from tokens already generated.", metavar="X")
-]
-FrequencyPenalty = Annotated[
-    float, _option("--frequency-penalty", _SAMPLING, "The same, once for each time.", metavar="X")
-]
-RepetitionPenalty = Annotated[
-    float, _option("--repetition-penalty", _SAMPLING, "Divides the logits of all tokens seen.", metavar="X")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    _option("--logit-bias", _SAMPLING, "Add X to the logit of token ID; may be repeated.", "none", "ID=X"),
-]
-IgnoreEos = Annotated[bool, _option("--ignore-eos", _SAMPLING, "Go on after an end-of-sequence token.", "off")]
-
-ModeOption = Annotated[
-    Mode, _option("--mode", _SPECULATION, "overlap and stream draft while the target verifies; plain never speculates.")
-]
-Lookup = Annotated[
-    bool, _option("--lookup/--no-lookup", _SPECULATION, "Also guess what followed the same words before.")
-]
-Nodes = Annotated[
-    int | None,
-    _option(
-        "--nodes", _SPECULATION, "Tree nodes verified per round at most.", f"{DEFAULT_NODES}, or auto's choice", "N"
-    ),
-]
-Depth = Annotated[
-    int | None,
-    _option("--depth", _SPECULATION, "Levels of the tree at most.", f"{DEFAULT_DEPTH}, or auto's choice", "D"),
-]
-Branching = Annotated[int, _option("--branching", _SPECULATION, "Children of one node; 1 drafts a chain.", metavar="B")]
-Explain = Annotated[bool, _option("--explain", _SPECULATION, "Show how each round was run, and why.", "off")]
-Compare = Annotated[bool, _option("--compare", _SPECULATION, "Also decode plainly and compare.", "off")]
-
 TargetModel = Annotated[
-    str, _option("--target-model -m", _MODELS, "Folder or hub id of the model whose text it is.", metavar="M")
+    str,
+    option("--target-model -m", _MODELS, "Folder or hub id of the target, the model whose text it is.", metavar="M"),
 ]
 DraftModel = Annotated[
     str | None,
-    _option(
+    option(
         "--draft-model -d",
         _MODELS,
         "Folder or hub id of the draft.",
@@ -121,161 +39,185 @@ DraftModel = Annotated[
 ]
 _MODELS_OF = {"revision": ("model", "target_model", "served_model"), "draft_revision": ("draft_model",)}
 _REVISION = "Branch, tag or commit of the {} on the hub."
-Revision = Annotated[str | None, _option("--revision", _MODELS, _REVISION.format("model"), "its main branch", "R")]
+Revision = Annotated[str | None, option("--revision", _MODELS, _REVISION.format("model"), "its main branch", "R")]
 DraftRevision = Annotated[
-    str | None, _option("--draft-revision", _MODELS, _REVISION.format("draft"), "its main branch", "R")
+    str | None, option("--draft-revision", _MODELS, _REVISION.format("draft"), "its main branch", "R")
 ]
 _VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
-DraftVocab = Annotated[str | None, _option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
-ServedVocab = Annotated[str | None, _option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+DraftVocab = Annotated[str | None, option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+ServedVocab = Annotated[str | None, option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
-    _option(
+    option(
         "--dtype",
         _MODELS,
-        "Number format of the weights; to int8 and int4 they are rounded.",
+        "Number format of the weights; int8 and int4 round them.",
         "the checkpoint's, or fp32 on a CPU without it and for a small draft",
     ),
 ]
 DeviceOption = Annotated[
-    DeviceName, _option("--device", _MODELS, "Where both models run: cpu, cuda or cuda:N.", metavar="D")
+    DeviceName, option("--device", _MODELS, "Where both models run: cpu, cuda or cuda:N.", metavar="D")
 ]
 Threads = Annotated[
-    str | None, _option("--threads", _MODELS, "CPU threads of each model.", "auto: what forwards gain from", "N")
+    str | None, option("--threads", _MODELS, "CPU threads of each model.", "auto, the fastest number as measured", "N")
 ]
 Context = Annotated[
-    int | None, _option("--context -c", _MODELS, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+    int | None,
+    option("--context -c", _MODELS, "Tokens of prompt and answer together.", "the model's, at most 4096", "N"),
 ]
 _KV = "Memory for the KV cache of all sessions, in bytes or as a fraction of what is free."
-KVMemory = Annotated[str | None, _option("--kv-memory", _MODELS, _KV, "each session's context in full", "8GiB|0.85")]
+KVMemory = Annotated[str | None, option("--kv-memory", _MODELS, _KV, "each session's context in full", "8GiB|0.85")]
 Config = Annotated[
-    str | None, _option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
+    str | None, option("--config", _MODELS, "Settings file (TOML).", "the variable SPECSPLIT_CONFIG", "FILE")
 ]
 
 Target = Annotated[
-    str | None, _option("--target", _SERVICES, "Use the target that serves there.", "one in this process", "HOST:PORT")
+    str | None,
+    option("--target", _SERVICES, "Address of a target that serves elsewhere.", "one in this process", "HOST:PORT"),
 ]
 Draft = Annotated[
-    str | None, _option("--draft", _SERVICES, "Use the draft that serves there.", "none with --target", "HOST:PORT")
+    str | None,
+    option("--draft", _SERVICES, "Address of a draft that serves elsewhere.", "none with --target", "HOST:PORT"),
 ]
 Timeout = Annotated[
-    float | None, _option("--timeout", _SERVICES, "Give a request up after so many seconds.", "never", "S")
+    float | None, option("--timeout", _SERVICES, "Seconds after which a request is given up.", "never", "S")
 ]
 Retry = Annotated[
-    float, _option("--retry", _SERVICES, "Try an unreachable target again for so many seconds.", metavar="S")
+    float,
+    option("--retry", _SERVICES, "Seconds for which a target that cannot be reached is tried again.", metavar="S"),
 ]
 DraftPatience = Annotated[
-    float, _option("--draft-patience", _SERVICES, "Wait for a proposal at least so many seconds.", metavar="S")
+    float, option("--draft-patience", _SERVICES, "Seconds that a round waits for the draft, at least.", metavar="S")
 ]
 
 Audit = Annotated[
-    float, _option("--audit", _SERVICES, "Have this share of rounds recomputed by another target.", metavar="RATE")
+    float, option("--audit", _SERVICES, "Share of the rounds that another target recomputes.", metavar="RATE")
 ]
 Auditor = Annotated[
     str | None,
-    _option("--auditor", _SERVICES, "A target that is trusted to do that.", "replicas do it", "HOST:PORT"),
+    option("--auditor", _SERVICES, "Address of a trusted target that recomputes them.", "replicas do it", "HOST:PORT"),
 ]
 
-Model = Annotated[str, _option("--model -m", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
+Model = Annotated[str, option("--model -m", _MODELS, "Folder or hub id of the model to serve.", metavar="M")]
 ServedDevice = Annotated[
-    DeviceName, _option("--device", _MODELS, "Where the model runs: cpu, cuda or cuda:N.", metavar="D")
+    DeviceName, option("--device", _MODELS, "Where the model runs: cpu, cuda or cuda:N.", metavar="D")
 ]
 ServedName = Annotated[
-    str | None, _option("--served-name", _SERVICES, "The model's name for clients.", "that of its folder", "NAME")
+    str | None, option("--served-name", _SERVICES, "The model's name for clients.", "that of its folder", "NAME")
 ]
 ServedThreads = Annotated[
-    str | None, _option("--threads", _MODELS, "CPU threads of the model.", "auto: what forwards gain from", "N")
+    str | None, option("--threads", _MODELS, "CPU threads of the model.", "auto, the fastest number as measured", "N")
 ]
-StageThreads = Annotated[int | None, _option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
+StageThreads = Annotated[int | None, option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
 Listen = Annotated[
-    str, _option("--listen -l", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
+    str, option("--listen -l", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]
-Sessions = Annotated[int, _option("--sessions", _SERVICES, "Sessions held at a time, one KV slot each.", metavar="N")]
-Queue = Annotated[int | None, _option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
+Sessions = Annotated[int, option("--sessions", _SERVICES, "Sessions at a time, each with a KV slot.", metavar="N")]
+Queue = Annotated[int | None, option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
 StepTokens = Annotated[
-    int | None, _option("--step-tokens", _SERVICES, "Tokens and nodes of a step at most.", "what times give", "N")
+    int | None,
+    option("--step-tokens", _SERVICES, "Tokens and nodes of a step, at most.", "chosen from measured times", "N"),
 ]
 PrefillChunk = Annotated[
-    int | None, _option("--prefill-chunk", _SERVICES, "Tokens of one prompt in a step at most.", "what times give", "N")
+    int | None,
+    option("--prefill-chunk", _SERVICES, "Tokens of one prompt in a step, at most.", "chosen from measured times", "N"),
 ]
 CallerSessions = Annotated[
-    int | None, _option("--caller-sessions", _SERVICES, "Sessions of one caller at a time.", "any number", "N")
+    int | None, option("--caller-sessions", _SERVICES, "Sessions of one caller at a time.", "any number", "N")
 ]
 CallerStreams = Annotated[
-    int | None, _option("--caller-streams", _SERVICES, "Streams of one caller at a time.", "any number", "N")
+    int | None, option("--caller-streams", _SERVICES, "Streams of one caller at a time.", "any number", "N")
 ]
 _TOKENS = "Tokens of prompts and texts that one caller may use a second."
-CallerTokens = Annotated[float | None, _option("--caller-tokens-per-second", _SERVICES, _TOKENS, "any number", "N")]
+CallerTokens = Annotated[float | None, option("--caller-tokens-per-second", _SERVICES, _TOKENS, "any number", "N")]
 CallerRequests = Annotated[
-    int | None, _option("--caller-requests", _GATEWAY, "Requests of one key answered at a time.", "any number", "N")
+    int | None,
+    option("--caller-requests", _GATEWAY, "Requests of one key that are answered at a time.", "any number", "N"),
 ]
-KeyTokens = Annotated[float | None, _option("--caller-tokens-per-second", _GATEWAY, _TOKENS, "any number", "N")]
+KeyTokens = Annotated[float | None, option("--caller-tokens-per-second", _GATEWAY, _TOKENS, "any number", "N")]
 ReusePrefixes = Annotated[
     PrefixReuse,
-    _option(
-        "--prefix-reuse", _SERVICES, "Let requests that begin alike share forwards: of one caller, of all, or off."
+    option(
+        "--prefix-reuse", _SERVICES, "Whether requests that begin alike share forwards: those of one caller, or of all."
     ),
 ]
 SessionTtl = Annotated[
-    float, _option("--session-ttl", _SERVICES, "Free the slot of a session idle for so many seconds.", metavar="S")
+    float,
+    option("--session-ttl", _SERVICES, "Seconds without a call after which a session loses its slot.", metavar="S"),
 ]
 Drain = Annotated[
-    float, _option("--drain", _SERVICES, "When told to stop, finish for up to so many seconds.", metavar="S")
+    float,
+    option("--drain", _SERVICES, "Seconds for which it finishes requests after it is told to stop.", metavar="S"),
 ]
 
 Layers = Annotated[
-    str | None, _option("--layers", _STAGES, "From layer A to B - 1, counted from 0.", "none: name them", "A:B")
+    str | None, option("--layers", _STAGES, "Layers A to B - 1, counted from 0.", "none: name them", "A:B")
 ]
 FirstLayers = Annotated[
     str | None,
-    _option("--layers", _STAGES, "The first layers, which it holds itself; the stages have the others.", "none", "0:B"),
+    option("--layers", _STAGES, "The first layers, which it holds itself; the stages have the others.", "none", "0:B"),
 ]
 Stages = Annotated[
     str | None,
-    _option("--stages", _STAGES, "Stages that hold the layers, in order.", "none", "HOST:PORT,..."),
+    option("--stages", _STAGES, "Addresses of the stages, in the order of their layers.", "none", "HOST:PORT,..."),
 ]
 Spares = Annotated[
-    str | None, _option("--spares", _STAGES, "Stages that take the place of a lost one.", "none", "HOST:PORT,...")
+    str | None,
+    option("--spares", _STAGES, "Addresses of stages that take the place of a lost one.", "none", "HOST:PORT,..."),
 ]
 LocalStages = Annotated[
-    int | None, _option("--local-stages", _STAGES, "Start so many stages here, and keep them running.", "none", "N")
+    int | None,
+    option("--local-stages", _STAGES, "Number of stages to start on this machine and keep running.", "none", "N"),
 ]
 Ends = Annotated[
-    EndsAt, _option("--ends", _STAGES, "Where embedding and head are; with coordinator no stage sees a token.")
+    EndsAt,
+    option("--ends", _STAGES, "Where embedding and head are computed; with coordinator, no stage sees a token."),
 ]
 Next = Annotated[
     str | None,
-    _option("--next", _STAGES, "Other hosts' stages that may follow this one, spares too.", "none", "HOST:PORT,..."),
+    option(
+        "--next",
+        _STAGES,
+        "Stages on other hosts that may come after this one, spares included.",
+        "none",
+        "HOST:PORT,...",
+    ),
 ]
 StageRetry = Annotated[
-    float, _option("--retry", _STAGES, "At the start, try unreachable stages again for so many seconds.", metavar="S")
+    float,
+    option(
+        "--retry", _STAGES, "Seconds for which stages that cannot be reached are tried again at the start.", metavar="S"
+    ),
 ]
 StepTimeout = Annotated[
-    float, _option("--step-timeout", _STAGES, "Give up a stage that is on one step for so many seconds.", metavar="S")
+    float, option("--step-timeout", _STAGES, "Seconds on one step after which a stage is given up.", metavar="S")
 ]
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
-TlsCert = Annotated[str | None, _option("--tls-cert", _LINKS, "Certificate of this process.", "none", "FILE")]
-TlsKey = Annotated[str | None, _option("--tls-key", _LINKS, "Its key, without a password.", "none", "FILE")]
-TlsCa = Annotated[str | None, _option("--tls-ca", _LINKS, "CA of all certificates, its own too.", "none", "FILE")]
+TlsCert = Annotated[str | None, option("--tls-cert", _LINKS, "Certificate of this process.", "none", "FILE")]
+TlsKey = Annotated[str | None, option("--tls-key", _LINKS, "Its key, without a password.", "none", "FILE")]
+TlsCa = Annotated[
+    str | None,
+    option("--tls-ca", _LINKS, "CA that signed the certificates of all processes, this one included.", "none", "FILE"),
+]
 Insecure = Annotated[
-    bool, _option("--insecure/--no-insecure", _LINKS, "Let links without certificates leave this machine.", "off")
+    bool, option("--insecure/--no-insecure", _LINKS, "Allow links without certificates to other machines.", "off")
 ]
 Health = Annotated[
-    str | None, _option("--health", _LINKS, "Address for health checks alone, in plaintext.", "none", "HOST:PORT")
+    str | None, option("--health", _LINKS, "Address for health checks only, in plaintext.", "none", "HOST:PORT")
 ]
 Metrics = Annotated[
-    str | None, _option("--metrics", _LINKS, "Address for Prometheus alone, in plaintext.", "none", "HOST:PORT")
+    str | None, option("--metrics", _LINKS, "Address for Prometheus only, in plaintext.", "none", "HOST:PORT")
 ]
 MetricsCompat = Annotated[
     Literal["vllm"] | None,
-    _option("--metrics-compat", _LINKS, "Give metrics the names of vLLM, too.", "ours alone"),
+    option("--metrics-compat", _LINKS, "Also give metrics the names that vLLM has for them.", "our names only"),
 ]
-LogFormat = Annotated[Literal["text", "json"], _option("--log-format", _OUTPUT, "Lines of the log.")]
+LogFormat = Annotated[Literal["text", "json"], option("--log-format", _OUTPUT, "Format of the log's lines.")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
-    _option("--log-level", _OUTPUT, "Log from this level on; info has a line for each session refused or lost."),
+    option("--log-level", _OUTPUT, "Lowest level that is logged; info has a line for each session refused or lost."),
 ]
 LINK_OPTIONS = {
     "tls_cert": (TlsCert, None),
@@ -318,60 +260,65 @@ draft_limited, target_limited = also(CALLER_OPTIONS), also({"caller_streams": (C
 gateway_limited = also({"caller_requests": (CallerRequests, None), "caller_tokens_per_second": (KeyTokens, None)})
 """Decorators of commands that limit what one caller may have."""
 
-Stdio = Annotated[bool, typer.Option("--stdio", help="Frames come on stdin and go to stdout.")]
+Stdio = Annotated[bool, typer.Option("--stdio", help="Read frames from stdin and write them to stdout.")]
 Lmtp = Annotated[
-    str | None, _option("--lmtp", _GATEWAY, "Address for LMTP alone; /lmtp of --http has it too.", metavar="HOST:PORT")
+    str | None,
+    option("--lmtp", _GATEWAY, "Address for LMTP only; --http has it at /lmtp as well.", metavar="HOST:PORT"),
 ]
-Http = Annotated[str, _option("--http", _GATEWAY, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")]
+Http = Annotated[str, option("--http", _GATEWAY, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")]
 Targets = Annotated[
     list[str] | None,
-    _option(
+    option(
         "--target",
         _SERVICES,
-        "Serve the target there; once for each model, or replica.",
+        "Address of a target to serve; once for each model or replica.",
         "started here",
         "[NAME=]HOST:PORT",
     ),
 ]
 Drafts = Annotated[
     list[str] | None,
-    _option("--draft", _SERVICES, "Use the draft there, for the target of its name.", "none", "[NAME=]HOST:PORT"),
+    option("--draft", _SERVICES, "Address of a draft for the target of that name.", "none", "[NAME=]HOST:PORT"),
 ]
 GatewayRetry = Annotated[
     float | None,
-    _option("--retry", _SERVICES, "Try a lost target again for so many seconds.", "5, or 30 if started here", "S"),
+    option("--retry", _SERVICES, "Seconds for which a lost target is tried again.", "5, or 30 if started here", "S"),
 ]
 StartedSessions = Annotated[
-    int | None, _option("--sessions", _SERVICES, "Sessions that workers started here hold at a time.", "4", "N")
+    int | None, option("--sessions", _SERVICES, "Sessions at a time in workers started here.", "4", "N")
 ]
 ApiKeyFile = Annotated[
-    str | None, _option("--api-key-file", _GATEWAY, "Let in the keys of this file alone.", "nobody needs a key", "FILE")
+    str | None, option("--api-key-file", _GATEWAY, "File with the keys that are let in.", "nobody needs a key", "FILE")
 ]
-AllowAnonymous = Annotated[
-    bool, _option("--allow-anonymous", _GATEWAY, "Serve other machines without keys, too.", "off")
-]
+AllowAnonymous = Annotated[bool, option("--allow-anonymous", _GATEWAY, "Serve other machines without keys.", "off")]
 LogMessages = Annotated[
     str | None,
-    _option("--log-messages", _GATEWAY, "Write LMTP's messages to the end of a file.", "none", "FILE"),
+    option("--log-messages", _GATEWAY, "File to which LMTP's messages are appended.", "none", "FILE"),
 ]
-LogPrompts = Annotated[bool, _option("--log-prompts", _GATEWAY, "Do not mask the prompts in it.", "off")]
-MaxBodyMib = Annotated[int, _option("--max-body-mib", _GATEWAY, "Refuse larger requests.", metavar="MIB")]
+LogPrompts = Annotated[bool, option("--log-prompts", _GATEWAY, "Write prompts to --log-messages unmasked.", "off")]
+MaxBodyMib = Annotated[int, option("--max-body-mib", _GATEWAY, "Largest body of a request, in MiB.", metavar="MIB")]
 SpecDecodeMetrics = Annotated[
     Literal["none", "summary", "detailed"],
-    _option("--per-request-spec-decode-metrics", _GATEWAY, "Tell in answers how speculation did."),
+    option("--per-request-spec-decode-metrics", _GATEWAY, "Add figures of speculation to answers."),
 ]
 
 Logprobs = Annotated[
     int | None,
-    _option("--logprobs", _OUTPUT, "Add log-probabilities of tokens and of the K likeliest to --json.", "none", "K"),
+    option(
+        "--logprobs",
+        _OUTPUT,
+        "Add each token's log-probability, and those of the K likeliest tokens, to --json.",
+        "none",
+        "K",
+    ),
 ]
-Json = Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off")]
+Json = Annotated[bool, option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off")]
 TraceFile = Annotated[
     str | None,
-    _option("--trace-file --trace", _OUTPUT, "Write spans of every round, one JSON line each.", "none", "FILE"),
+    option("--trace-file --trace", _OUTPUT, "File for spans of every round, one JSON object a line.", "none", "FILE"),
 ]
 PrintConfig = Annotated[
-    bool, _option("--print-config", _OUTPUT, "Print the settings in effect, and where each comes from.", "off")
+    bool, option("--print-config", _OUTPUT, "Print the settings in effect, and where each comes from.", "off")
 ]
 
 

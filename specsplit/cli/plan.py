@@ -51,7 +51,12 @@ _Dtype = Annotated[
 ]
 _ComputeDtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
-    _option("--compute-dtype", _LOAD, "What int8 and int4 are computed in.", "the checkpoint's if bf16, else fp32"),
+    _option(
+        "--compute-dtype",
+        _LOAD,
+        "Number format in which int8 and int4 are computed.",
+        "the checkpoint's if bf16, else fp32",
+    ),
 ]
 
 
@@ -62,28 +67,29 @@ def plan(
         _option("--model -m", _LOAD, "A model's folder, its config.json, or a hub id in the cache here.", metavar="M"),
     ] = defaults.EMBEDDED,
     num_stages: Annotated[
-        int | None, _option("--num-stages", _CUT, "So many stages of equal length.", "1", "S")
+        int | None, _option("--num-stages", _CUT, "Number of stages, of equal length.", "1", "S")
     ] = None,
     layers: Annotated[
-        str | None, _option("--layers", _CUT, "A:B per stage, from layer A to B - 1.", "none", "A:B,B:C")
+        str | None, _option("--layers", _CUT, "Layers of each stage; A:B is layers A to B - 1.", "none", "A:B,B:C")
     ] = None,
     memory: Annotated[
-        str | None, _option("--memory", _CUT, "What each stage may fill, such as 24GiB,80GiB.", "none", "SIZES")
+        str | None, _option("--memory", _CUT, "Memory that each stage may fill, such as 24GiB,80GiB.", "none", "SIZES")
     ] = None,
     context: Annotated[
-        int | None, _option("--context -c", _LOAD, "Tokens of prompt and answer.", "the model's, at most 4096", "N")
+        int | None,
+        _option("--context -c", _LOAD, "Tokens of prompt and answer together.", "the model's, at most 4096", "N"),
     ] = None,
     sessions: Annotated[
-        int, _option("--sessions", _LOAD, "Sessions held at a time, one KV slot each.", metavar="N")
+        int, _option("--sessions", _LOAD, "Sessions at a time, each with a KV slot.", metavar="N")
     ] = defaults.SERVED_SESSIONS,
     dtype: _Dtype = None,
     compute_dtype: _ComputeDtype = None,
     nodes: Annotated[
-        int, _option("--nodes", _LOAD, "Tree nodes verified per round.", metavar="N")
+        int, _option("--nodes", _LOAD, "Nodes of a tree that are verified in one round.", metavar="N")
     ] = defaults.DEFAULT_NODES,
     ends: Annotated[
         Literal["stages", "coordinator"] | None,
-        _option("--ends", _LOAD, "Where embedding, final norm and head live.", "stages"),
+        _option("--ends", _LOAD, "Where embedding, final norm and head are computed.", "stages"),
     ] = None,
     private_first: Annotated[
         int | None,

@@ -39,7 +39,7 @@ def top(
         bool, typer.Option("--once", help="Print one table and end.", rich_help_panel=_OUTPUT, metavar=" ")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a look.", rich_help_panel=_OUTPUT, metavar=" ")
+        bool, typer.Option("--json", help="Print one JSON object at each look.", rich_help_panel=_OUTPUT, metavar=" ")
     ] = False,
     config: options.Config = None,
 ) -> None:

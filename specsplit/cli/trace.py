@@ -32,7 +32,7 @@ def trace(
             metavar="ID",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Show so many rounds, 0 for all.", metavar="N")] = 40,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds to show; 0 for all.", metavar="N")] = 40,
     svg: Annotated[
         Path | None,
         typer.Option("--svg", help="Also draw the timeline as a picture.", show_default=False, metavar="OUT"),
