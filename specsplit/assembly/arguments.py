@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast
+from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast, get_args, get_origin, get_type_hints
 
 from specsplit.assembly.other_names import refuse_other_names
 from specsplit.assembly.other_values import refuse_other_values
@@ -13,6 +13,7 @@ from specsplit.core.defaults import DeviceName, Dtype, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.core.ports import ChatMessage, TemplateValue
 from specsplit.limits import MAX_SPEAKER
+from specsplit.model.memory_size import parse_memory
 
 Message = ChatMessage | Mapping[str, str]
 """One message of a conversation, with `role` and `content`, and perhaps the `name` of who speaks."""
@@ -131,11 +132,40 @@ class PipelineOptions(ClientOptions, total=False):
     """Requests that run at the same time."""
 
 
+_NUMBERS = frozenset(
+    name
+    for name, kind in get_type_hints(PipelineOptions).items()
+    if {int, float} & {kind, *get_args(kind)} and get_origin(kind) is not Mapping
+)
+"""Options that are numbers."""
+
+
+def refuse_wrong_types(given: Mapping[str, object]) -> None:
+    """Refuse what the settings would convert, though no user means it: True for 1, and bytes for a text or a number.
+
+    Raises:
+        InvalidSettings: there is such a value.
+    """
+    for name, value in given.items():
+        items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else (value,)
+        if any(map(_is_bytes, items)):
+            raise InvalidSettings(f"{name} must not be bytes; decode them to a text.")
+        if name in _NUMBERS and isinstance(value, bool):
+            raise InvalidSettings(f"{name} must be a number, not {value}.")
+    bias = given.get("logit_bias")
+    for token_id, added in cast("Mapping[object, object]", bias).items() if isinstance(bias, Mapping) else ():
+        # Token ids that come from JSON are texts of digits.
+        is_id = not isinstance(token_id, bool) and str(token_id).removeprefix("-").isdecimal()
+        if not is_id or isinstance(added, bool) or not hasattr(added, "__float__"):
+            raise InvalidSettings(f"logit_bias must map token ids to numbers, not {token_id!r} to {added!r}.")
+
+
 def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as `load_settings` takes them: without None, and with texts for paths and torch's objects.
 
     Raises:
-        InvalidSettings: an object of torch that no model here can use, or a name or value that another program has.
+        InvalidSettings: a value of a wrong type, an object of torch that no model here can use, or a name or value that
+            another program has.
     """
     made = {name: value for name, value in given.items() if value is not None}
     refuse_other_names(made)
@@ -148,6 +178,10 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if type(made.get("device")).__module__ == "torch":
         made["device"] = str(made["device"])
     refuse_other_values(made)
+    refuse_wrong_types(made)
+    if "kv_memory" in made:
+        # Whoever loads the models says it again in the words of the command line.
+        parse_memory(str(made["kv_memory"]), "kv_memory")
     return made
 
 
@@ -161,6 +195,8 @@ def config_path(config: object) -> Path | None:
         return None
     if not isinstance(config, str | os.PathLike):
         raise InvalidSettings(f"config must be the path of a settings file, not {_kind(config)}.")
+    if config == "":
+        raise InvalidSettings("config must be the path of a settings file, not an empty text.")
     return Path(cast("str | os.PathLike[str]", config))
 
 
@@ -172,7 +208,7 @@ def _dtype_name(name: str) -> str:
 
 def are_several(prompt: object) -> TypeGuard[Prompts]:
     """Return whether these are several prompts: token ids begin with a number, and messages with a mapping."""
-    if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence) or not prompt:
+    if isinstance(prompt, str) or _is_bytes(prompt) or not isinstance(prompt, Sequence) or not prompt:
         return False
     first = cast("Sequence[object]", prompt)[0]
     return isinstance(first, Sequence)
@@ -191,7 +227,7 @@ def check_prompt(prompt: object) -> None:
     """
     if isinstance(prompt, str):
         _check_text(prompt)
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+    elif not _is_bytes(prompt) and isinstance(prompt, Sequence):
         items = cast("Sequence[object]", prompt)
         _require(len(items) > 0, "The prompt is empty; give it at least one character.")
         words = "The prompt is a list of texts: generate() takes one such list, and everything else a text."
@@ -207,6 +243,10 @@ def check_prompt(prompt: object) -> None:
 
 def _check_text(text: str) -> None:
     _require(len(text) > 0, "The prompt is empty; give it at least one character.")
+    _check_characters(text)
+
+
+def _check_characters(text: str) -> None:
     # A lone surrogate comes from bytes that are no UTF-8; no tokenizer could encode it.
     is_whole = not any("\ud800" <= character <= "\udfff" for character in text)
     _require(is_whole, "The prompt is not valid UTF-8; convert it first.")
@@ -224,13 +264,19 @@ def _check_message(item: object) -> None:
         isinstance(text, str) for text in message.values()
     )
     _require(is_whole, 'Each message of the prompt needs texts as "role" and "content", and may have one as "name".')
+    for text in message.values():
+        _check_characters(cast("str", text))
     name = cast("str", message.get("name", ""))
-    _require(len(name) <= MAX_SPEAKER, f'The "name" of a message has at most {MAX_SPEAKER} characters.')
+    _require(len(name) <= MAX_SPEAKER, f'The "name" in a message of the prompt has at most {MAX_SPEAKER} characters.')
 
 
 def _require(holds: bool, sentence: str) -> None:
     if not holds:
         raise InvalidRequest(sentence, param="prompt")
+
+
+def _is_bytes(value: object) -> bool:
+    return isinstance(value, bytes | bytearray | memoryview)
 
 
 def _kind(value: object) -> str:

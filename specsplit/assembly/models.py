@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specsplit.assembly.links import check_audit
 from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
-from specsplit.core.errors import ModelDamaged, VocabularyMismatch
+from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
+from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
@@ -82,7 +84,7 @@ def check_models(settings: Settings) -> None:
     """Refuse models of this process that are not here and cannot be fetched, before torch is imported.
 
     Raises:
-        InvalidSettings: a size of memory is none.
+        InvalidSettings: a size of memory is none, or the file of the draft's vocabulary cannot be read.
         ModelNotFound, ModelDamaged, ModelUnsupported.
         DeviceUnavailable: torch cannot use the device.
     """
@@ -95,6 +97,7 @@ def check_models(settings: Settings) -> None:
     if settings.draft_source is not None:
         check_source(settings.draft_source, "draft")
         check_device(settings.draft.device)
+        _check_vocab(settings.draft)
 
 
 def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:
@@ -103,10 +106,11 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     If the settings do not say for how many sessions, it is for up to `max_sessions`, as the memory has room.
 
     Raises:
-        MissingExtra, ModelError, ResourceError, InvalidRequest: a model cannot be loaded here; the message says why.
+        MissingExtra, ModelError, ResourceError, UsageError: a model cannot be loaded here; the message says why.
         VocabularyMismatch: draft and target have different tokens.
     """
     check_models(settings)
+    check_audit(settings, 1)
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
     from specsplit.model.threads import num_cores
@@ -183,6 +187,20 @@ def load_local(
     )
 
 
+def _check_vocab(settings: DraftSettings) -> None:
+    # Whoever loads the draft reads the file, which may be minutes later.
+    path = settings.vocab
+    if path is None or path.isdigit():
+        return
+    try:
+        expanded(path).open("rb").close()
+    except OSError as error:
+        raise InvalidSettings(
+            f"The draft vocabulary {path} cannot be read ({error.strerror}); make one with specsplit draft-vocab, or "
+            "give a number."
+        ) from error
+
+
 def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
     """Load a draft with the options of `fallback` where the settings name none."""
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
@@ -221,6 +239,8 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
     source = settings.model or EMBEDDED
     check_source(source, role)
     check_device(settings.device)
+    if isinstance(settings, DraftSettings):
+        _check_vocab(settings)
     kv_memory = parse_memory(settings.kv_memory)
     require_worker_extra()
     from specsplit.model.loader import load_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from specsplit.assembly.links import check_audit, orchestrator_security, remote_draft, remote_target, remote_workers
+from specsplit.assembly.links import orchestrator_security, remote_draft, remote_target, remote_workers
 from specsplit.assembly.local import local_draft, local_target, local_workers
 from specsplit.assembly.models import LoadedDraft, Models
 from specsplit.assembly.workers import Placement, Workers
@@ -22,8 +22,6 @@ def open_workers(
     """
     if models is None:
         return remote_workers(settings, note)
-    if not isinstance(models, LoadedDraft):
-        check_audit(settings, 1)
     measures = settings.orchestrator.mode == "auto"
     if isinstance(models, LoadedDraft):
         return _with_remote_target(settings, models, note, measures=measures)

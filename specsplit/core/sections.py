@@ -101,7 +101,7 @@ Layers = Annotated[str, AfterValidator(_layer_range)]
 ModelSource = Annotated[str, Field(min_length=1)]
 ServedName = Annotated[str, Field(pattern=r"^[\w.:/@+-]{1,128}$")]
 Positive = Annotated[int, Field(ge=1)]
-Threads = Annotated[Positive | None, BeforeValidator(_threads)]
+Threads = Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(_threads)]
 """None lets the model's own forwards decide."""
 KVMemory = Annotated[str, BeforeValidator(str)]
 """Bytes with a unit or a fraction; whoever loads the model reads it."""

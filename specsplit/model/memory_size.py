@@ -14,8 +14,10 @@ MemorySize = int | float
 """Bytes as an int, or as a float a fraction of the free memory."""
 
 
-def parse_memory(text: str | None) -> MemorySize | None:
+def parse_memory(text: str | None, name: str = "--kv-memory") -> MemorySize | None:
     """Return the size that `text` names, such as 8GiB, 512MiB or 0.85; None for None.
+
+    `name` is what the user calls the setting.
 
     Raises:
         InvalidSettings: it names none.
@@ -30,7 +32,8 @@ def parse_memory(text: str | None) -> MemorySize | None:
     elif _FRACTION.fullmatch(text) and float(text) > 0:
         return float(text)
     raise InvalidSettings(
-        f"--kv-memory must be a size such as 8GiB or 512MiB, or a fraction of the free memory such as 0.85, not {text}."
+        f"{name} must be a size such as 8GiB or 512MiB, or a fraction of the free memory such as 0.85, "
+        f"not {text or 'empty'}."
     )
 
 

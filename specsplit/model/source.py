@@ -52,6 +52,14 @@ def resolve(source: str, role: str) -> tuple[str, str]:
         ModelNotFound, ModelDamaged, ModelUnsupported.
         InvalidSettings: it names a revision of a model that is not on the hub.
     """
+    try:
+        return _resolved(source, role)
+    except OSError as error:
+        # A name too long for a file system, or a folder that may not be looked into.
+        raise ModelNotFound(f"{source[:100]} cannot be looked for ({error.strerror}).") from error
+
+
+def _resolved(source: str, role: str) -> tuple[str, str]:
     if source == EMBEDDED:
         return str(Path(__file__).parent / "embedded" / role), EMBEDDED
     model, revision = _parts(source)
@@ -149,7 +157,8 @@ def _cached(source: str) -> Path | None:
         repository, options = hub_arguments(source)
         config = try_to_load_from_cache(repository, "config.json", **options)
     except HFValidationError as error:
-        raise ModelNotFound(NO_HUB_ID.format(name=source)) from error
+        shown = source if source.isprintable() and source.strip() else repr(source)
+        raise ModelNotFound(NO_HUB_ID.format(name=shown)) from error
     return Path(config).parent if isinstance(config, str) else None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-from specsplit import Client, InvalidRequest, Pipeline, SpecSplitError
+from specsplit import Client, InvalidRequest, Pipeline, SpecSplitError, UsageError
 from tests.support.processes import WorkerProcess, environment
+from tests.support.wrong_inputs import PROMPTS, REQUEST_OPTIONS, SEVERAL
 
 OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512")
 PROGRAM = """
@@ -69,3 +71,21 @@ async def test_errors_are_raised_where_they_belong_and_the_client_goes_on(target
     with pytest.raises(SpecSplitError, match="cannot be reached"):
         async with Client("127.0.0.1:9", retry=0.1):
             pass
+
+
+@pytest.mark.slow
+async def test_whatever_is_wrong_is_one_sentence_and_the_client_goes_on(target: WorkerProcess):
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        *((prompt, {}) for prompt in (*PROMPTS, *SEVERAL)),
+        *(("a", options) for options in REQUEST_OPTIONS),
+    ]
+    scores: list[tuple[Any, Any, int]] = [([], [1], 0), ([1], [], 0), ([1], [10**6], 0), ([-1], [1], 0), ([1], [2], 99)]
+    async with Client(target.address, max_new_tokens=4) as client:
+        text = (await client.generate("def f(")).text
+        for prompt, options in calls:
+            with pytest.raises(UsageError, match=r"^[^\n]*[^.]\.$"):
+                await client.generate(prompt, **options)
+        for prompt, scored, top in scores:
+            with pytest.raises(InvalidRequest, match=r"^[^\n]*[^.]\.$"):
+                await client.score(prompt, scored, top_logprobs=top)
+        assert (await client.generate("def f(")).text == text

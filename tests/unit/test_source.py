@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specsplit import Pipeline
+from specsplit.cli.main import main
 from specsplit.core.errors import ModelError, ModelNotFound, ModelUnsupported
 from specsplit.model.source import check_source, resolve
 
@@ -52,6 +56,8 @@ def _cached(cache: Path) -> Path:
         ("org/name-GGUF:Q4_K_M", ModelUnsupported, "has GGUF files, and models are read from safetensors"),
         ("./nowhere", ModelNotFound, "There is no model folder at ./nowhere."),
         ("https://huggingface.co/a/b/tree/main", ModelNotFound, "is a web address; .* by its hub id, such as a/b"),
+        ("x" * 5000, ModelNotFound, "^x{100} cannot be looked for .File name too long..$"),
+        ("a\0b", ModelNotFound, r"^'a\\x00b' is neither a model folder"),
         ("not a name!", ModelNotFound, "is neither a model folder nor a valid hub id"),
         (__file__, ModelNotFound, "which is a file; name the folder that it is in"),
         (str(Path(__file__).parent), ModelNotFound, "holds no config.json, so it is not a model folder"),
@@ -68,6 +74,70 @@ def test_a_hub_that_is_away_is_not_waited_for(hub: Path):
         resolve("somebody/model", "target")
     folder = _cached(hub)
     assert resolve("somebody/model", "target") == (str(folder), "somebody/model")
+
+
+@pytest.fixture
+def silent(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A hub that never answers; the time limits of the connections to it, as they are tried."""
+    tried: list[float] = []
+    is_over = threading.Event()
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(timeout)
+        is_over.wait()
+        raise OSError(f"{address} is silent")
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://{hub.parent.name}-{hub.name}.invalid")
+    yield tried
+    is_over.set()
+
+
+AWAY = "somebody/model is not cached here and the model hub cannot be reached; pass a local folder, or go online."
+
+
+def test_python_asks_a_silent_hub_once_for_less_than_three_seconds(silent: list[float]):
+    """The first model is the last that is waited for: the next ones are looked for in the cache at once."""
+    for arguments in ({"target_model": "somebody/model"}, {"draft_model": "somebody/model"}):
+        with pytest.raises(ModelNotFound) as caught:
+            Pipeline(**arguments)  # type: ignore[arg-type]
+        assert str(caught.value) == AWAY
+    assert 0 < len(silent) <= 2, "one, or another one if a minute has passed"
+    assert max(silent) < 3
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["orchestrate", "a", "--target-model"],
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                ["orchestrate", "a", "--draft-model"],
+                ["serve", "--target-model"],
+                ["chat", "--raw", "--target-model"],
+                ["target", "--model"],
+                ["draft", "--model"],
+                ["stage", "--layers", "0:1", "--model"],
+                ["draft-vocab", "--corpus", __file__, "--output", "/dev/null", "--model"],
+            )
+        ),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_asks_a_silent_hub_once(command: list[str], silent: list[float], capsys: pytest.CaptureFixture[str]):
+    assert main([*command, "somebody/model"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", f"Error: {AWAY}")
+    assert len(silent) == 1
+    assert silent[0] < 3
+
+
+def test_a_plan_is_made_from_the_cache_alone(silent: list[float], capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--model", "somebody/model"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("Error: "), err.count("\n")) == ("", True, 1)
+    assert not silent
 
 
 @pytest.mark.usefixtures("hub")
