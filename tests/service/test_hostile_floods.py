@@ -92,8 +92,8 @@ ALWAYS = ("drains", "pieces")
 async def test_stages_that_flood_end_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     floods: list[Flooding] = []
 
-    def made(stage: Any) -> Any:
-        floods.append(Flooding(StageService(stage), "Forward", STAGES[name], after=1))
+    def made(stage: Any, **options: Any) -> Any:
+        floods.append(Flooding(StageService(stage, **options), "Forward", STAGES[name], after=1))
         return floods[-1]
 
     monkeypatch.setattr("tests.support.remote_chains.StageService", made)

@@ -19,7 +19,7 @@ from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.rpc.auth import PeerIdentity
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.server import LIVENESS, READINESS
-from specsplit.stages import serve
+from specsplit.stages import loading, serve
 from specsplit.stages.wire import next_stage
 from specsplit.stages.wire.claim import Claim, NextAddresses
 from specsplit.stages.wire.frames import ChainId
@@ -141,7 +141,7 @@ async def test_a_target_is_not_live_while_others_have_its_stages(monkeypatch: py
         door = Door(int(at[1].rpartition(":")[2]))
         async with door.running(), stranger(at[1]) as peer:
             settings = TargetSettings(stages=(at[0], door.address), context=256, threads=1, listen=LOOPBACK)
-            coordinator = await asyncio.to_thread(serve.load_coordinator, settings)
+            coordinator = await asyncio.to_thread(loading.load_coordinator, settings)
             async with serve.serving_chain(coordinator, settings) as server:
                 assert (await health(server.address, LIVENESS), await health(server.address, READINESS)) == (
                     SERVING,

@@ -152,7 +152,7 @@ class StageService:
 
     async def _forward(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
         hello = await _hello(requests)
-        _check_role(hello.role)
+        _check_role(hello.role, self._tenancy.owner_name)
         chain, role = ChainId.of(hello.chain), hello.role
         position, outbox = self._tenancy.position_in(chain, exactly=True), Outbox()
         if role == _COORDINATOR:
@@ -316,16 +316,15 @@ async def _timely(requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         yield data
 
 
-def _check_role(role: stage_pb2.StreamRole.ValueType) -> None:
+def _check_role(role: stage_pb2.StreamRole.ValueType, owner: str | None) -> None:
     """Raise AccessDenied if the peer's certificate is of another role than the one that it opens a stream in.
 
-    A target may stand in front of a stage, too: with the first layers of its own.
+    The stage's `owner` may stand in front of it as well: a target with the first layers of its own.
     """
-    peer = current_peer()
-    if peer.is_authenticated and peer.role != "target" and (role == _COORDINATOR or peer.role != "stage"):
-        raise AccessDenied(
-            f"A {peer.role} may not open the stream of a {'target' if role == _COORDINATOR else 'stage'}."
-        )
+    peer, proved = current_peer(), "target" if role == _COORDINATOR else "stage"
+    is_owner = peer.role == "target" and peer.name == owner
+    if peer.is_authenticated and peer.role != proved and not is_owner:
+        raise AccessDenied(f"A {peer.role} may not open the stream of a {proved}.")
 
 
 def _unary(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:

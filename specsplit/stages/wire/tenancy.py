@@ -73,6 +73,11 @@ class Tenancy:
             )
         return position
 
+    @property
+    def owner_name(self) -> str | None:
+        """The name that the coordinator which has the stage has proved; None without one."""
+        return self._owner.name
+
     async def configure(self, request: stage_pb2.ConfigureRequest, name: str | None = None) -> bool:
         """Take the position that a coordinator asks for, and return whether the slots still hold what they held.
 
