@@ -190,8 +190,10 @@ async def _own_stage(
 
     following = (*settings.stages, *settings.spares)
     async with _running_stage(shard, following, security) as (stage, service):
-        yield stage, OwnStage(service.handlers())
-        await service.aclose()
+        try:
+            yield stage, OwnStage(service.handlers())
+        finally:
+            await service.aclose()
 
 
 def _make_link(
