@@ -6,6 +6,7 @@ import importlib
 from importlib import metadata
 
 from specsplit.core.errors import DeviceUnavailable, MissingExtra
+from specsplit.model.meanwhile import without_collections
 
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -17,7 +18,8 @@ def require_worker_extra() -> None:
         MissingExtra: torch or one of its companions is not installed.
     """
     try:
-        importlib.import_module("specsplit.model.loader")
+        with without_collections():
+            importlib.import_module("specsplit.model.loader")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
             raise

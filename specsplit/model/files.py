@@ -19,8 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.core.types import TokenizerFiles
+from specsplit.model.identity import files_hash, read_tokenizer_files
 from specsplit.model.memory import is_exhausted
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 
 
@@ -179,6 +181,15 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
         loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **revision)
         tokenizer = TransformersTokenizer(loaded, eos_ids)
     return tokenizer, tokenizer.eos_ids
+
+
+def tokenizer_files(path: str, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
+    """Return the files of a model's tokenizer; None if it has none, or if they are not in a folder."""
+    folder = model_folder(path)
+    if tokenizer is None or folder is None:
+        return None
+    files = read_tokenizer_files(folder, name)
+    return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
 
 
 def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:

@@ -56,32 +56,13 @@ def _as_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return None
 
 
-class _Watching(TorchFunctionMode):
-    """Collects the products of a forward."""
+class WithoutProducts(TorchFunctionMode):
+    """Returns zeros in the place of products, within a `with` block: for a forward whose values do not matter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[LinearCall] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        call = _as_call(func, args, kwargs or {})
-        if call is not None:
-            self.calls.append(call)
-        return func(*args, **(kwargs or {}))
-
-
-def watched(forward: Callable[[], object]) -> list[LinearCall]:
-    """Run `forward` once and return the products that it asks for, in order."""
-    watching = _Watching()
-    with watching:
-        forward()
-    return watching.calls
-
-
-class WithoutProducts(TorchFunctionMode):
-    """Returns zeros in the place of products, within a `with` block: for a forward whose values do not matter."""
+        """The products that were asked for, in order."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -89,7 +70,16 @@ class WithoutProducts(TorchFunctionMode):
         call = _as_call(func, args, kwargs or {})
         if call is None:
             return func(*args, **(kwargs or {}))
+        self.calls.append(call)
         return call.input.new_zeros(*call.input.shape[:-1], call.weight.shape[-2])
+
+
+def watched(forward: Callable[[], object]) -> list[LinearCall]:
+    """Run `forward` once and return the products that it asks for, in order; none of them is computed."""
+    watching = WithoutProducts()
+    with watching:
+        forward()
+    return watching.calls
 
 
 def in_groups(calls: Sequence[LinearCall]) -> list[list[LinearCall]]:

@@ -19,11 +19,12 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import Comparisons, comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
-from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights
-from specsplit.model.identity import files_hash, read_tokenizer_files, weight_stamps, weights_hash
+from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, tokenizer_files
+from specsplit.model.identity import weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
+from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
 from specsplit.model.rope import fix_longrope
@@ -169,40 +170,41 @@ def load_model(
         report("config", 0.05)
         config, path = load_config(path, name), at_commit(path)
         refuse_by_config(config)
-        tokenizer, eos_ids = load_tokenizer(path, name, config)
+        reading = Meanwhile(lambda: load_tokenizer(path, name, config))
         report("weights", 0.15)
         stamps = weight_stamps(model_folder(path))
-        dtype = options.get("dtype")
-        model = load_weights(path, name, config, as_dtype(dtype, device, config, role), device)
-        form = weight_format(dtype)
-        kept = _trimmed(model, options.get("vocab"), tokenizer, name)
+        form = weight_format(options.get("dtype"))
+        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device, config, role), device)
+        kept = _trimmed(model, options.get("vocab"), reading.result, name)
         report("probing", 0.7)
         probed = probe(model)
         wanted = _kv_request(config, options, name)
         plan = plan_slots(model, probed, wanted)
         fix_longrope(model, plan.context)
-        cache = allocate(model, probed, plan)
-        runner = Runner(EagerBackend(model, probed, kept), cache, plan.context)
+        runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
+        if not comparisons.has(_TRANSFORMERS):
+            reading.result()  # a broken one shows before the long first load
         _check_and_pack(runner, kept, form, name, comparisons)
         report("recording", 0.85)
         if options.get("record", True):
-            runner.record(comparisons)
+            runner.record(comparisons, reading.start)
         report("proving", 0.9)
         exactness.settle(runner)
+    tokenizer, eos_ids = reading.result()
     report("ready", 1.0)
     return LoadedModel(
         name=name,
         role=role,
         runner=runner,
-        max_sessions=cache.num_slots,
+        max_sessions=plan.num_slots,
         tokenizer=tokenizer,
         context=plan.context,
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
-        tokenizer_files=_tokenizer_files(path, name, tokenizer),
+        tokenizer_files=tokenizer_files(path, name, tokenizer),
         weights_hash=rounded_hash(_weights_hash(path, name), form),
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
@@ -232,10 +234,11 @@ def _check_and_pack(
 
 
 def _trimmed(
-    model: PreTrainedModel, vocab: str | None, tokenizer: TransformersTokenizer | None, name: str
+    model: PreTrainedModel, vocab: str | None, read_tokenizer: Callable[[], Any], name: str
 ) -> list[int] | None:
     """Trim the head to the tokens that the option names; return them, None if it keeps all."""
-    kept = kept_ids(vocab, tokenizer, model.config.get_text_config().vocab_size) if vocab is not None else None
+    size = model.config.get_text_config().vocab_size
+    kept = kept_ids(vocab, read_tokenizer()[0], size) if vocab is not None else None
     if kept is not None:
         trim_head(model, kept, name)
     return kept
@@ -251,14 +254,6 @@ def _fastest_threads(runner: Runner, limit: int | None) -> int:
     one, tree = SequenceInput(0, 0, [0]), SequenceInput(0, 0, [0] * num_rows, parents, num_logits=num_rows)
     # What they write to the slot is nobody's yet.
     return choose_threads([lambda: runner.forward([one]), lambda: runner.forward([tree])], most)
-
-
-def _tokenizer_files(path: str, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
-    folder = model_folder(path)
-    if tokenizer is None or folder is None:
-        return None
-    files = read_tokenizer_files(folder, name)
-    return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
 
 
 def _weights_hash(path: str, name: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from specsplit.model.backends.recorded_cpu import optimised_once
+from specsplit.model.meanwhile import without_collections
 from specsplit.model.memory import return_freed
 from specsplit.model.threads import one_thread
 
@@ -15,6 +16,6 @@ from specsplit.model.threads import one_thread
 @contextmanager
 def loading(device: torch.device) -> Generator[None]:
     """Load a model for the device in here."""
-    with one_thread(), optimised_once() if device.type == "cpu" else nullcontext():
+    with without_collections(), one_thread(), optimised_once() if device.type == "cpu" else nullcontext():
         yield
     return_freed()

@@ -14,22 +14,29 @@ _MADV_DONTNEED = 4
 _Range = tuple[int, int]
 
 
-def let_pages_go(ranges: Iterable[_Range]) -> None:
-    """Drop the pages of these addresses [start, stop) that are mapped from a file; what is read again is read anew.
+class MappedFiles:
+    """The files that are mapped in this process now; those that are mapped later are not among them."""
 
-    Memory that is not a file's stays as it is. For weights only, which nobody writes: a page that was written is lost.
-    """
-    mapped = _file_mappings()
-    if not mapped:
-        return
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for first, last in ranges:
-        # Whole pages only: the first and the last one may hold a neighbour's numbers.
-        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-        place = bisect.bisect_right(mapped, (start, 1 << 64)) - 1
-        if start < stop and place >= 0 and stop <= mapped[place][1]:
-            madvise(start, stop - start, _MADV_DONTNEED)
+    def __init__(self) -> None:
+        self._mapped = _file_mappings()
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise if self._mapped else None
+        if self._madvise is not None:
+            self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def let_pages_go(self, ranges: Iterable[_Range]) -> None:
+        """Drop the pages of these addresses [start, stop) that are mapped from a file; what is read again is read anew.
+
+        Memory that is not a file's stays as it is. The files have to be mapped still. For weights only, which nobody
+        writes: a page that was written is lost.
+        """
+        if self._madvise is None:
+            return
+        for first, last in ranges:
+            # Whole pages only: the first and the last one may hold a neighbour's numbers.
+            start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+            place = bisect.bisect_right(self._mapped, (start, 1 << 64)) - 1
+            if start < stop and place >= 0 and stop <= self._mapped[place][1]:
+                self._madvise(start, stop - start, _MADV_DONTNEED)
 
 
 def addresses(tensor: Tensor) -> _Range:

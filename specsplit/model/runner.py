@@ -122,14 +122,18 @@ class Runner:
         rows[:, kept_ids.numpy()] = logits.numpy()
         return tensor_over(rows)
 
-    def record(self, comparisons: Comparisons | None = None) -> bool:
-        """Record the forward if the recording reproduces the model; return whether it does."""
+    def record(self, comparisons: Comparisons | None = None, before_run: Callable[[], object] = lambda: None) -> bool:
+        """Record the forward if the recording reproduces the model; return whether it does.
+
+        `before_run` is called when other work begins to cost no time: the recording is optimised next.
+        """
         recorded = try_record(
             self._eager,
             self._example,
             comparisons,
             has_logits_memory=bool(self._logits_memory(0)),
             is_packed=self._eager.linears is not None,
+            before_run=before_run,
         )
         self.backend = recorded or self._eager
         return self.is_recorded

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from specsplit.core.errors import ModelDamaged
 from specsplit.model import comparisons, loader
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import recorded_cpu
@@ -72,6 +73,21 @@ def test_a_model_is_compared_once_and_computes_the_same_then(folder: Path, compa
     assert second.is_recorded
     assert torch.equal(logits(first), logits(second))
     assert (second.exactness, second.numerics) == (first.exactness, first.numerics)
+
+
+def test_a_broken_tokenizer_shows_before_a_first_load_and_at_later_ones(folder: Path, compared: list[str]) -> None:
+    """A later load reads it on another thread, which nobody asks before the end."""
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text("{")
+    with pytest.raises(ModelDamaged, match="tokenizer of"):
+        load(folder)
+    assert not compared
+    tokenizer.unlink()
+    load(folder)
+    tokenizer.write_text("{")
+    for options in ({}, {"record": False}):
+        with pytest.raises(ModelDamaged, match="tokenizer of"):
+            load(folder, **options)
 
 
 def touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

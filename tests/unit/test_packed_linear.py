@@ -21,6 +21,7 @@ from specsplit.model.backends.packed_linear import (
     part_width,
     product,
 )
+from specsplit.model.linear_calls import watched
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.packs import require_packs, take_packs_away
@@ -179,6 +180,14 @@ def test_layers_of_other_inputs_or_with_a_bias_do_not_join_those_without() -> No
     x, y = randn(1, 2, 32), randn(1, 2, 32)
     plain, biased = both
     assert len(checked(both, lambda: plain.q(x).sum() + biased.k(x).sum() + plain.v(y).sum()).packs) == 3
+
+
+def test_products_are_found_without_being_computed() -> None:
+    """They would read all weights once more."""
+    block, results = Block(), list[Tensor]()
+    calls = watched(lambda: results.append(block(randn(1, 3, 32))))
+    assert [call.weight is weight for call, weight in zip(calls, block.parameters(), strict=False)] == [True] * 4
+    assert not results[0].any()
 
 
 class Tied(nn.Module):

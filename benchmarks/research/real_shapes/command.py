@@ -36,6 +36,9 @@ def real_shapes(
     seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
     parts: Annotated[bool, typer.Option(help="Also measure where a round's time goes.")] = True,
     loading: Annotated[bool, typer.Option(help="Measure load time and memory instead of rates.")] = False,
+    formats: Annotated[
+        str | None, typer.Option(help="Measure forwards of the target in these formats instead; the first is the base.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
 ) -> None:
     """Measure every mode, the parts of a round, load time and memory on models of real shapes with random weights."""
@@ -63,7 +66,10 @@ def real_shapes(
         has_parts=parts,
     )
     tell = partial(console.print, markup=False)
-    found = measure.run_loading(settings, tell) if loading else measure.run(settings, tell)
+    if formats is not None:
+        found = measure.run_formats(settings, formats.split(","), tell)
+    else:
+        found = measure.run_loading(settings, tell) if loading else measure.run(settings, tell)
     for cell in found.get("cells", ()):
         _show(console, cell)
     show_neighbours(console, found.get("neighbours_share"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.environment import Neighbours
 from benchmarks.processes import Child
+from benchmarks.research.real_shapes import formats as forward_formats
 from benchmarks.research.real_shapes import loading
 from benchmarks.research.real_shapes.make import made_pair
 from benchmarks.research.real_shapes.serving import BARE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
@@ -116,6 +117,7 @@ def _cell(
             if number >= 0:
                 samples[system.name].append(sample)
     rates = {name: [(settings.num_new_tokens - 1) / _decode_s(each) for each in row] for name, row in samples.items()}
+    ttfts_s = {name: [each.ttft_s for each in row if each.ttft_s] for name, row in samples.items()}
     tell(
         f"context {length}, T = {temperature:g}: " + ", ".join(f"{name} {max(row):.1f}" for name, row in rates.items())
     )
@@ -127,7 +129,8 @@ def _cell(
         "context": length,
         "temperature": temperature,
         "tokens_per_s": {name: estimate(row).to_dict() for name, row in rates.items()},
-        "ratios": {name: value.to_dict() for name, value in ratios(rates).items()},
+        "ttft_s": {name: estimate(row).to_dict() for name, row in ttfts_s.items() if row},
+        "ratios": {name: value.to_dict() for name, value in (ratios(rates) | ttft_ratio(ttfts_s)).items()},
         "acceptance": {name: _acceptance(row) for name, row in samples.items() if row[0].result is not None},
         "parts_ms": parts,
     }
@@ -162,6 +165,13 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, Estimate]:
     }
 
 
+def ttft_ratio(ttfts_s: dict[str, list[float]]) -> dict[str, Estimate]:
+    """Return plain decoding's time to the first token over that of `generate`, if both were measured."""
+    ours, theirs = ttfts_s.get("plain", []), ttfts_s.get("generate", [])
+    pairs = list(zip(ours, theirs, strict=True)) if ours and theirs else []
+    return {"TTFT, plain / generate": estimate([a / b for a, b in pairs])} if pairs else {}
+
+
 def _decode_s(sample: Sample) -> float:
     assert sample.decode_s is not None, "every system here tells"
     return sample.decode_s
@@ -189,4 +199,17 @@ def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
         if number >= NUM_WARM_UPS:  # the first one warms the page cache and proves what is kept
             rounds.append(found)
     ratio = estimate([each["ours"]["seconds"] / each["transformers"]["seconds"] for each in rounds])
-    return {"loading": rounds, "load_ratio": ratio.to_dict()}
+    # The KV cache holds a dozen rows then, so it is left out of what is needed.
+    rss = estimate(
+        [each["ours"]["rss_bytes"] / (each["weight_bytes"] + each["import"]["rss_bytes"]) for each in rounds]
+    )
+    return {"loading": rounds, "load_ratio": ratio.to_dict(), "rss_ratio": rss.to_dict()}
+
+
+def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:
+    """Make the pair if need be; measure forwards of its target in each number format."""
+    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
+    pair = Pair(made.target, None, formats[0], "cpu")
+    neighbours = Neighbours([])
+    found = forward_formats.measure(pair, formats, settings.num_rounds, settings.threads, tell)
+    return {**found, "neighbours_share": neighbours.share()}

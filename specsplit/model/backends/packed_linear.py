@@ -27,7 +27,7 @@ from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
-from specsplit.model.mapped_file import addresses, let_pages_go
+from specsplit.model.mapped_file import MappedFiles, addresses
 from specsplit.model.memory import is_exhausted, return_freed
 from specsplit.model.threads import side_by_side
 from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
@@ -179,6 +179,7 @@ class PackedLinears:
         """Bytes that rounded weights take less than the model's own; a copy that stays beside one counts against it."""
         self._width = width
         self._products: dict[int, _Packed] = {}
+        files = MappedFiles()
         # A part of a weight is left alone: other parts may be used elsewhere.
         calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
@@ -200,6 +201,7 @@ class PackedLinears:
             for place, one in side_by_side(make, order):
                 index = order[place]
                 made[index] = one
+                files.let_pages_go([addresses(member) for member in members[index]])
                 num_bytes += self._let_go(members[index], looked_up, is_rounded=work[index][0] is not None)
                 if num_bytes >= _MUCH:
                     return_freed()  # packs are made by other threads, whose memory the C library keeps apart
@@ -218,7 +220,6 @@ class PackedLinears:
 
     def _let_go(self, members: Sequence[Tensor], looked_up: Collection[int], *, is_rounded: bool) -> int:
         """Free the model's own copies of weights that are packed, but for those that it looks up; return the bytes."""
-        let_pages_go([addresses(member) for member in members])
         own = [member for member in members if member.data_ptr() not in looked_up]
         num_bytes = sum(member.numel() * member.element_size() for member in own)
         for member in own:

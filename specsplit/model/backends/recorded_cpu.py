@@ -95,12 +95,14 @@ def try_record(
     *,
     has_logits_memory: bool,
     is_packed: bool = False,
+    before_run: Callable[[], object] = lambda: None,
 ) -> RecordedCpuBackend | None:
     """Record the forward of `eager`; None if the recording does not reproduce it.
 
     Linear layers that are not packed and read the same input are one in it, unless only a recording as the model is
     reproduces it: in half precision a single rounding is more than the tolerance. A recording that `comparisons`
-    knows to reproduce this model is compared with one step, any other one with steps of all shapes.
+    knows to reproduce this model is compared with one step, any other one with steps of all shapes. `before_run` is
+    called before a recording runs: the first time TorchScript optimises it, and needs no interpreter lock meanwhile.
     """
     example = make_step(FIRST, 0)
     ways: list[Callable[[], AbstractContextManager[object]]] = [nullcontext]
@@ -115,7 +117,12 @@ def try_record(
                 name = f"recording {digest(str(recorded.graph))}" if comparisons is not None else ""
                 # One step is compared in any case: the first run is also the one that optimises the recording.
                 shapes = _COMPARED[:1] if comparisons is not None and comparisons.has(name) else _COMPARED
-                if reproduces(recorded, eager, make_step, shapes, has_logits_memory=has_logits_memory):
+
+                def run(*step: Tensor, recorded: Any = recorded) -> Tensor:
+                    before_run()
+                    return recorded(*step)
+
+                if reproduces(run, eager, make_step, shapes, has_logits_memory=has_logits_memory):
                     if comparisons is not None:
                         comparisons.add(name)
                     return RecordedCpuBackend(recorded)

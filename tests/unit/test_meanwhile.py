@@ -1,0 +1,53 @@
+"""A value that another thread computes meanwhile, and a garbage collector that rests for the length of a block."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from specsplit.model.meanwhile import Meanwhile, without_collections
+
+
+def test_a_value_that_is_started_is_computed_once_on_another_thread() -> None:
+    threads: list[int] = []
+    value = Meanwhile(lambda: threads.append(threading.get_ident()) or "done")
+    value.start()
+    value.start()
+    assert value.result() == value.result() == "done"
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
+
+
+def test_a_value_that_is_not_started_is_computed_once_when_asked_for() -> None:
+    threads: list[int] = []
+    value = Meanwhile(lambda: threads.append(threading.get_ident()))
+    assert not threads
+    value.result()
+    value.start()
+    value.result()
+    assert threads == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_what_the_function_raises_reaches_whoever_asks(*, is_started: bool) -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    value = Meanwhile(fail)
+    if is_started:
+        value.start()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            value.result()
+
+
+def test_the_collector_rests_in_a_block_and_stays_off_if_it_was() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError), without_collections():  # noqa: PT011, PT012 - the block's own
+        with without_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
