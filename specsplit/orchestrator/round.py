@@ -103,7 +103,8 @@ class Rounds:
 
     async def _run(self) -> RoundResult:
         """Run one round up to what it teaches: plan, tree, verify, commit, learn."""
-        target, draft, stats, number = self._workers.target, self._workers.draft, self._workers.stats, self.number
+        target, stats, number = self._workers.target, self._workers.stats, self.number
+        draft = self._workers.draft if not self._planner.num_resting else None  # a round that rests asks it nothing
         history, events = target.contract.history, target.contract.events
         events.round = number
         trouble = draft.trouble if draft is not None else None
@@ -112,7 +113,8 @@ class Rounds:
             draft.context if draft is not None else sys.maxsize,
             has_draft=draft is not None and trouble is None,
         )
-        began_s = asyncio.get_running_loop().time() if plan.decision is not None else 0.0
+        decision = plan.decision if not plan.is_resting else None
+        began_s = asyncio.get_running_loop().time() if decision is not None else 0.0
 
         source = self._sources[plan.mode]
         if source is not self._source:
@@ -135,9 +137,9 @@ class Rounds:
         result = RoundResult(plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
         source.observe(result)
         if number:
-            if plan.decision is not None:
+            if decision is not None:
                 ended_s = asyncio.get_running_loop().time()
-                stats.observe_round(plan.decision, mode, len(verdict.token_ids), began_s, ended_s)
+                stats.observe_round(decision, mode, len(verdict.token_ids), began_s, ended_s, plan.num_rounds)
             if trouble is not None and self.mode in ("auto", "stream"):
                 events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
         self.number = number + 1

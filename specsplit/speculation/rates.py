@@ -17,6 +17,7 @@ from specsplit.speculation.constants import (
     LOOKUP_YIELD_STEP,
     MAX_HALVINGS,
     MAX_RATE_FACTOR,
+    MAX_REST,
     MAX_STALL,
     MIN_RATE_FACTOR,
     PROBE_SHARE,
@@ -204,9 +205,13 @@ class ProbeAllowance:
         self._num_explored += 1
         return self._num_explored <= 2 * EXPLORED_ROUNDS
 
-    def earn(self, began_s: float, ended_s: float) -> None:
-        """Count a round without the draft; of rounds that run at once their common time counts once."""
-        self._left_s += PROBE_SHARE * max(0.0, ended_s - max(began_s, self._counted_until_s))
+    def earn(self, began_s: float, ended_s: float, num_sessions: int = 1) -> None:
+        """Count rounds without the draft; of rounds that run at once their common time counts once.
+
+        Where several sessions share the steps all of them wait for a probe, and each learns from those of the others.
+        """
+        share = PROBE_SHARE / min(num_sessions, MAX_REST)
+        self._left_s += share * max(0.0, ended_s - max(began_s, self._counted_until_s))
         self._counted_until_s = max(ended_s, self._counted_until_s)
 
     def spend(self, probe_s: float) -> None:

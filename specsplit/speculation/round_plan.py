@@ -41,8 +41,10 @@ class RoundPlan:
     """None in a fixed mode."""
     probe: Budget | None = None
     """A tree that the draft is asked for and nobody waits for, to learn what the draft is worth."""
-    may_rest: bool = False
-    """Whether speculation may be left alone in this round: `auto` decodes plainly, and lookup brings nothing here."""
+    is_resting: bool = False
+    """Whether speculation is left alone in this round: `auto` decodes plainly, and lookup brings nothing here."""
+    num_rounds: int = 1
+    """Rounds that it stands for: the others rest behind it."""
 
 
 # The last token leaves no room for a tree; a session in a stream takes it from there, so that nothing is reopened.
@@ -76,13 +78,14 @@ class RoundPlanner:
         self._end = end
         bounds = speculation.bounds
         self._limits = _auto_limits(min(bounds.max_new_nodes, max_nodes), bounds.max_depth, bounds.max_branching)
-        self._first = _first_budget(self._limits)
         self._fixed = _fixed_plan(bounds, mode)
         self._without_draft = (
             RoundPlan("lookup", self._fixed.budget, self._fixed.limit) if speculation.lookup else _PLAIN
         )
         self._decided_plans = (_PLAIN, _PLAIN)
-        """The plan of the last decision, and that of a round that may rest."""
+        """The plan of the last decision, and that of a round that rests."""
+        self.num_resting = 0
+        """Rounds from the next one on that rest: their plan depends on nothing, so nothing is asked for it."""
         self._num_rounds = 0
         self._num_without_draft = 0
         self._is_streaming = mode == "stream"
@@ -93,6 +96,9 @@ class RoundPlanner:
         The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
         `has_draft` is False if the draft would not be asked now; a fixed mode plans with it all the same.
         """
+        if self.num_resting:
+            self.num_resting -= 1
+            return self._decided_plans[1]
         # [committed | tree | bonus token] ends at `end` at the latest; the draft needs a place behind its tree, too.
         room = self._end - num_committed - 1
         draft_room = draft_context - num_committed - 1
@@ -126,19 +132,29 @@ class RoundPlanner:
         if decision is None:
             return _PLAIN
         # A decision stands for several rounds, so its plan is built once.
-        plan, resting_plan = self._decided_plans
-        if decision is not plan.decision:
+        if decision is not self._decided_plans[0].decision:
             plan = self._plan_of(decision, has_draft=has_draft and bool(modes))
-            resting_plan = replace(plan, may_rest=True)
-            self._decided_plans = plan, resting_plan
-        if decision.nodes == 0:
-            self._num_without_draft += 1
-            if has_draft and modes and self._is_probe_due():
-                self._num_without_draft = 0
-                return replace(plan, probe=self._first)
-            if (self._num_rounds - 1) % stats.turn_rounds:
-                return resting_plan
-        return plan
+            self._decided_plans = plan, RoundPlan(decision.mode, decision=decision, is_resting=True)
+        if decision.nodes:
+            return self._decided_plans[0]
+        return self._plan_without_nodes(has_draft=has_draft and bool(modes))
+
+    def _plan_without_nodes(self, *, has_draft: bool) -> RoundPlan:
+        """Return the plan of a round that looks up, that rests, or that probes the draft."""
+        plan, resting_plan = self._decided_plans
+        self._num_without_draft += 1
+        if has_draft and self._is_probe_due():
+            self._num_without_draft = 0
+            return replace(plan, probe=self._first)
+        # [ turn | rests | rests | ... | turn | ...: a session looks up, and may decide, when it is its turn.
+        num_rounds = self._stats.turn_rounds if plan.mode == "plain" else 1
+        if num_rounds == 1:
+            return plan
+        num_passed = (self._num_rounds - 1) % num_rounds
+        self.num_resting = num_rounds - 1 - num_passed
+        self._num_rounds += self.num_resting
+        self._num_without_draft += self.num_resting
+        return resting_plan if num_passed else replace(plan, num_rounds=num_rounds)
 
     def _plan_of(self, decision: Decision, *, has_draft: bool) -> RoundPlan:
         """Return the plan that follows `decision`; lookup may add nodes up to its own limit, even to a plain one."""
@@ -146,6 +162,10 @@ class RoundPlanner:
         budget = Budget(decision.nodes, decision.depth, limits.branching) if decision.nodes and has_draft else None
         max_nodes = max(decision.nodes, min(LOOKUP_NODES, limits.nodes[-1]))
         return RoundPlan(decision.mode, budget, Budget(max_nodes, limits.max_depth, limits.branching), decision)
+
+    @property
+    def _first(self) -> Budget:
+        return _first_budget(self._limits)
 
     def _is_probe_due(self) -> bool:
         """Return whether the rounds without the draft pay for a probe."""

@@ -109,19 +109,19 @@ class SpeculationStats:
         self._hit_rate += (is_hit - self._hit_rate) * (1 - HIT_RATE_MEMORY)
 
     def observe_round(
-        self, decision: Decision, mode: RoundMode, num_tokens: int, began_s: float, ended_s: float
+        self, decision: Decision, mode: RoundMode, num_tokens: int, began_s: float, ended_s: float, num_rounds: int = 1
     ) -> None:
-        """Count a round that was run by `decision`, in its mode or as lookup's: its tokens and its time."""
+        """Count a round run by `decision`, in its mode or as lookup's; the others of its `num_rounds` rest."""
         is_counted = self.counts_plain or mode != PLAIN or decision.nodes > 0
-        self._num_rounds += 1
+        self._num_rounds += num_rounds
         num_sessions = self.times.sessions.value
         # Sessions that share steps take turns; the stride has no common divisor with their number.
-        self.counts_plain = num_sessions == 1 or self._num_rounds % (num_sessions + 1) == 0
+        self.counts_plain = num_sessions == 1 or num_rounds > 1 or self._num_rounds % (num_sessions + 1) == 0
         if not is_counted:
             return
         seconds = ended_s - began_s
         if not decision.nodes:
-            self.probes.earn(began_s, ended_s)
+            self.probes.earn(began_s - (num_rounds - 1) * seconds, ended_s, num_sessions)
         # A round that was predicted for another load says nothing of the prediction.
         is_comparable = _doublings(decision.load) == _doublings(self.times.sessions.load)
         if is_comparable and mode in (decision.mode, "lookup") and num_tokens and seconds > 0:

@@ -60,6 +60,22 @@ async def test_callers_of_one_turn_of_the_loop_share_their_steps(model: LoadedMo
     assert [[entry.slot for entry in step] for step in runner.steps] == [[0, 1, 2], [1, 2], [2]]
 
 
+@pytest.mark.parametrize("num_turns", [1, 12])
+async def test_whoever_got_a_result_has_the_turns_to_come_back_with_more(model: LoadedModel, num_turns: int) -> None:
+    """A client's next request begins a dozen turns after its last one; a step that does not wait for it is lost."""
+    queue, runner = queue_on(LoopExecutor(1), model)
+
+    async def ask_again_and_again(name: str, slot: int) -> None:
+        for _ in range(4):
+            await queue.run(name, work(name, 1, slot))
+            for _ in range(num_turns - 1):
+                await asyncio.sleep(0)
+
+    others = asyncio.create_task(queue.run("c", work("c", 6, 2)))
+    await asyncio.gather(ask_again_and_again("a", 0), ask_again_and_again("b", 1), others)
+    assert [len(step) for step in runner.steps] == [3, 3, 3, 3, 1, 1]
+
+
 async def test_two_workers_take_turns_and_the_loop_serves_others_between_steps(model: LoadedModel) -> None:
     executor = LoopExecutor(1)
     (first, _), (second, _) = queue_on(executor, model), queue_on(executor, model)

@@ -78,9 +78,40 @@ def test_sessions_that_share_steps_leave_speculation_for_longer(num_sessions: in
         stats.lookup_yield.observe_round(0)
     one = planner(stats)
     plans = [one.plan_round(10, 1000) for _ in range(64)]
-    resting = [plan for plan in plans if plan.may_rest]
+    resting = [plan for plan in plans if plan.is_resting]
     assert all(plan.mode == "plain" and plan.probe is None for plan in resting)
     assert len(plans) - len(resting) == num_turns
+
+
+def test_a_round_that_rests_asks_nothing_of_anybody():
+    stats = shared(8)
+    for _ in range(100):
+        stats.lookup_yield.observe_round(0)
+    one = planner(stats, "pingpong")
+    turn = one.plan_round(10, 1000)
+    assert (turn.is_resting, turn.num_rounds, one.num_resting) == (False, 32, 31)
+    stats.lookup_yield.observe_round(100)
+    rests = [one.plan_round(10, 0, has_draft=False) for _ in range(31)]
+    assert all(plan.is_resting and plan.limit is None and plan.decision is turn.decision for plan in rests)
+    assert one.plan_round(10, 1000).limit is not None, "now lookup is worth its rounds"
+
+
+def test_rounds_that_rest_count_for_the_next_decision_and_for_probes():
+    stats = shared(8)
+    for _ in range(100):
+        stats.lookup_yield.observe_round(0)
+    one = planner(stats, "pingpong")
+    seen: list[Decision] = []
+    for _ in range(8 * 64):
+        plan = one.plan_round(10, 1000)
+        if plan.is_resting:
+            continue
+        assert plan.decision is not None
+        stats.observe_round(plan.decision, plan.mode, 1, 0.0, 0.010, plan.num_rounds)
+        if not seen or plan.decision is not seen[-1]:
+            seen.append(plan.decision)
+    assert len(seen) >= 8 * 64 / 64, "about as often as if all rounds were planned"
+    assert stats.probes.take(0.01 / 4 * 32 * 0.010)
 
 
 def count_decisions(num_sessions: int, num_rounds: int) -> int:

@@ -21,7 +21,7 @@ class LookupSource(TreeSource):
         """Return the best nodes that are there; for a plain plan only if they predict more tokens per second."""
         speculator = self._speculator
         background = speculator.background
-        if plan.may_rest and (self._has_rested or speculator.can_rest):
+        if plan.is_resting and (self._has_rested or speculator.can_rest):
             self._has_rested = True
             return await self._resting.next_input(plan, first_node)
         await self.leave()
