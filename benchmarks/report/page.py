@@ -44,7 +44,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "draft_kinds": of_draft_kinds,
 }
 _LINE = TypeAdapter(dict[str, Any])
-_LINES_OF_THEIR_OWN = ("load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
+_LINES_OF_THEIR_OWN = ("bars", "load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 

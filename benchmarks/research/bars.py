@@ -1,7 +1,7 @@
-"""`bars`: the bars that `smoke` does not measure, in one command of alternating cells on prompts held out by hash.
+"""`bars`: what has to hold of the modes on held-out prompts, in one process and over loopback, by alternating cells.
 
-`auto` over plain decoding at three temperatures, with one thread and the default, in process and over loopback; a draft
-that is loaded and not asked; a draft that knows nothing.
+`auto`, the draft alone and a draft that is loaded and not asked, over plain decoding; `auto` over the best fixed mode
+and over assisted generation. With `--useless`: `auto` beside a draft that knows nothing, as a whole and round by round.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -26,68 +27,117 @@ from benchmarks.research.app import app
 from benchmarks.research.drafts.made import ServeMaking
 from benchmarks.run import RunSettings
 from benchmarks.settings import Pair
-from benchmarks.statistics import Bar
+from benchmarks.statistics import Bar, median, paired_speedup
+from benchmarks.systems import Rounds
 from benchmarks.workloads import HELD_OUT
 from specsplit.core.defaults import EMBEDDED
 
-AUTO, WITH_DRAFT, PLAIN_REMOTE, AUTO_REMOTE = "auto", "plain-with-draft", "plain@loopback", "auto@loopback"
-SYSTEMS = (PLAIN, WITH_DRAFT, AUTO, PLAIN_REMOTE, AUTO_REMOTE)
-WITH_USELESS_DRAFT = (PLAIN, AUTO)
+AUTO, WITH_DRAFT, ASSISTED = "auto", "plain-with-draft", "assisted"
+ALONE = ("pingpong-no-lookup", "auto-no-lookup")
+"""Without lookup a tree has the draft's nodes alone."""
+FIXED = (PLAIN, "lookup", "pingpong", "pingpong-no-lookup")
+"""The modes that one process runs."""
+LOOPBACK = "@loopback"
+IN_PROCESS = tuple(dict.fromkeys((PLAIN, WITH_DRAFT, AUTO, *ALONE, *FIXED)))
+SYSTEMS = (*IN_PROCESS, ASSISTED, *(name + LOOPBACK for name in (PLAIN, AUTO, ALONE[0])))
+BESIDE_USELESS = (PLAIN, AUTO, ALONE[1], PLAIN + LOOPBACK, AUTO + LOOPBACK)
 TEMPERATURES = (0.0, 0.7, 1.0)
 LOWEST_OF_AUTO = 0.93
 Record = dict[str, Any]
 
 
-def check_bars(cell: Cell, *, is_useless: bool = False) -> Iterator[Bar]:
-    """Yield every bar that a cell can check; `is_useless` says that its draft knows nothing."""
+def check_bars(cell: Cell) -> Iterator[Bar]:
+    """Yield every bar that a cell can check with the systems that it has."""
+    where, is_there = f", {cell.name}", cell.run.samples.__contains__
+    is_greedy = cell.temperature == 0
+    for place in ("", LOOPBACK):
+        if is_there(AUTO + place):
+            ratio = cell.ratio(AUTO + place, PLAIN + place)
+            note = "" if is_greedy else f"lowest {ratio.low:.2f}, to be >= {LOWEST_OF_AUTO}"
+            yield Bar("P2", f"{AUTO}{place} / {PLAIN}{place}{where}", ratio, ">=", 1.6 if is_greedy else 1.0, note)
+        alone = {name: cell.ratio(name + place, PLAIN + place) for name in ALONE if is_there(name + place)}
+        if alone:
+            best = max(alone, key=lambda name: alone[name].median)
+            note = "; ".join(f"{name} {value.median:.2f}" for name, value in alone.items() if name != best)
+            bound = 1.3 if is_greedy else 1.15
+            yield Bar("P2", f"{best}{place} / {PLAIN}{place}{where}", alone[best], ">=", bound, note)
+    if is_there(WITH_DRAFT):
+        ratio = cell.ratio(WITH_DRAFT, PLAIN)
+        yield Bar("P2", f"plain with a draft loaded / without{where}", ratio, ">=", 0.98)
+    if is_there(ASSISTED):
+        yield Bar("P3", f"{AUTO} / {ASSISTED}{where}", cell.ratio(AUTO, ASSISTED), ">=", 1.5)
+    if all(map(is_there, FIXED)):
+        fixed = max(FIXED, key=lambda name: cell.rates()[name].median)
+        yield Bar("auto", f"{AUTO} / best fixed mode{where}", cell.ratio(AUTO, fixed), ">=", 0.95, fixed)
+
+
+def check_useless_bars(cell: Cell) -> Iterator[Bar]:
+    """Yield every bar of a cell whose draft knows nothing, so that `auto` decodes plainly."""
     where = f", {cell.name}"
-    if is_useless:
-        yield Bar("P7", f"auto with a useless draft / plain{where}", cell.ratio(AUTO, PLAIN), ">=", 0.97)
-        return
-    for system, baseline in ((AUTO, PLAIN), (AUTO_REMOTE, PLAIN_REMOTE)):
-        ratio = cell.ratio(system, baseline)
-        bound = 1.6 if cell.temperature == 0 else 1.0
-        note = "" if cell.temperature == 0 else f"lowest {ratio.low:.2f}, to be >= {LOWEST_OF_AUTO}"
-        yield Bar("P2", f"{system} / {baseline}{where}", ratio, ">=", bound, note)
-    beside = cell.ratio(WITH_DRAFT, PLAIN)
-    yield Bar("P2", f"plain with a draft loaded / without{where}", beside, ">=", 0.98)
+    for place in ("", LOOPBACK):
+        ratio = cell.ratio(AUTO + place, PLAIN + place)
+        yield Bar("P7", f"{AUTO}{place} with a useless draft / {PLAIN}{place}{where}", ratio, ">=", 0.97)
+    alone = ALONE[1]
+    yield Bar("P7", f"{alone} with a useless draft / {PLAIN}{where}", cell.ratio(alone, PLAIN), ">=", 0.97)
+    times = [plain_round_s(cell.run.samples[name]) for name in (PLAIN, alone)]
+    note = "median seconds between two tokens"
+    yield Bar("P2", f"a plain round of {alone} / of {PLAIN}{where}", paired_speedup(*times), ">=", 0.99, note)
 
 
-def to_record(found: Cells, useless: Cells | None) -> Record:
+def plain_round_s(rounds: Rounds) -> list[list[float]]:
+    """Return each generation's median seconds of a round that brought one token, [rounds][tasks].
+
+    Beside a draft that knows nothing nearly all rounds of `auto` are plain ones.
+    """
+    return [
+        [
+            median([later_s - earlier_s for (earlier_s, _), (later_s, count) in pairwise(each.arrivals) if count == 1])
+            for each in row
+        ]
+        for row in rounds
+    ]
+
+
+def to_record(found: Cells, *, is_useless: bool) -> Record:
     """Return the measurement as one line."""
-    bars = [bar for cell in found.cells for bar in check_bars(cell)]
-    extra = {} if useless is None else {"useless_draft": useless.to_dict()}
-    for cell in useless.cells if useless is not None else ():
-        bars += check_bars(cell, is_useless=True)
-    return {"benchmark": "bars", **found.to_dict(), **extra, "bars": [bar.to_dict() for bar in bars]}
+    check = check_useless_bars if is_useless else check_bars
+    bars = [bar.to_dict() for cell in found.cells for bar in check(cell)]
+    record = {"benchmark": "bars", **found.to_dict(), "is_draft_useless": is_useless, "bars": bars}
+    # It was made for this measurement and is gone, so its folder says nothing.
+    return {**record, "settings": {**record["settings"], "draft": "useless"}} if is_useless else record
 
 
 @app.command()
 def bars(
     prompts: Annotated[int, typer.Option(min=1, help="How many of HumanEval and of held-out code, in turn.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=3, help="New tokens per prompt.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")] = 7,
     threads: Annotated[str, typer.Option(help="Threads of each system, separated by commas.")] = "1,2",
+    temperatures: Annotated[str, typer.Option(help="Values separated by commas.")] = "0,0.7,1",
+    systems: Annotated[str, typer.Option(help="Systems separated by commas, plain first.")] = ",".join(SYSTEMS),
+    useless: Annotated[bool, typer.Option("--useless", help="Let the draft have random weights.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
 ) -> None:
-    """Measure the bars that smoke does not: auto over plain at T = 0, 0.7 and 1, unused and useless drafts."""
+    """Measure the bars of the modes: auto and the draft alone over plain; unused and useless drafts."""
     require_bench_extra()
     report.check_output(output)
     console = report.new_console()
     measure = partial(cells.measure, progress=report.Progress(console), tell=partial(console.print, markup=False))
-    sizes = {"num_prompts": prompts, "num_new_tokens": new_tokens, "num_rounds": rounds}
-    settings = RunSettings(SYSTEMS, workload=HELD_OUT, **sizes)
-    counts = [int(part) for part in threads.split(",")]
-    found = measure(settings, counts, TEMPERATURES)
+    settings = RunSettings(
+        tuple(systems.split(",")),
+        workload=HELD_OUT,
+        num_prompts=prompts,
+        num_new_tokens=new_tokens,
+        num_rounds=rounds,
+    )
+    with TemporaryDirectory() as folder:
+        if useless:
+            pair = Pair(draft=_useless_draft(Path(folder) / "useless"))
+            settings = replace(settings, systems=BESIDE_USELESS, pair=pair)
+        found = measure(settings, list(map(int, threads.split(","))), list(map(float, temperatures.split(","))))
     if found is None:
         raise typer.Exit(130)
-    useless = None
-    if found.is_complete:
-        with TemporaryDirectory() as folder:
-            pair = Pair(draft=_useless_draft(Path(folder)))
-            chosen = replace(settings, systems=WITH_USELESS_DRAFT, pair=pair)
-            useless = measure(chosen, counts[:1], TEMPERATURES[::2])
-    record = to_record(found, useless)
+    record = to_record(found, is_useless=useless)
     report.show_section(console, of_cells(record, Path("this"), "bars"))
     report.emit(record, output)
     raise typer.Exit(0 if found.is_complete else 130)
