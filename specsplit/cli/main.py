@@ -18,7 +18,7 @@ from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, pla
 from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
-from specsplit.cli.spared import spare
+from specsplit.cli.spared import spare, spare_compiler
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
@@ -365,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # transformers imports scipy for losses, half a second and 36 MiB, and scikit-learn needs it; no command trains.
         spare("scipy")
         spare("sklearn")
+        spare_compiler()
     for stream in (sys.stdout, sys.stderr):
         # The encoding of an odd locale may lack a character of the answer, which is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):

@@ -22,6 +22,7 @@ from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported,
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files
 from specsplit.model.memory import is_exhausted
+from specsplit.model.meta_init import WithoutMemory
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 
@@ -55,7 +56,7 @@ def load_weights(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        with translated(path, name):
+        with translated(path, name), WithoutMemory():
             source, revision = hub_arguments(path)
             loaded: Any = load(
                 source,

@@ -52,6 +52,22 @@ def test_help_needs_nothing_heavy():
     assert done.stderr == b"[] 0\n"
 
 
+def test_a_text_needs_neither_compiler_nor_what_training_imports():
+    program = (
+        "import sys; from specsplit.cli.main import main; code = main();"
+        "spared = {'sympy', 'scipy', 'sklearn', 'torch._dynamo.config', 'torch.distributed.tensor'};"
+        "print(sorted(name for name in spared if sys.modules.get(name)), code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "orchestrate", "-n", "8", "x ="],
+        capture_output=True,
+        env=environment(),
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert done.stderr.splitlines()[-1] == b"[] 0"
+
+
 @pytest.mark.parametrize("command", [("serve",), ("lmtp", "--stdio")])
 def test_a_missing_model_is_refused_without_the_http_server(command: tuple[str, ...]):
     program = (
