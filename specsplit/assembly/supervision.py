@@ -17,12 +17,8 @@ from specsplit.core.sections import WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
+from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
-
-_LOOK_S = 1.0
-"""Period of pings, and the time for an answer."""
-_MAX_SILENT = 5
-"""Unanswered pings in a row after which a worker counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +59,22 @@ async def local_processes(
         yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
 
 
-async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: str) -> str:
+async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: str, pid: int) -> str:
     """Return why the worker at `address` has to be killed, once it has answered no ping for a while."""
-    loop, client, num_silent = asyncio.get_running_loop(), client_of(address, call_timeout_s=_LOOK_S), 0
+    client = client_of(address, call_timeout_s=LOOK_S)
+
+    async def look() -> str | None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await client.ping()
+        except (WorkerUnreachable, DeadlineExceeded, TimeoutError):
+            return SILENT
+        except SpecSplitError:
+            pass  # an error is an answer: the process lives
+        return None
+
     try:
-        while num_silent < _MAX_SILENT:
-            next_s = loop.time() + _LOOK_S
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    await client.ping()
-                num_silent = 0
-            except (WorkerUnreachable, DeadlineExceeded, TimeoutError):
-                num_silent += 1
-            except SpecSplitError:
-                num_silent = 0  # an error is an answer: the process lives
-            await asyncio.sleep(next_s - loop.time())
-        return "it does not answer."
+        return await wait_hung(look, ProcessorWaits(pid).were_long)
     finally:
         await client.aclose()
 

@@ -24,8 +24,8 @@ _LASTING_S = 60.0
 """A process that ran for so long is restarted with the first pause again."""
 _STOP_S = 5.0
 LINE_BYTES = 1 << 20
-WaitHung = Callable[[str], Awaitable[str]]
-"""Returns why the process at an address has to be killed, once it hangs."""
+WaitHung = Callable[[str, int], Awaitable[str]]
+"""Returns why the process at an address, with this id, has to be killed, once it hangs."""
 _log = logging.getLogger(__name__)
 
 
@@ -150,7 +150,7 @@ class LocalProcess:
     async def _kill_when_hung(self, process: asyncio.subprocess.Process) -> None:
         if self._wait_hung is None:
             return
-        why = await self._wait_hung(self.address)
+        why = await self._wait_hung(self.address, process.pid)
         _log.warning("%s is ended, since it hangs: %s", self._name, why)
         with contextlib.suppress(ProcessLookupError):
             # Not `terminate`: a process that is stopped or stuck would never handle that signal.

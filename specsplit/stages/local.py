@@ -6,7 +6,6 @@ Whatever ends the target ends its stages too. Knows no chain.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -15,18 +14,13 @@ from specsplit.core.defaults import STEP_TIMEOUT_S, WITHOUT_LINK_SETTINGS
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
+from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain
 from specsplit.stages.memory import stage_share
 from specsplit.stages.planner import even_ranges
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
-
-_LOOK_S = 1.0
-"""Period of pings, and the time that a stage has for its answer."""
-_MAX_SILENT = 5
-"""Unanswered pings in a row after which a stage counts as hung."""
-_SILENT = "it does not answer."
 
 
 def local_stages(
@@ -45,10 +39,10 @@ def local_stages(
         WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
         ResourceError: no process can be started.
     """
-    wait_hung = partial(_wait_hung, step_timeout_s=step_timeout_s)
+    wait = partial(_wait_hung, step_timeout_s=step_timeout_s)
     return running(
         [
-            LocalProcess(f"Stage {index} (layers {of})", ("stage", "--layers", of, *arguments), note, wait_hung)
+            LocalProcess(f"Stage {index} (layers {of})", ("stage", "--layers", of, *arguments), note, wait)
             for index, of in enumerate(layers)
         ]
     )
@@ -73,17 +67,11 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
     return [*words, *WITHOUT_LINK_SETTINGS]
 
 
-async def _wait_hung(address: str, *, step_timeout_s: float) -> str:
+async def _wait_hung(address: str, pid: int, *, step_timeout_s: float) -> str:
     """Return why the stage at `address` hangs, once it does."""
-    loop, peer, num_silent = asyncio.get_running_loop(), StagePeer(address), 0
+    peer = StagePeer(address)
     try:
-        while True:
-            next_s = loop.time() + _LOOK_S
-            why = await _look(peer, step_timeout_s)
-            num_silent = num_silent + 1 if why == _SILENT else 0
-            if why is not None and (why != _SILENT or num_silent == _MAX_SILENT):
-                return why
-            await asyncio.sleep(next_s - loop.time())
+        return await wait_hung(partial(_look, peer, step_timeout_s), ProcessorWaits(pid).were_long)
     finally:
         await peer.aclose()
 
@@ -91,10 +79,10 @@ async def _wait_hung(address: str, *, step_timeout_s: float) -> str:
 async def _look(peer: StagePeer, step_timeout_s: float) -> str | None:
     """Return what is wrong with the process, None if nothing is."""
     try:
-        ping = await peer.ping(_LOOK_S)
+        ping = await peer.ping(LOOK_S)
     except (WorkerUnreachable, DeadlineExceeded):
         await peer.renew()
-        return _SILENT
+        return SILENT
     except SpecSplitError:
         # An error is an answer: the process lives, and health is the business of its coordinator.
         return None
