@@ -93,6 +93,7 @@ class WorkerChannel:
         for each in [channel, *retired.values()]:
             if each is not None:
                 await each.close()
+        self._methods.clear()
 
     def _method(self, name: str, arity: str) -> Any:
         if self._is_closed:

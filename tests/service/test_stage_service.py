@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import InvalidRequest, PeerMismatch
+from specsplit.core.errors import InvalidRequest, PeerMismatch, WorkerUnreachable
 from specsplit.core.types import SamplingParams, Verdict
 from specsplit.engine.executor import LoopExecutor
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import HeldForSlot
 from tests.support.processes import LIMIT_S
-from tests.support.remote_chains import opened_remote
+from tests.support.remote_chains import mended, opened_remote
 from tests.support.rounds import random_prompt, text_after, together
 from tests.support.rpc_servers import wait_until
 from tests.support.small_target import shards, spare, whole
@@ -155,6 +155,22 @@ async def test_a_coordinator_that_leaves_leaves_nothing_behind() -> None:
     gc.collect()
     assert len(asyncio.all_tasks()) <= tasks
     await wait_until(lambda: num_descriptors() <= descriptors)  # gRPC closes them in its own time
+
+
+async def test_a_chain_that_is_restored_keeps_no_descriptor_of_the_one_before() -> None:
+    async with opened_remote(shards()) as chain:
+        text = await text_after(chain.target, SAMPLING["greedy"], 9, 2)
+        gc.collect()
+        descriptors = num_descriptors()
+        gc.disable()  # it runs rarely in a process that has frozen its start
+        try:
+            for _ in range(4):
+                chain.link.lose(WorkerUnreachable("by the test"))
+                await mended(chain)
+                assert await text_after(chain.target, SAMPLING["greedy"], 9, 2) == text
+            await wait_until(lambda: num_descriptors() <= descriptors)
+        finally:
+            gc.enable()
 
 
 async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() -> None:

@@ -221,7 +221,10 @@ class Connection:
         if self.lost is not None:
             return
         is_ours = isinstance(error, WorkerUnreachable | PeerMismatch | StaleEpoch)
-        self.lost = error if is_ours else WorkerUnreachable(f"A stream to a stage has failed: {error}")
+        # Without its traceback, which has us in it: the streams would stay until Python's collector comes.
+        self.lost = (
+            error.with_traceback(None) if is_ours else WorkerUnreachable(f"A stream to a stage has failed: {error}")
+        )
         # Whatever broke the connection, its packets may be sent again: they fail with an error that says so.
         for waiting in self._in_flight.values():
             if not waiting.done():

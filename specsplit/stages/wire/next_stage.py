@@ -113,8 +113,10 @@ class NextLink:
 
     async def aclose(self) -> None:
         """Cut the stream and the connection."""
-        if self._duplex is not None:
-            self._duplex.cancel()
+        # Nothing of the call may stay: gRPC keeps a connection's descriptors as long as anybody has one of its calls.
+        duplex, self._duplex = self._duplex, None
+        if duplex is not None:
+            duplex.cancel()
         await self._forget()
         await self._channel.aclose()
 
@@ -125,19 +127,22 @@ class NextLink:
             await asyncio.wait({watching})
 
     async def _watch(self, duplex: Duplex) -> None:
-        """Read until the stream ends: the next stage says nothing on it but that."""
-        try:
-            while await duplex.read() is not None:
-                pass
-            error: SpecSplitError = self._channel.cut()
-        except SpecSplitError as failure:
-            error = failure
+        error = await self._end_of(duplex)
         if self._duplex is duplex:
             self._duplex = None
         if isinstance(error, PeerMismatch):
             self._on_lost(PeerMismatch("The next stage was taken over by another coordinator."))
         else:
             self._on_lost(self._unreachable(error))
+
+    async def _end_of(self, duplex: Duplex) -> SpecSplitError:
+        """Read until the stream ends, and return why: the next stage says nothing on it but that."""
+        try:
+            while await duplex.read() is not None:
+                pass
+        except SpecSplitError as error:
+            return error
+        return self._channel.cut()
 
     def _unreachable(self, error: SpecSplitError) -> WorkerUnreachable:
         # A newer chain of the same coordinator ends the streams of the one before, which is no trouble.
