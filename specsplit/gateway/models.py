@@ -81,6 +81,8 @@ class ServedModel:
             # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
             encoding = asyncio.ensure_future(asyncio.to_thread(encode, text))
             encoding.add_done_callback(lambda _: lock.release())
+            # Its error is for whoever waits for it; without anybody there asyncio would print it.
+            encoding.add_done_callback(lambda done: done.cancelled() or done.exception())
             return await asyncio.shield(encoding)
 
     async def warm(self) -> None:

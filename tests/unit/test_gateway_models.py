@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, ResourceError
 from specsplit.gateway.chat import conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
@@ -53,6 +55,34 @@ async def test_a_tokenizer_has_one_thread_though_its_client_has_left() -> None:
     assert await model.encode("second") == tokenizer.encode("second")
     assert first.cancelled()
     assert not tokenizer.had_two_at_once
+
+
+class ClosedTokenizer(FakeTokenizer):
+    """It is closed while it encodes."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.is_closed = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.has_begun.set()
+        self.is_closed.wait()
+        raise ResourceError("The tokenizer was closed.")
+
+
+async def test_an_error_for_a_client_that_has_left_is_printed_nowhere() -> None:
+    loop, tokenizer, printed = asyncio.get_running_loop(), ClosedTokenizer(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: printed.append(context))
+    model = await served(tokenizer)
+    encoding = asyncio.create_task(model.encode("text"))
+    await asyncio.to_thread(tokenizer.has_begun.wait)
+    encoding.cancel()
+    await asyncio.wait({encoding})
+    tokenizer.is_closed.set()
+    with pytest.raises(ResourceError):
+        await model.encode("text")
+    del encoding
+    gc.collect()
+    assert printed == []
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 12, 1 << 40, 10**30])
