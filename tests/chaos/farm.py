@@ -46,10 +46,11 @@ class Farm:
 
     Links have certificates, so a flipped bit is noticed, as TCP's checksum notices it elsewhere. Fresh processes
     start as a user's do, instead of being forked from one that has the imports. Half of the faults that are drawn are
-    of a kind that begins with `often`, if it is named.
+    of a kind that begins with `often`, if it is named. The gateway waits `retry_s` for a target that does not answer.
     """
 
-    def __init__(self, folder: Path, *, is_fresh: bool = False, often: str = "") -> None:
+    def __init__(self, folder: Path, *, is_fresh: bool = False, often: str = "", retry_s: float | None = None) -> None:
+        self._retry = () if retry_s is None else ("--retry", str(retry_s))
         self._folder, self._stack, self._is_fresh, self._often = folder, AsyncExitStack(), is_fresh, often
         self._authority = Authority(folder / "certificates")
         self._certificates: dict[str, Paths] = {}
@@ -72,7 +73,7 @@ class Farm:
         named = ("--draft", places["draft"], "--target", places["target"], "--target", places[STAGED])
         (own := self._folder / "gateway").mkdir()
         identity = self._identity("gateway", "gateway").options()
-        self.gateway = GatewayProcess(own, *named, *identity, tree=ROOT if self._is_fresh else None)
+        self.gateway = GatewayProcess(own, *named, *self._retry, *identity, tree=ROOT if self._is_fresh else None)
         await asyncio.to_thread(lambda: self.gateway.ready)
         return self
 

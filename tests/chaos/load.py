@@ -14,7 +14,10 @@ import httpx2 as httpx
 
 from tests.chaos.farm import MODEL
 
-_LIMIT_S = 120.0
+_LIMIT_S = 300.0
+MOST_AT_ONCE = 8
+"""As many as one target has sessions."""
+_MOST_LINES = 40
 _MOST_EVENTS = 6
 """The most that a client reads which leaves."""
 _MODES = ("auto", "plain", "pingpong", "overlap", "stream")
@@ -33,22 +36,40 @@ class Counts:
     ended: Counter[str] = field(default_factory=Counter[str])
     """Requests that went well, by their kind."""
     failures: Counter[str] = field(default_factory=Counter[str])
+    num_skipped: int = 0
+    """Requests that were not sent, since MOST_AT_ONCE were under way."""
 
 
 async def load(url: str, rng: random.Random, requests_per_s: float, lasts_s: float, counts: Counts) -> None:
-    """Send requests, which arrive by a Poisson process, for `lasts_s` seconds, and wait for their ends."""
+    """Send requests, which arrive by a Poisson process, for `lasts_s` seconds, and wait for their ends.
+
+    At most MOST_AT_ONCE are under way: a machine that does other work, too, is not to be overloaded.
+    """
     loop = asyncio.get_running_loop()
     due_s, end_s = loop.time(), loop.time() + lasts_s
+    under_way = set[asyncio.Task[None]]()
     async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S) as client, asyncio.TaskGroup() as group:
         while (due_s := due_s + rng.expovariate(requests_per_s)) < end_s:
             await asyncio.sleep(due_s - loop.time())
-            kind = rng.choice(sorted(_KINDS))
-            group.create_task(_count(kind, client, random.Random(rng.random()), counts))
+            kind, own = rng.choice(sorted(_KINDS)), random.Random(rng.random())
+            if len(under_way) == MOST_AT_ONCE:
+                counts.num_skipped += 1
+                continue
+            under_way.add(task := group.create_task(_count(kind, client, own, counts)))
+            task.add_done_callback(under_way.discard)
+
+
+async def fill(url: str, rng: random.Random, counts: Counts) -> None:
+    """Have every slot hold as many rows as a request of the load has: rows take memory when they are first written."""
+    for _ in range(2):
+        async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S) as client, asyncio.TaskGroup() as group:
+            for _ in range(2 * MOST_AT_ONCE):
+                group.create_task(_count("fill", client, random.Random(rng.random()), counts))
 
 
 async def _count(kind: str, client: httpx.AsyncClient, rng: random.Random, counts: Counts) -> None:
     try:
-        await _KINDS[kind](client, rng)
+        await (_fill if kind == "fill" else _KINDS[kind])(client, rng)
     except (httpx.HTTPError, Failed) as error:
         counts.failures[f"{kind}: {type(error).__name__}: {error}"] += 1
     else:
@@ -76,7 +97,11 @@ async def _short(client: httpx.AsyncClient, rng: random.Random) -> None:
 
 
 async def _long(client: httpx.AsyncClient, rng: random.Random) -> None:
-    await _stream(client, "completions", _body(rng, rng.randrange(8, 40), 96))
+    await _stream(client, "completions", _body(rng, rng.randrange(8, _MOST_LINES), 96))
+
+
+async def _fill(client: httpx.AsyncClient, rng: random.Random) -> None:
+    await _stream(client, "completions", _body(rng, _MOST_LINES, 96))
 
 
 async def _whole(client: httpx.AsyncClient, rng: random.Random) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.farm import Farm
-from tests.chaos.load import Counts, load
+from tests.chaos.load import Counts, fill, load
 from tests.chaos.readings import Reading, read
 from tests.chaos.slopes import slope_of
 
@@ -29,6 +29,8 @@ LIMIT = 0.25
 HELD = ("descriptors", "sessions", "waiting", "slots", "work", "tasks")
 """Quantities that are the same whenever the service is at rest; warm slots are kept, and pools of threads fill up."""
 REST_S = 20.0
+RETRY_S = 120.0
+"""Gateways wait so long for a worker that has no processor, since the machine does other work."""
 Samples = list[tuple[float, Mapping[str, Reading]]]
 """Seconds since the start, and the readings of all processes."""
 
@@ -56,8 +58,9 @@ async def run(lengths_s: tuple[float, float], requests_per_s: float, seed: int) 
     """Return the report of a load of so many seconds: warming up, and measured every PERIOD_S."""
     rng, counts, samples = random.Random(seed), Counts(), Samples()
     with tempfile.TemporaryDirectory(prefix="specsplit-soak-") as folder:
-        async with Farm(Path(folder), is_fresh=True) as farm:
+        async with Farm(Path(folder), is_fresh=True, retry_s=RETRY_S) as farm:
             began_s = time.monotonic()
+            await fill(farm.gateway.url, rng, counts)
             await load(farm.gateway.url, rng, requests_per_s, lengths_s[0], counts)
             before = await _at_rest(farm)
             sampling = asyncio.create_task(_sample(farm, began_s, samples))
@@ -72,6 +75,7 @@ async def run(lengths_s: tuple[float, float], requests_per_s: float, seed: int) 
         "warm_up_s": lengths_s[0],
         "num_samples": len(samples),
         "requests_by_kind": dict(counts.ended),
+        "num_skipped": counts.num_skipped,
         "failures": dict(counts.failures),
         "still_held": left,
         "slopes": slopes,
@@ -133,7 +137,10 @@ def _table(found: Mapping[str, Any]) -> str:
         numbers = "".join(f"{each[name]:9.1f}" for name in ("first", "last", "most"))
         growth = f"{each['per_10_minutes']:+8.3f} +- {each['half_width']:.3f}"
         lines.append(f"{each['process']:10}{each['quantity']:13}{numbers}  {growth}  {each['verdict']}")
-    sums = {name: found[name] for name in ("seconds", "requests_by_kind", "failures", "still_held", "is_well")}
+    sums = {
+        name: found[name]
+        for name in ("seconds", "requests_by_kind", "num_skipped", "failures", "still_held", "is_well")
+    }
     return "\n".join(lines) + "\n" + json.dumps(sums, indent=1)
 
 

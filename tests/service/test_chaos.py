@@ -50,4 +50,4 @@ async def test_restarts_of_every_process_fail_no_request() -> None:
 async def test_a_service_at_rest_holds_after_a_load_what_it_held_before() -> None:
     found = await soak.run((30.0, 60.0), requests_per_s=2.0, seed=3)
     assert (found["failures"], found["still_held"]) == ({}, {})
-    assert set(found["requests_by_kind"]) == {"short", "long", "whole", "score", "chat", "leave"}
+    assert set(found["requests_by_kind"]) == {"fill", "short", "long", "whole", "score", "chat", "leave"}
