@@ -169,7 +169,7 @@ ELSEWHERE = {
     "MAX_PACKET_BYTES": "unit/test_stage_frames.py",
     "MAX_UNFINISHED_BYTES": "service/test_stage_room.py",
     "MAX_PACKET_ROWS": "unit/test_packet.py",
-    "HELLO_S": "service/test_worker_manners.py",
+    "HELLO_S": "service/test_stage_refusals.py",
     "PIECE_S": "service/test_worker_manners.py",
     "MAX_SPEAKER": "unit/test_gateway_parts.py",
     "MAX_TEMPLATE_VARIABLES": "unit/test_template_variables.py",

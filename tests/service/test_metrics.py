@@ -15,7 +15,7 @@ from specsplit.rpc.metrics_port import metrics_port
 from specsplit.rpc.worker_statistics import StatisticsReader
 from specsplit.telemetry.prometheus import VLLM_NAMES
 from specsplit.telemetry.statistics import WorkerStatistics
-from tests.support.metrics import names, scraped, value
+from tests.support.metrics import WITH_THE_FIRST_EVENT, documented, names, scraped, value
 from tests.support.processes import WorkerProcess
 from tests.support.stage_processes import PROMPT, close_all, generated, stage_process
 
@@ -75,6 +75,7 @@ def test_every_role_counts_for_prometheus_what_top_reads(tmp_path: Path, capfd: 
     for role, page in pages.items():
         for name, count in COUNTS.items():
             assert value(page, f"specsplit:{name}", model_name=found[role].model) == count(found[role]), (role, name)
+        assert documented(role) - names(page) <= WITH_THE_FIRST_EVENT
         assert value(page, "specsplit:steps_total") > 0
         assert 0 <= value(page, "specsplit:kv_cache_usage_perc") <= 1
         assert value(page, "specsplit:build_info", role=role) == 1

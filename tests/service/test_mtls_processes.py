@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import CertificateFiles, read_certificate
 from tests.support.processes import LIMIT_S, WorkerProcess, run
-from tests.support.recording_proxy import recorded
+from tests.support.recording_proxy import RecordingProxy, recorded
 
 PROMPT = "def marker_of_a_secret(a, b):"
 ASKED = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--temperature", "0.8", "--seed", "5")
@@ -48,6 +48,12 @@ def started(folder: Path, certs: Path, *roles: tuple[str, ...]) -> Iterator[list
         yield workers
 
 
+def check_nothing_is_readable(proxy: RecordingProxy) -> None:
+    assert len(proxy.seen) > 1000
+    for word in (b"specsplit.v1", b"marker", b"VerifyDrafts", b"SSPK", b"Forward", b"grpc", b"PRI * HTTP/2"):
+        assert word not in proxy.seen
+
+
 async def test_draft_and_target_give_the_text_of_plain_decoding_over_mtls(certs: Path, tmp_path: Path):
     code, out, err = run("orchestrate", *ASKED, "--mode", "plain")
     assert code == 0, err
@@ -63,9 +69,7 @@ async def test_draft_and_target_give_the_text_of_plain_decoding_over_mtls(certs:
             assert answer["degraded"] == []
             assert answer["speculative_decoding"]["num_draft_tokens"] > 0
             for proxy in (to_target, to_draft):
-                assert len(proxy.seen) > 1000
-                for word in (b"specsplit.v1", b"marker", b"VerifyDrafts", b"grpc", b"PRI * HTTP/2"):
-                    assert word not in proxy.seen
+                check_nothing_is_readable(proxy)
         # A probe shows no certificate, and has a port of its own.
         async with grpc.aio.insecure_channel(target.ready["health"]) as channel:
             asking = health_pb2.HealthCheckRequest(service="readiness")
@@ -83,27 +87,35 @@ async def test_draft_and_target_give_the_text_of_plain_decoding_over_mtls(certs:
         assert "spiffe://specsplit/orchestrator" in checks["certificate"]["detail"]
 
 
-def test_a_chain_of_two_stages_gives_the_text_of_plain_decoding_over_mtls(certs: Path, tmp_path: Path):
+async def test_a_chain_of_two_stages_gives_the_text_of_plain_decoding_over_mtls(certs: Path, tmp_path: Path):
     code, out, err = run("orchestrate", *ASKED, "--mode", "plain")
     assert code == 0, err
     plain = json.loads(out)
     stages = [("stage", "--layers", layers, "--context", "256") for layers in ("0:4", "4:12")]
+
+    async def text_over(target: WorkerProcess) -> str:
+        address = await asyncio.to_thread(lambda: target.address)
+        asked = ("orchestrate", *ASKED, "--target", address, *options(certs, "orchestrator"))
+        code, out, err = await asyncio.to_thread(run, *asked)
+        assert code == 0, err
+        return json.loads(out)["text"]
+
     with started(tmp_path, certs, *stages) as (first, second):
-        chain = f"{first.address},{second.address}"
-        with started(tmp_path, certs, ("target", "--stages", chain, "--context", "256")) as (target,):
-            asked = ("orchestrate", *ASKED, "--target", target.address, *options(certs, "orchestrator"))
-            code, out, err = run(*asked)
-            assert code == 0, err
-            assert json.loads(out)["text"] == plain["text"]
-        code, out, err = run("stage-check", "--stages", chain, "--context", "256", *options(certs, "target"), "--json")
-        assert (code, json.loads(out)["ok"]) == (0, True), err
-        # The target may hold the first layers itself: then it stands in front of the second stage.
-        (tmp_path / "own").mkdir()
-        own = ("target", "--layers", "0:4", "--stages", second.address, "--context", "256")
-        with started(tmp_path / "own", certs, own) as (target,):
-            asked = ("orchestrate", *ASKED, "--target", target.address, *options(certs, "orchestrator"))
-            code, out, err = run(*asked)
-            assert (code, json.loads(out)["text"]) == (0, plain["text"]), err
+        async with recorded(first) as to_first, recorded(second) as to_second:
+            chain = f"{to_first.address},{to_second.address}"
+            with started(tmp_path, certs, ("target", "--stages", chain, "--context", "256")) as (target,):
+                assert await text_over(target) == plain["text"]
+            check = ("stage-check", "--stages", chain, "--context", "256", *options(certs, "target"), "--json")
+            code, out, err = await asyncio.to_thread(run, *check)
+            assert (code, json.loads(out)["ok"]) == (0, True), err
+            # The target may hold the first layers itself: then it stands in front of the second stage.
+            (tmp_path / "own").mkdir()
+            own = ("target", "--layers", "0:4", "--stages", to_second.address, "--context", "256")
+            with started(tmp_path / "own", certs, own) as (target,):
+                assert await text_over(target) == plain["text"]
+        # The second proxy carries what the first stage sends on, too.
+        for proxy in (to_first, to_second):
+            check_nothing_is_readable(proxy)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -20,6 +20,7 @@ from specsplit.core.sections import DraftSettings
 from specsplit.core.settings import load_settings
 from specsplit.core.types import Budget
 from specsplit.model.source import public_name
+from specsplit.rpc import verify_stream
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.credentials import ON_LOOPBACK
 from specsplit.rpc.server import Server, serving
@@ -28,7 +29,7 @@ from specsplit.stages.wire import servicer
 from tests.contract.session_contract import Script
 from tests.contract.verifier_contract import without_tree
 from tests.support.fakes import FakeDraft, FakeTarget, Faults
-from tests.support.processes import ROOT
+from tests.support.processes import LIMIT_S, ROOT
 from tests.support.remote_chains import served
 from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
 from tests.support.small_target import shards
@@ -53,6 +54,17 @@ async def test_a_slot_that_never_comes_holds_up_no_drain(monkeypatch: pytest.Mon
         with pytest.raises(DeadlineExceeded, match="No piece of the slot came"):
             await stream.read()
         await wait_until(lambda: hosts[0].server.num_running == 0)
+        await channel.aclose()
+
+
+async def test_a_stream_that_never_opens_is_ended_and_holds_up_no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_stream, "OPEN_S", 0.05)
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
+        channel = WorkerChannel(server.address, "The target", "target", ON_LOOPBACK)
+        stream = channel.duplex("/specsplit.v1.TargetService/VerifyStream")
+        with pytest.raises(DeadlineExceeded, match="opened no session"):
+            await stream.read()
+        assert await server.drain(LIMIT_S) == 0
         await channel.aclose()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.processes import LIMIT_S
+from tests.support.processes import LIMIT_S, ROOT
 
+WITH_THE_FIRST_EVENT = {"specsplit:requests_over_limit_total", "specsplit:resync_total"}
+"""Samples that are there when one of their labels has something to count."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """Values by name and labels."""
 
@@ -36,3 +39,16 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 def names(samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> set[str]:
     return {name for name, _ in samples}
+
+
+def documented(role: str) -> set[str]:
+    """Return the samples that docs/observability.md promises for a process: its table's names, without labels."""
+    page, _, _ = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8").partition("## The log")
+    found: set[str] = set()
+    for cells, on, meaning in re.findall(r"^\| (`[a-z].*?`) \| ([a-z, ]+) \| (.*) \|$", page, re.MULTILINE):
+        places = {"all": ("gateway", "target", "draft", "stage"), "workers": ("target", "draft"), "stages": ("stage",)}
+        places["cut target"] = ("target",)
+        if role in [each for place in on.split(", ") for each in places.get(place, (place,))]:
+            ending = "_count" if "histogram" in meaning else ""
+            found |= {f"specsplit:{name}{ending}" for name in re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", cells)}
+    return found
