@@ -152,11 +152,12 @@ class LyingService:
         class Handlers(grpc.GenericRpcHandler):
             def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
                 found = handlers.service(handler_call_details)
-                return None if found is None else outer._around(found, handler_call_details.method.rpartition("/")[2])
+                return None if found is None else outer.around(found, handler_call_details.method.rpartition("/")[2])
 
         return Handlers()
 
-    def _around(self, found: Any, method: str) -> Any:
+    def around(self, found: Any, method: str) -> Any:
+        """Return a handler of the method that calls `found` and passes its answers through the lie."""
         make = cast(Any, grpc)
         if method == "Rounds":
             # Our server hands each message of such a stream to the handler by itself.
