@@ -328,7 +328,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
     )
 
 
-def _checked_hash(text: str) -> str:
+def checked_hash(text: str) -> str:
     """Return `text` if it is a hash.
 
     Raises:
@@ -355,14 +355,14 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         role="draft" if message.role == common_pb2.ROLE_DRAFT else "target",
         model=clean_name(message.model),
         vocab_hash=clean_name(message.vocab_hash),
-        tokenizer_hash=_checked_hash(message.tokenizer_hash),
-        weights_hash=_checked_hash(message.weights_hash),
+        tokenizer_hash=checked_hash(message.tokenizer_hash),
+        weights_hash=checked_hash(message.weights_hash),
         dtype=clean_name(message.dtype),
         device=clean_name(message.device),
         step_times=_checked_step_times([(time.rows, time.seconds) for time in message.step_times]),
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
-        model_revision=_checked_hash(message.model_revision),
+        model_revision=checked_hash(message.model_revision),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from specsplit.core.types import TokenizerFiles
 from specsplit.limits import MAX_EOS_IDS, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_FILES
-from specsplit.rpc.codec import require, require_at_most
+from specsplit.rpc.codec import checked_hash, require, require_at_most
 from specsplit.rpc.pb import target_pb2
 
 _PIECE_BYTES = 256 << 10
@@ -37,9 +37,11 @@ class TokenizerReader:
         """Add the next message.
 
         Raises:
-            InvalidRequest: too many or too large files, more than was announced, or a name that is no plain file name.
+            InvalidRequest: too many or too large files, more than was announced, a name that is no plain file name, or
+                a hash that is none.
         """
         if self._head is None:
+            checked_hash(message.hash)
             require(
                 message.size <= MAX_TOKENIZER_BYTES, "size", f"The tokenizer is larger than {MAX_TOKENIZER_BYTES} B."
             )

@@ -35,7 +35,7 @@ class FakeTokenizer:
 
     eos_ids = (EOS,)
     vocab_hash = "bytes"
-    hash = "bytes-1"
+    hash = "bytes1"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

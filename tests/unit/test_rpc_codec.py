@@ -386,6 +386,7 @@ def test_a_tokenizer_that_stops_early_is_refused():
             [target_pb2.GetTokenizerResponse(hash="a", size=1), target_pb2.GetTokenizerResponse(file_name=name)]
             for name in ("", "../f", "/f", "a/b", "..", ".hidden", "a\\b", "f" * 200, "a\0b")
         ),
+        *([target_pb2.GetTokenizerResponse(hash=one)] for one in ("../a", "\x1b[2J", "a" * 65)),
         [
             target_pb2.GetTokenizerResponse(hash="a"),
             *(target_pb2.GetTokenizerResponse(file_name=f"{i}") for i in range(65)),
