@@ -99,7 +99,7 @@ class Engine:
         """Measure forwards by their rows; the identity names their times from then on."""
         step_times, _ = await self._work.run(None, measure(self._model, self._sessions))
         self._identity = replace(self._identity, step_times=step_times)
-        self.pace_steps(StepTimes(dict(step_times)))
+        self.pace_steps(StepTimes.from_start(step_times))
 
     def pace_steps(self, times: StepTimes) -> None:
         """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""

@@ -72,7 +72,12 @@ ROW_GRID = (1, 2, 3, 5, 9, 17, 33)
 ROW_COST = 0.04
 """Forwards of one row that a further row adds before anything is known. Measured: 10 to 20 rows double it on a CPU."""
 PLAIN_FORGIVENESS = 0.999
-"""Factor on the correction of a plain forward for each forward of another size. Chosen: it halves in 700 rounds."""
+"""Factor on what slowed a plain forward for each forward of another size. Chosen: it halves in 700 rounds."""
+SLOW_START = 0.7
+"""Share of the measured time below which a forward shows that the start was measured beside other work.
+
+Chosen: what the start measures is the best of several, warm and behind no text, so a quiet one is rarely undercut.
+"""
 MAX_STEP_SESSIONS = 1024
 """Sessions in a step that a worker is believed. Chosen: beyond any batch, and a plan costs no more than with it."""
 MAX_BEYOND = 4

@@ -22,6 +22,9 @@ from specsplit.speculation.constants import (
     MIN_OBSERVED,
     PLAIN_FORGIVENESS,
     RATIO_WINDOW,
+    ROW_COST,
+    ROW_GRID,
+    SLOW_START,
 )
 
 _Number = TypeVar("_Number", int, float)
@@ -56,9 +59,9 @@ class StepTimes:
     was measured at the start. The point follows the median of its last ratios, from the third on, and its neighbours
     follow by part of its correction, since most causes (a longer context, a busier machine) are common to all.
     The first point, that of a plain forward, is slowed by its own observations alone: a tree costs more than its rows,
-    and a plain forward believed slow is never run, so that nobody would see the mistake. Forwards of other sizes lead
-    it slowly back to what was measured at the start, so that it is tried again. If the first forwards of all are
-    quicker than was measured, as after a start beside other work, the whole curve is at once.
+    and a plain forward believed slow is never run, so that nobody would see the mistake. If they have slowed it,
+    forwards of other sizes lead it slowly back to what was measured at the start, so that it is tried again. If the
+    first forwards of all are quicker than was measured, as after a start beside other work, the whole curve is at once.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -66,7 +69,7 @@ class StepTimes:
         assert min(measured) >= 1, "a forward has rows"
         assert all(0 < seconds < math.inf for seconds in measured.values()), "times are positive"
         self._rows = sorted(measured)
-        self._measured = _non_decreasing([measured[rows] for rows in self._rows])
+        self._measured = _non_decreasing([measured[rows] for rows in self._rows], [1] * len(measured))
         self._seconds = self._measured
         self._curve: list[float] = []
         """Seconds by number of rows, as far as they were asked for since the last correction."""
@@ -84,6 +87,33 @@ class StepTimes:
         """The first ratios, whatever their rows."""
         self._pending: list[tuple[float, float]] = []
         """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
+
+    @classmethod
+    def from_start(cls, step_times: Sequence[tuple[int, float]]) -> StepTimes:
+        """Return the curve that begins with the times by rows that a worker measured when it started.
+
+        Other work beside that start made some of them longer and none shorter. So no forward takes longer than one of
+        more rows, nor than as many forwards of fewer rows as have its rows. A slow model has time for few sizes: the
+        others follow, since a forward corrects the nearest size, and a start of one size says nothing of their costs.
+        """
+        if len(step_times) == 1:
+            return cls.from_one_row(step_times[0][1])
+        rows = [count for count, _ in step_times]
+        possible = [min([seconds * -(-count // of) for of, seconds in step_times]) for count in rows]
+        points = sorted({*rows, *ROW_GRID})
+        return cls(dict(zip(points, _interpolate(rows, possible, points), strict=True)))
+
+    @classmethod
+    def from_one_row(cls, seconds: float) -> StepTimes:
+        """Return the curve of which no more is known than what a forward of one row takes."""
+        return cls({rows: seconds * (1 + ROW_COST * (rows - 1)) for rows in ROW_GRID})
+
+    @property
+    def is_start_slow(self) -> bool:
+        """Whether rounds have shown that the start measured something else than these forwards."""
+        if self._pending:
+            self._catch_up()
+        return min(self._corrections) < math.log(SLOW_START)
 
     @property
     def grid(self) -> dict[int, float]:
@@ -163,7 +193,9 @@ class StepTimes:
             if count >= MIN_OBSERVED:
                 median = sorted(ratios)[(len(ratios) - 1) // 2]
                 self._correct(nearest, median - self._corrections[nearest])
-        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))))
+        # A size that was never seen gives way to those that were.
+        weights = [1 + min(count, RATIO_WINDOW) for count in self._num_observed]
+        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))), weights)
         self._curve = []
 
     def _observe_first(self, ratio: float) -> None:
@@ -180,7 +212,7 @@ class StepTimes:
             is_new = point == nearest or self._num_observed[point] < MIN_OBSERVED
             if point or not nearest:
                 self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
-        if nearest:
+        if nearest and self._corrections[0] > 0:
             self._corrections[0] *= PLAIN_FORGIVENESS
 
 
@@ -199,16 +231,16 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable
     return found
 
 
-def _non_decreasing(values: Sequence[float]) -> list[float]:
+def _non_decreasing(values: Sequence[float], weights: Sequence[int]) -> list[float]:
     """Return the nearest non-decreasing values: falling neighbours get their mean (pool adjacent violators)."""
     if all(map(le, values, values[1:])):
         return list(values)
     # Invariant: the means of the blocks rise; a value below the last mean joins that block, and so on backwards.
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        total, count = value, 1
-        while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
-            above, num_above = blocks.pop()
-            total, count = total + above, count + num_above
-        blocks.append((total, count))
-    return [total / count for total, count in blocks for _ in range(count)]
+    blocks: list[tuple[float, int, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        total, mass, count = value * weight, weight, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / mass:
+            above, mass_above, num_above = blocks.pop()
+            total, mass, count = total + above, mass + mass_above, count + num_above
+        blocks.append((total, mass, count))
+    return [total / mass for total, mass, count in blocks for _ in range(count)]

@@ -12,6 +12,7 @@ from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
     MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
+    MIN_OBSERVED,
     ROW_COST,
     ROW_GRID,
     STEPS_AWAY_SLACK,
@@ -167,8 +168,8 @@ class WorkerTimes:
         """Target forwards by rows, of one session alone."""
         self.verify_concurrent: StepTimes | None = None
         """Target forwards while the draft is at work: on one machine they slow each other down."""
-        self.has_seen_plain = False
-        """Whether a forward of one row was measured."""
+        self._num_plain = 0
+        """Forwards of one row that were measured, that of the start among them."""
         self.num_proposals = 0
         """Proposes that were answered."""
         self._draft_alone: DraftTimes | None = None
@@ -176,6 +177,12 @@ class WorkerTimes:
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
         self._least_ping_s = math.inf
+
+    @property
+    def has_seen_plain(self) -> bool:
+        """Whether plain decoding can be judged: by the start, or by rounds of its own if the start was too slow."""
+        is_doubtful = self.verify is not None and self.verify.is_start_slow
+        return self._num_plain > (MIN_OBSERVED if is_doubtful else 0)
 
     @property
     def draft(self) -> DraftTimes | None:
@@ -206,10 +213,10 @@ class WorkerTimes:
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
-            self.verify = StepTimes(dict(target.step_times))
-            self.has_seen_plain = target.step_times[0][0] == 1
+            self.verify = StepTimes.from_start(target.step_times)
+            self._num_plain += target.step_times[0][0] == 1
         if self._draft_alone is None and draft is not None and draft.step_times:
-            self._draft_alone = DraftTimes(StepTimes(dict(draft.step_times)))
+            self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
 
     def observe_ping(self, wall_s: float) -> None:
         """Count a ping of the target: its round trip, as long as no verify was measured."""
@@ -277,11 +284,10 @@ class WorkerTimes:
 
     def _observe_forward(self, timings: Timings, *, is_concurrent: bool) -> None:
         rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
-        self.has_seen_plain |= timings.num_tokens == 1
+        self._num_plain += timings.num_tokens == 1
         self.sessions.observe(num_sessions)
         if self.verify is None:
-            one_row_s = forward_s / (1 + ROW_COST * (rows - 1))
-            self.verify = StepTimes({point: one_row_s * (1 + ROW_COST * (point - 1)) for point in ROW_GRID})
+            self.verify = StepTimes.from_one_row(forward_s / (1 + ROW_COST * (rows - 1)))
         curve = self.verify
         if is_concurrent:
             curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid)

@@ -31,7 +31,7 @@ class StreamScheduler:
     """
 
     def __init__(self, step_times: Sequence[tuple[int, float]], max_nodes: int) -> None:
-        self._verify = StepTimes(dict(step_times)) if step_times else None
+        self._verify = StepTimes.from_start(step_times) if step_times else None
         self._max_nodes = max_nodes
         self._tokens_per_s = 0.0
         self._misses: dict[int, _Miss] = {}
