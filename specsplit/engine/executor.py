@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from specsplit.core.errors import ModelDamaged, OutOfMemory, SpecSplitError, WorkerFailed
+from specsplit.model.freed_memory import FreedMemory
 from specsplit.model.memory import is_exhausted
 from specsplit.model.threads import compute_with, end_team
 
@@ -120,6 +121,7 @@ class ThreadExecutor:
         self._busy: dict[Steppable, None] = {}
         """Schedulers that have work, in the order in which they came."""
         self._is_ending = False
+        self._freed = FreedMemory()
         self._abandoning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
@@ -158,6 +160,7 @@ class ThreadExecutor:
                     scheduler.step()
                 if not scheduler.has_work:
                     del self._busy[scheduler]
+            self._freed.look_between_steps()
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for more work: 0 if there is some, None if the next step should begin."""
@@ -186,12 +189,9 @@ class ThreadExecutor:
         wait_s = self._wait_s() if any(scheduler.can_step for scheduler in self._busy) else math.inf
         while wait_s is not None:
             try:
-                message = self._inbox.get(timeout=wait_s if wait_s < math.inf else TEAM_IDLE_S)
+                message = self._inbox.get(timeout=wait_s) if wait_s < math.inf else self._next_after_pause()
             except queue.Empty:
-                if wait_s < math.inf:
-                    return
-                end_team()
-                message = self._inbox.get()
+                return
             if message is None:
                 self._is_ending = True
             else:
@@ -199,6 +199,16 @@ class ThreadExecutor:
                 accept()
                 self._busy[scheduler] = None
             wait_s = self._wait_s()
+
+    def _next_after_pause(self) -> tuple[Steppable, Callable[[], None]] | None:
+        """Wait for what comes next; meanwhile end the team, then give back the memory that work has freed."""
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=TEAM_IDLE_S)
+        end_team()
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=self._freed.wait_s)
+        self._freed.look_in_pause()
+        return self._inbox.get()
 
 
 TURN_S = 0.004
