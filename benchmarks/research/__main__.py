@@ -10,6 +10,7 @@ from benchmarks.research import (
     ablation,
     bars,
     context_growth,
+    device_rates,
     figures,
     inflate,
     long_prompt,
@@ -47,7 +48,7 @@ STUDIES = (
     profile,
 )
 STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, real_shapes, stage_cost, stage_sessions)
-STUDIES_LAST = (long_prompt, overhead, rounding, traced, tree_shapes)
+STUDIES_LAST = (device_rates, long_prompt, overhead, rounding, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

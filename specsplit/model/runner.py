@@ -14,6 +14,7 @@ from specsplit.core.exactness import Exactness
 from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput, in_common_spans
 from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
+from specsplit.model.backends.cuda_graph import cuda_backend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.packed_linear import ProductKind
 from specsplit.model.backends.product import Product
@@ -69,7 +70,7 @@ class Runner:
         self.context = context
         self._eager = eager
         self.backend: Backend = eager
-        self._is_cuda = self.device.type == "cuda"
+        self._cuda = cuda_backend(eager, cache) if self._is_cuda else None
         limits = (
             None
             if self._is_cuda
@@ -84,8 +85,13 @@ class Runner:
         )
 
     @property
+    def _is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def is_recorded(self) -> bool:
-        return isinstance(self.backend, RecordedCpuBackend)
+        has_graphs = self._cuda is not None and self._cuda.num_graphs > 0
+        return has_graphs or isinstance(self.backend, RecordedCpuBackend)
 
     def begin(self, sequences: Sequence[SequenceInput]) -> PendingForward:
         """Begin a forward that is computed elsewhere."""
@@ -99,7 +105,9 @@ class Runner:
         """
         order = range(len(sequences)) if len(sequences) < 3 else in_common_spans(sequences)
         ordered = [sequences[place] for place in order]
-        logits = self.backend.forward(*self._arguments(self._builder.build(ordered)))
+        logits = self._cuda.forward(ordered) if self._cuda is not None else None
+        if logits is None:
+            logits = self.backend.forward(*self._arguments(self._builder.build(ordered)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
         if self._eager.kept_ids is not None:
@@ -127,6 +135,9 @@ class Runner:
 
         `before_run` is called when other work begins to cost no time: the recording is optimised next.
         """
+        if self._is_cuda:
+            before_run()
+            return self._cuda is not None and self._cuda.capture(self.vocab_size)
         recorded = try_record(
             self._eager,
             self._example,

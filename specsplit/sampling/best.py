@@ -96,7 +96,7 @@ class _Search:
                 is_near = row.take(ids) >= self._least_logit(floor - noise.bound)
                 chosen = np.flatnonzero(is_near | (hashes >= noise.least_high))
                 ids, hashes = ids[chosen], hashes[chosen]
-            return _ranked(ids, self._sums(ids, gumbel(hashes)), count)
+            return ranked(ids, self._sums(ids, gumbel(hashes)), count)
         high_ids, high_noise = noise.high(self._position)
         high_sums = self._sums(high_ids, high_noise)
         floor = max(floor, nth_best_bound(high_sums, count))
@@ -105,7 +105,7 @@ class _Search:
         chosen = np.flatnonzero(hashes < noise.least_high)
         ids = ids[chosen]
         sums = self._sums(ids, gumbel(hashes[chosen]))
-        return _ranked(np.concatenate([high_ids, ids]), np.concatenate([high_sums, sums]), count)
+        return ranked(np.concatenate([high_ids, ids]), np.concatenate([high_sums, sums]), count)
 
     def _reached(self, count: int) -> float:
         """Return a sum that `count` tokens reach."""
@@ -130,7 +130,7 @@ class _Search:
         return sums
 
 
-def _ranked(ids: Indices, sums: Floats, count: int) -> Best:
+def ranked(ids: Indices, sums: Floats, count: int) -> Best:
     """Return the best of some tokens."""
     found = np.flatnonzero(sums >= nth_best_bound(sums, count))
     pairs = zip((-sums[found]).tolist(), ids[found].tolist(), strict=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from specsplit.core.types import SamplingParams
 from specsplit.sampling.rows import as_array, nth_best, tensor_over
 
-_COLDEST = 1e-30
+COLDEST = 1e-30
 _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
 _NEAR = 26.0
@@ -77,8 +77,8 @@ def _nucleus(logits: Tensor, ranked: Tensor, lowest: Tensor, params: SamplingPar
     on the number of rows nor on the device.
     """
     vocab_size = logits.shape[-1]
-    # Colder than _COLDEST, the temperature would vanish in float32 and the best token's weight with it.
-    weights = (ranked - ranked[:, :1]).div_(max(params.temperature, _COLDEST)).exp_()
+    # Colder than COLDEST, the temperature would vanish in float32 and the best token's weight with it.
+    weights = (ranked - ranked[:, :1]).div_(max(params.temperature, COLDEST)).exp_()
     if params.top_k:
         weights.masked_fill_(ranked < lowest, 0)
     mass = weights.cumsum(dim=-1, dtype=torch.float64)
@@ -118,7 +118,7 @@ def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingPar
 
     Of equal logits the lower ids come first. None if it depends on the last digits of a sum.
     """
-    temperature = np.float32(max(params.temperature, _COLDEST))
+    temperature = np.float32(max(params.temperature, COLDEST))
     if ids is None:
         near_ids = _near_nucleus_ids(row, top, temperature, params.top_p)
         if near_ids is not None:
@@ -128,13 +128,13 @@ def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingPar
         total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
         ids = np.flatnonzero(weights >= 0.5 * (1 - params.top_p) * total / len(row))
         logits = row.take(ids)
-        mass = _mass(logits, top, temperature)
+        mass = mass_of(logits, top, temperature)
     else:
         logits = row.take(ids)
-        mass = _mass(logits, top, temperature)
+        mass = mass_of(logits, top, temperature)
         total = mass[-1].item()
-    size = _size(mass, params.top_p * total, params.top_p * total)
-    return None if size is None else _likeliest(ids, logits, size)
+    size = size_of(mass, params.top_p * total, params.top_p * total)
+    return None if size is None else likeliest(ids, logits, size)
 
 
 def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> Indices | None:
@@ -144,20 +144,20 @@ def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> 
         return None
     ids = np.flatnonzero(is_near)
     logits = row.take(ids)
-    mass = _mass(logits, top, temperature)
+    mass = mass_of(logits, top, temperature)
     # The mass of all others is not summed, only bounded; one nat is far above what rounding does to it.
     total, rest = mass[-1].item(), len(row) * math.exp(1 - _NEAR)
-    size = _size(mass, top_p * total, top_p * (total + rest))
-    return None if size is None else _likeliest(ids, logits, size)
+    size = size_of(mass, top_p * total, top_p * (total + rest))
+    return None if size is None else likeliest(ids, logits, size)
 
 
-def _size(mass: NDArray[np.float64], least: float, most: float) -> int | None:
+def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
     """Return how many tokens reach a mass between `least` and `most`; None if that is not the same for all of these."""
     first, last = np.searchsorted(mass, [least * (1 - _ROUNDING), most * (1 + _ROUNDING)]).tolist()
     return first + 1 if first == last < len(mass) else None
 
 
-def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
+def likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
     """Return the `size` likeliest of some tokens, of equal ones the first."""
     border = np.partition(logits, len(logits) - size)[len(logits) - size]
     above, at_border = logits > border, logits == border
@@ -167,7 +167,7 @@ def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
     return ids[above | at_border]
 
 
-def _mass(logits: Logits, top: Any, temperature: Any) -> NDArray[np.float64]:
+def mass_of(logits: Logits, top: Any, temperature: Any) -> NDArray[np.float64]:
     """Return the mass of each token and those before it, from the best logit down."""
     return np.cumsum(_weights(np.sort(logits)[::-1], top, temperature), dtype=np.float64)
 

@@ -97,10 +97,13 @@ def best_of_rows(scores: Tensor, count: int) -> Iterable[Best]:
 
 def _best_by_topk(scores: Tensor, count: int) -> Iterable[Best]:
     values, ids = scores.topk(min(count, scores.shape[-1]))
-    for best, row_ids, row_values in zip(pick(scores).tolist(), ids.tolist(), values.tolist(), strict=True):
+    # One copy brings all: ids are exact in float64.
+    copied = torch.cat([values.double(), ids.double(), pick(scores).unsqueeze(1).double()], dim=1).tolist()
+    for *numbers, best in copied:
+        row_values, row_ids = numbers[: len(numbers) // 2], [int(number) for number in numbers[len(numbers) // 2 :]]
         top: float = row_values[0]
         # A topk may leave out some of many equals, and with them the lowest id, which is `pick`'s.
-        found = {best: top} | dict(zip(row_ids, row_values, strict=True)) if math.isfinite(top) else {}
+        found = {int(best): top} | dict(zip(row_ids, row_values, strict=True)) if math.isfinite(top) else {}
         ranked = sorted(found, key=lambda token_id: (-found[token_id], token_id))[:count]
         kept = [token_id for token_id in ranked if math.isfinite(found[token_id])]
         yield kept, [found[token_id] for token_id in kept]

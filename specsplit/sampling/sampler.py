@@ -6,17 +6,19 @@ Legend: N rows (the root, then the nodes), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specsplit.core.types import SessionParams, TokenLogProb
+from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.sampling.best import Best, best_sums
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
 from specsplit.sampling.rows import as_array
+from specsplit.sampling.shortlist import best_of_shortlists, has_shortlist
 from specsplit.sampling.sparse_noise import shared_noise
 
 
@@ -31,6 +33,8 @@ class Sampler:
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
         self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
+        self._has_shortlist = has_shortlist(sampling, vocab_size)
+        self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self.needs_paths = self._counts is not None
         self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
@@ -38,7 +42,7 @@ class Sampler:
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> list[int]:
         """Return the token of each row, NOT_A_NUMBER where the logits are none; arguments are those of `scores`."""
-        if self._sparse_noise is None or not logits.is_cpu:
+        if self._sparse_noise is None or not (logits.is_cpu or self._has_shortlist):
             return picked_ids(self.scores(logits, committed, depths, paths))
         best = self.best(logits, committed, depths, paths, 1)
         return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
@@ -52,10 +56,16 @@ class Sampler:
         count: int,
     ) -> Iterable[Best]:
         """Return the `count` best tokens of each row with their finite scores; the rest as for `scores`."""
-        if self._sparse_noise is None or not logits.is_cpu:
+        if self._sparse_noise is None:
             return best_of_rows(self.scores(logits, committed, depths, paths), count)
-        rows = as_array(self._processed(logits, committed, paths))
         positions = [len(committed) + depth for depth in depths]
+        if not logits.is_cpu:
+            best = None
+            if self._has_shortlist:
+                uncut = self._processed(logits, committed, paths, self._uncut)
+                best = best_of_shortlists(uncut, self.params.sampling, self._sparse_noise, positions, count)
+            return best or best_of_rows(self.scores(logits, committed, depths, paths), count)
+        rows = as_array(self._processed(logits, committed, paths))
         return best_sums(rows, self.params.sampling.temperature, self._sparse_noise, positions, count)
 
     def scores(
@@ -85,7 +95,13 @@ class Sampler:
         rows = logits[[0, *[1 + node for node in accepted]]]
         return token_log_probs(rows, token_ids, self._bias, top_logprobs)
 
-    def _processed(self, logits: Tensor, committed: Sequence[int], paths: Sequence[Sequence[int]] | None) -> Tensor:
+    def _processed(
+        self,
+        logits: Tensor,
+        committed: Sequence[int],
+        paths: Sequence[Sequence[int]] | None,
+        sampling: SamplingParams | None = None,
+    ) -> Tensor:
         if self.changes_nothing:
             return logits
         context = None
@@ -93,4 +109,4 @@ class Sampler:
             assert paths is not None, "penalties need each row's path"
             self._counts.sync(committed)
             context = self._counts.columns(paths) if logits.is_cpu else self._counts.rows(paths)
-        return process_logits(logits, self.params.sampling, context, self._bias)
+        return process_logits(logits, sampling or self.params.sampling, context, self._bias)

@@ -69,7 +69,7 @@ def _parameter_counts() -> Iterator[_Size]:
     for source in sources(*PRODUCT):
         owners = {method: node for node in classes(source) for method in node.body if isinstance(method, Function)}
         for function in functions(source):
-            if not _is_command(function):
+            if not _is_command(function) and not _is_kernel(function):
                 count = num_parameters(function, owners.get(function))
                 yield _Size("parameters of a function", f"{source.name}::{function.name}", count, PARAMETERS)
 
@@ -80,6 +80,11 @@ def _is_command(function: Function) -> bool:
         return True
     annotations = [argument.annotation for argument in function.args.args if argument.annotation is not None]
     return any(_OPTION.search(ast.unparse(annotation)) for annotation in annotations)
+
+
+def _is_kernel(function: Function) -> bool:
+    """Return whether the function is compiled for a GPU, which takes addresses, strides and sizes one by one."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
 
 
 def num_parameters(function: Function, owner: ast.ClassDef | None) -> int:

@@ -34,6 +34,7 @@ def real_shapes(
     rounds: Annotated[int, typer.Option(min=1, help="How often every system does its task.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of each system.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     parts: Annotated[bool, typer.Option(help="Also measure where a round's time goes.")] = True,
     loading: Annotated[bool, typer.Option(help="Measure load time and memory instead of rates.")] = False,
     formats: Annotated[
@@ -64,6 +65,7 @@ def real_shapes(
         threads=threads,
         seed=seed,
         has_parts=parts,
+        device=device,
     )
     tell = partial(console.print, markup=False)
     if formats is not None:

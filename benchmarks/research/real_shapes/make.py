@@ -67,8 +67,8 @@ class MadePair:
     version: int = VERSION
 
 
-def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: Tell) -> MadePair:
-    """Return the pair of a shape from the cache folder, made before if it is not there."""
+def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: Tell, device: str = "cpu") -> MadePair:
+    """Return the pair of a shape from the cache folder, made on `device` before if it is not there."""
     folder = cache / f"{shape.name}-{agreement:g}-{seed}"
     record = folder / RECORD
     if record.is_file():
@@ -78,14 +78,14 @@ def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: 
         shutil.rmtree(folder)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = _make(shape, agreement, Path(scratch), seed, tell)
+        made = _make(shape, agreement, Path(scratch), seed, tell, device)
         (Path(scratch) / RECORD).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         shutil.copytree(scratch, folder)
-    return made_pair(shape, agreement, cache, seed, tell)
+    return made_pair(shape, agreement, cache, seed, tell, device)
 
 
 @torch.inference_mode()
-def _make(shape: PairShape, agreement: float, folder: Path, seed: int, tell: Tell) -> MadePair:
+def _make(shape: PairShape, agreement: float, folder: Path, seed: int, tell: Tell, device: str) -> MadePair:
     generator = torch.Generator().manual_seed(seed)
     configs = {"draft": shape.draft_config(), "target": shape.config}
     weights = {role: _random_weights(config, generator) for role, config in configs.items()}
@@ -93,10 +93,13 @@ def _make(shape: PairShape, agreement: float, folder: Path, seed: int, tell: Tel
     for role, config in configs.items():
         _write(folder / role, config, weights[role])
     tell(f"{shape.name}: weights are written; looking for the factor of an agreement of {agreement:g}")
-    draft, target = (AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.bfloat16) for role in configs)
+    draft, target = (
+        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.bfloat16).to(torch.device(device))
+        for role in configs
+    )
     added = {name: weights["target"][name] for name in _added(weights["target"], shape)}
     frequent = shape.config["vocab_size"] // 8
-    streams = torch.randint(frequent, (NUM_STREAMS, STREAM_TOKENS), generator=generator)
+    streams = torch.randint(frequent, (NUM_STREAMS, STREAM_TOKENS), generator=generator).to(device)
     factor, found = _bisect(target, draft, added, streams, agreement, tell)
     _scale(target, added, factor)
     target.generation_config.eos_token_id = None

@@ -47,6 +47,7 @@ class RealShapeSettings:
     threads: int = 2
     seed: int = 0
     has_parts: bool = True
+    device: str = "cpu"
 
     def to_dict(self) -> Record:
         """Return the settings in JSON types, without the cache's place."""
@@ -68,8 +69,10 @@ def check(settings: RealShapeSettings) -> None:
 def run(settings: RealShapeSettings, tell: Tell) -> Record:
     """Make the pair if need be and measure every cell."""
     check(settings)
-    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
-    pair = Pair(made.target, made.draft, "bf16", "cpu")
+    made = made_pair(
+        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
+    )
+    pair = Pair(made.target, made.draft, "bf16", settings.device)
     facts = {name: value for name, value in asdict(made).items() if name not in ("target", "draft")}
     ours = [name for name in settings.systems if name in (*OUR_MODES, BARE)]
     theirs = [name for name in settings.systems if name in THEIR_WAYS]
@@ -191,10 +194,12 @@ def _acceptance(samples: Sequence[Sample]) -> Record:
 
 def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
     """Make the pair if need be; measure load time and memory of its target, `num_rounds` times."""
-    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
+    made = made_pair(
+        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
+    )
     rounds: list[Record] = []
     for number in range(settings.num_rounds + NUM_WARM_UPS):
-        found = loading.measure(Pair(made.target, None, "bf16", "cpu"), settings.threads)
+        found = loading.measure(Pair(made.target, None, "bf16", settings.device), settings.threads)
         tell(", ".join(f"{name} {found[name]['seconds']:.1f} s" for name in loading.PROGRAMS))
         if number >= NUM_WARM_UPS:  # the first one warms the page cache and proves what is kept
             rounds.append(found)
@@ -208,8 +213,10 @@ def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
 
 def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:
     """Make the pair if need be; measure forwards of its target in each number format."""
-    made = made_pair(find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell)
-    pair = Pair(made.target, None, formats[0], "cpu")
+    made = made_pair(
+        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
+    )
+    pair = Pair(made.target, None, formats[0], settings.device)
     neighbours = Neighbours([])
     found = forward_formats.measure(pair, formats, settings.num_rounds, settings.threads, tell)
     return {**found, "neighbours_share": neighbours.share()}

@@ -54,6 +54,14 @@ LLAMA_1B: dict[str, Any] = {
     "rope_theta": 500_000.0,
     "tie_word_embeddings": True,
 }
+LLAMA_8B: dict[str, Any] = {
+    **LLAMA_1B,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
 SHAPES = {
     shape.name: shape
     for shape in (

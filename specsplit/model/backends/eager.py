@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specsplit.model.activations import WholeVectors
+from specsplit.model.attention.device_step import DeviceStep
 from specsplit.model.attention.function import LayerAttention, SlotAttention
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.backends.rounded_weights import Rounding
@@ -55,6 +56,17 @@ class EagerBackend:
                 layer_attention=self._attention(spans, tables, memory),
             ).logits[0]
         return _delivered(logits, memory[-1])
+
+    def forward_step(self, step: DeviceStep, attention: LayerAttention, logit_rows: Tensor | None) -> Tensor:
+        """Return logits [R, V] of a step that is laid out on a GPU; of all its tokens if no rows are named."""
+        return self.model(
+            input_ids=step.layout.token_ids,
+            position_ids=step.layout.position_ids,
+            attention_mask=step.attention_mask,
+            use_cache=False,
+            logits_to_keep=0 if logit_rows is None else logit_rows,
+            layer_attention=attention,
+        ).logits[0]
 
     def _attention(
         self, spans: Tensor, tables: Tensor, memory: Sequence[Tensor], num_before: int = 0

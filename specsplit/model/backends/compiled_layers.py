@@ -1,0 +1,79 @@
+"""A model's layers through torch's compiler, for a GPU: many small operators become a few kernels.
+
+One layer is compiled, for any number of tokens, and serves all that are alike. `TORCHDYNAMO_DISABLE=1` leaves them as
+they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+logger = logging.getLogger(__name__)
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+"""Largest errors of one layer, relative to its largest output: a compiler rounds less often than single operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a layer as the model makes it, and what came out."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
+
+
+def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
+    """Compile the layers of a model; return whether they are, and give the same outputs as before in `forward`.
+
+    Where the compiler fails the layers are left as they are: that costs time only.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    calls = _watched(layers, forward)
+    reason = "a layer gives another output"
+    try:
+        for layer in layers:
+            layer.compile(dynamic=True)
+        if calls and all(_gives_the_same(call) for call in calls):
+            return True
+    except Exception as error:  # noqa: BLE001 - whatever the compiler trips over, the layers themselves still run
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+    for layer in layers:
+        layer._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage] - `compile` has no other way back
+    logger.warning("The layers are not compiled: %s.", reason)
+    return False
+
+
+def _watched(layers: Sequence[nn.Module], forward: Callable[[], object]) -> list[_Call]:
+    """Return the calls of the layers in a forward."""
+    calls: list[_Call] = []
+
+    def note(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        calls.append(_Call(layer, args, keywords, _hidden(output)))
+
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _gives_the_same(call: _Call) -> bool:
+    ours, truth = _hidden(call.layer(*call.args, **call.keywords)).float(), call.output.float()
+    errors = (ours - truth).abs().amax(-1) / truth.abs().max().clamp(min=1e-6)
+    # Rounding sends a token with near-equal experts to another one now and then, so the median token counts.
+    return bool(errors.median() <= _TOLERANCES.get(call.output.dtype, 0.0))
+
+
+def _hidden(output: Any) -> Tensor:
+    """Return the hidden states of a layer's output, which some layers give with other things behind them."""
+    return output if isinstance(output, Tensor) else output[0]
