@@ -128,13 +128,13 @@ def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingPar
         total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
         ids = np.flatnonzero(weights >= 0.5 * (1 - params.top_p) * total / len(row))
         logits = row.take(ids)
-        mass = mass_of(logits, top, temperature)
+        mass = _mass(logits, top, temperature)
     else:
         logits = row.take(ids)
-        mass = mass_of(logits, top, temperature)
+        mass = _mass(logits, top, temperature)
         total = mass[-1].item()
     size = size_of(mass, params.top_p * total, params.top_p * total)
-    return None if size is None else likeliest(ids, logits, size)
+    return None if size is None else _likeliest(ids, logits, size)
 
 
 def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> Indices | None:
@@ -144,11 +144,11 @@ def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> 
         return None
     ids = np.flatnonzero(is_near)
     logits = row.take(ids)
-    mass = mass_of(logits, top, temperature)
+    mass = _mass(logits, top, temperature)
     # The mass of all others is not summed, only bounded; one nat is far above what rounding does to it.
     total, rest = mass[-1].item(), len(row) * math.exp(1 - _NEAR)
     size = size_of(mass, top_p * total, top_p * (total + rest))
-    return None if size is None else likeliest(ids, logits, size)
+    return None if size is None else _likeliest(ids, logits, size)
 
 
 def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
@@ -157,7 +157,7 @@ def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
     return first + 1 if first == last < len(mass) else None
 
 
-def likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
+def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
     """Return the `size` likeliest of some tokens, of equal ones the first."""
     border = np.partition(logits, len(logits) - size)[len(logits) - size]
     above, at_border = logits > border, logits == border
@@ -167,7 +167,7 @@ def likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
     return ids[above | at_border]
 
 
-def mass_of(logits: Logits, top: Any, temperature: Any) -> NDArray[np.float64]:
+def _mass(logits: Logits, top: Any, temperature: Any) -> NDArray[np.float64]:
     """Return the mass of each token and those before it, from the best logit down."""
     return np.cumsum(_weights(np.sort(logits)[::-1], top, temperature), dtype=np.float64)
 

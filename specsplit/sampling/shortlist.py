@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specsplit.core.types import SamplingParams
 from specsplit.sampling.best import Best, Logits, ranked
-from specsplit.sampling.cuts import COLDEST, Indices, likeliest, mass_of, size_of
+from specsplit.sampling.cuts import COLDEST, Indices, size_of
 from specsplit.sampling.sparse_noise import SparseNoise, gumbel
 
 LENGTH = 1024
@@ -43,49 +43,57 @@ def best_of_shortlists(
     totals = ((logits - values[:, :1]) / scale).exp_().sum(-1, keepdim=True)
     # Ids below 2^24 are exact in float32, so that one copy brings all.
     copied = torch.cat([values, ids.float(), totals], dim=1).cpu().numpy()
-    found: list[Best] = []
-    for row, position in zip(copied, positions, strict=True):
-        order = np.argsort(row[LENGTH:-1], kind="stable")
-        listed, token_ids = row[:LENGTH][order], row[LENGTH:-1][order].astype(np.intp)
-        kept = _kept(listed, row[0].item(), row[LENGTH - 1].item(), row[-1].item(), params)
-        if kept is None:
-            return None
-        kept_ids = token_ids[kept]
-        sums = listed[kept].astype(np.float64)
-        with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
-            sums -= row[0]
-            sums /= params.temperature
-        sums += gumbel(noise.hashes(position, kept_ids))
-        found.append(ranked(kept_ids, sums, count))
-    return found
+    found = [_best(row, params, noise, position, count) for row, position in zip(copied, positions, strict=True)]
+    known = [best for best in found if best is not None]
+    return known if len(known) == len(found) else None
 
 
-def _kept(row: Logits, top: float, least: float, total: float, params: SamplingParams) -> Indices | None:
-    """Return the places that `cuts.cut` keeps of a shortlist [K], whose ids ascend; None if it takes the whole row.
+def _best(row: Logits, params: SamplingParams, noise: SparseNoise, position: int, count: int) -> Best | None:
+    """Return the best of one row: [logits, the best first | their ids | the sum of the whole row's weights]."""
+    values, ids = row[:LENGTH], row[LENGTH:-1]
+    if not math.isfinite(values[0]):
+        return [], []
+    kept = _kept(values, ids, row[-1].item(), params)
+    if kept is None:
+        return None
+    kept_ids, sums = ids[kept].astype(np.intp), values[kept].astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
+        sums -= values[0]
+        sums /= params.temperature
+    sums += gumbel(noise.hashes(position, kept_ids))
+    return ranked(kept_ids, sums, count)
 
-    `top` and `least` are its best and its last logit, `total` the sum of all weights of the whole row.
+
+def _kept(values: Logits, ids: Logits, total: float, params: SamplingParams) -> Indices | None:
+    """Return the places that `cuts.cut` keeps of a shortlist, whose logits descend; None if it takes the whole row.
+
+    `total` is the sum of the weights of the whole row.
     """
-    if not math.isfinite(top):
-        return np.empty(0, np.intp)
-    kept = np.arange(len(row))
+    size = len(values)
     if params.top_k:
-        border = np.partition(row, len(row) - params.top_k)[len(row) - params.top_k]
-        if border <= least:  # others beyond the list may be as good
-            return None
-        kept = np.flatnonzero(row >= border)
+        size = _count(values, values[params.top_k - 1])
+    border_size = size
     if params.top_p < 1:
         with np.errstate(over="ignore"):
-            mass = mass_of(row[kept], np.float32(top), np.float32(max(params.temperature, COLDEST)))
+            weights = np.exp((values[:size] - values[0]) / np.float32(max(params.temperature, COLDEST)))
+        mass = np.cumsum(weights, dtype=np.float64)
         wanted = params.top_p * (mass[-1].item() if params.top_k else total)
-        size = size_of(mass, wanted * (1 - _ROUNDING), wanted * (1 + _ROUNDING))
-        if size is None:
+        found = size_of(mass, wanted * (1 - _ROUNDING), wanted * (1 + _ROUNDING))
+        if found is None:
             return None
-        kept = likeliest(kept, row[kept], size)
-        if row[kept].min() <= least:
-            return None
+        size, border_size = found, _count(values, values[found - 1])
     if params.min_p > 0:
-        lowest = np.float32(top) + np.float32(params.temperature * math.log(params.min_p))
-        if lowest <= least and not params.top_k and params.top_p == 1:
-            return None
-        kept = kept[row[kept] >= lowest]
-    return kept
+        lowest = values[0] + np.float32(params.temperature * math.log(params.min_p))
+        num_likely = _count(values, lowest)
+        size, border_size = min(size, num_likely), min(border_size, num_likely)
+    if border_size == len(values):  # others beyond the list may be as good
+        return None
+    # Of equal logits at the border those with the lowest ids stay.
+    first = len(values) - np.searchsorted(values[::-1], values[size - 1], side="right").item()
+    at_border = first + np.argsort(ids[first:border_size], kind="stable")
+    return np.concatenate([np.arange(first), at_border[: size - first]])
+
+
+def _count(values: Logits, least: np.float32) -> int:
+    """Return how many of some values, which descend, are at least so large."""
+    return len(values) - np.searchsorted(values[::-1], least, side="left").item()

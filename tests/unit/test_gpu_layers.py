@@ -1,0 +1,113 @@
+"""What is done to a model's layers for a GPU, on the CPU: joined products, and the compiler's answer looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from specsplit.model.backends.compiled_layers import compile_layers
+from specsplit.model.backends.joined_linears import join_linears
+from tests.support.model_zoo import FAMILIES, build_model
+
+IDS = torch.tensor([[5, 9, 7, 3]])
+
+
+def forward_of(model: Any) -> Callable[[], Tensor]:
+    def forward() -> Tensor:
+        with torch.inference_mode():
+            return model(IDS, use_cache=False).logits
+
+    return forward
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_joined_products_give_the_same_logits(family: str) -> None:
+    model = build_model(FAMILIES[family](), seed=1)
+    forward = forward_of(model)
+    truth, size = forward(), num_parameters(model)
+    assert join_linears(model, forward) == 2 * model.config.num_hidden_layers
+    assert torch.allclose(forward(), truth, atol=1e-5)
+    assert num_parameters(model) == size
+
+
+def test_a_layer_that_is_called_twice_is_not_joined() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, given: Tensor) -> Tensor:
+            return self.one(given) + self.other(given) + self.one(given)
+
+    model = Twice().eval()
+    given = torch.randn(1, 4)
+    truth = model(given)
+    assert join_linears(model, lambda: model(given)) == 0
+    assert torch.equal(model(given), truth)
+
+
+def failing(graph: Any, inputs: object) -> Any:
+    raise RuntimeError("no compiler for this machine")
+
+
+def wrong(graph: Any, inputs: object) -> Any:
+    return lambda *arguments: tuple(output * 0 for output in graph(*arguments))
+
+
+class Counting:
+    """Stands in for what the compiler makes of a layer: it runs the layer's operators, and counts."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, graph: Any, inputs: object) -> Any:
+        def run(*arguments: Any) -> Any:
+            self.num_calls += 1
+            return graph(*arguments)
+
+        return run
+
+
+def compile_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers be compiled by the real front end, and by another backend."""
+    torch.compiler.reset()
+
+    def compiled(layer: nn.Module, **options: Any) -> None:
+        nn.Module.compile(layer, backend=backend, **options)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "compile", compiled, raising=False)
+
+
+@pytest.mark.parametrize(("backend", "reason"), [(wrong, "another output"), (failing, "no compiler for this machine")])
+def test_layers_stay_as_they_are_where_the_compiler_fails(
+    backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(FAMILIES["llama"](), seed=1)
+    forward = forward_of(model)
+    truth = forward()
+    compile_by(backend, monkeypatch)
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        assert not compile_layers(model, forward)
+    assert reason in caplog.text
+    assert torch.equal(forward(), truth)
+
+
+def test_layers_that_give_the_same_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(FAMILIES["llama"](), seed=1)
+    forward, counting = forward_of(model), Counting()
+    compile_by(counting, monkeypatch)
+    with torch.inference_mode():
+        assert compile_layers(model, forward)
+    before = counting.num_calls
+    forward()
+    assert counting.num_calls == before + model.config.num_hidden_layers
