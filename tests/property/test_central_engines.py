@@ -45,7 +45,7 @@ requests = st.builds(
     priority=st.integers(0, 9),
     caller=st.sampled_from(["", "anna", "boris"]),
 )
-counts = st.sampled_from([1, 2, 7, 7, 16])
+counts = st.sampled_from([1, 2, 2, 7, 7, 7, 16, 48])
 modes = st.sampled_from(["auto", "plain", "lookup", "pingpong", "overlap", "stream"])
 kv_rows = st.sampled_from([1.0, 1.0, 1.3, None])
 """Full slots that the KV memory of a worker holds together; None is one each."""
