@@ -70,7 +70,7 @@ class Runner:
         self.context = context
         self._eager = eager
         self.backend: Backend = eager
-        self._cuda = cuda_backend(eager, cache) if self._is_cuda else None
+        self._cuda = cuda_backend(eager, cache) if self._is_cuda and eager.is_whole else None
         limits = (
             None
             if self._is_cuda
@@ -135,9 +135,9 @@ class Runner:
 
         `before_run` is called when other work begins to cost no time: the recording is optimised next.
         """
-        if self._is_cuda:
+        if self._cuda is not None:
             before_run()
-            return self._cuda is not None and self._cuda.capture(self.vocab_size)
+            return self._cuda.capture(self.vocab_size)
         recorded = try_record(
             self._eager,
             self._example,

@@ -89,10 +89,13 @@ class DeviceStep:
         parts = [part.view(shape) for part, shape in zip(self._device.split(sizes), shapes, strict=True)]
         self.layout: StepLayout[Tensor] = StepLayout(*parts)
         arrays = [part.view(shape).numpy() for part, shape in zip(self._host.split(sizes), shapes, strict=True)]
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._arrays: StepLayout[NDArray[np.int64]] = StepLayout(*arrays)
 
     def lay_out(self, sequences: Sequence[SequenceInput]) -> list[int]:
         """Write a step of these sequences to the device; return the tokens whose logits are wanted."""
+        if self._copied is not None:  # the last copy still reads what is written next, until it is done
+            self._copied.synchronize()
         arrays = self._arrays
         arrays.slots.fill(_NO_SLOT)
         arrays.blocks[:, 2] = 0
@@ -104,8 +107,10 @@ class DeviceStep:
             block = self._add_blocks(sequence, start, stop, block)
             wanted.extend(range(stop - sequence.num_logits, stop))
             start = stop
-        # Nothing waits for the copy: the forward comes behind it in the same stream, and the caller waits for that.
+        # Nothing waits for the copy: the forward comes behind it in the same stream.
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return wanted
 
     def _add(self, sequence: SequenceInput, start: int, stop: int) -> None:

@@ -97,11 +97,11 @@ class CudaBackend:
     def capture(self, vocab_size: int) -> bool:
         """Capture the graphs, the largest first; return whether they reproduce the model."""
         model, trial = self._eager.model, lambda: self._trial(vocab_size)
-        join_linears(model, trial)
-        compile_layers(model, trial)
         graphs: dict[int, _Graph] = {}
-        pool = torch.cuda.graph_pool_handle()
         try:
+            join_linears(model, trial)
+            compile_layers(model, trial)
+            pool = torch.cuda.graph_pool_handle()
             for size in reversed(GRAPH_TOKENS):
                 graphs[size] = self._captured(size, pool)
                 if not self._reproduces(graphs[size], vocab_size):
@@ -170,8 +170,8 @@ def cuda_backend(eager: EagerBackend, cache: KVCache) -> CudaBackend | None:
 
 def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
     """Return a copy of these rows: the next replay overwrites all of them."""
-    first, count = wanted[0], len(wanted)
-    if wanted[-1] - first == count - 1:
+    first, count = wanted[0] if wanted else 0, len(wanted)
+    if not wanted or wanted[-1] - first == count - 1:
         return logits[first : first + count].clone()
     return logits.index_select(0, _indices(wanted, logits.device))
 

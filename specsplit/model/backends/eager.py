@@ -22,6 +22,9 @@ from specsplit.model.weight_format import WeightFormat
 class EagerBackend:
     """Calls the model itself: the truth for a recording, and its replacement where none reproduces the model."""
 
+    is_whole = True
+    """Whether it goes from token ids to logits."""
+
     def __init__(self, model: PreTrainedModel, probed: ProbeResult, kept_ids: Sequence[int] | None = None) -> None:
         self.model = model
         self.kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=model.device)

@@ -70,6 +70,7 @@ def join_linears(model: nn.Module, forward: Callable[[], object]) -> int:
         if len(found) < len(group):  # a product with a weight that is no linear layer's
             continue
         results = _Results()
+        # Nothing is changed before the memory is there.
         first = _First([layer for _, _, layer in found], results)
         for place, (parent, name, _) in enumerate(found):
             is_last = place == len(found) - 1

@@ -218,6 +218,8 @@ class ShardRunner(Runner):
 class _ShardBackend(EagerBackend):
     """Calls a stage's part of the model, from whatever enters it to whatever leaves it."""
 
+    is_whole = False
+
     def __init__(self, part: PartialModel, probed: ProbeResult) -> None:
         super().__init__(part.model, probed)
         self._part = part
