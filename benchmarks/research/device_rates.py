@@ -81,8 +81,9 @@ def _measured(values: Record, wanted: _Wanted, copy_gb_s: float, console: Consol
     }
     rates = found["generate_tokens_s"]
     console.print(f"{values['model_type']}, {weight_bytes / 1e9:.2f} GB: tokens/s of generate {rates}")
+    del weights  # products are joined, and the old weights go
     found |= _forwards(model, wanted.steps, weight_bytes / copy_gb_s / 1e9, console)
-    del model, weights
+    del model
     gc.collect()
     torch.cuda.empty_cache()
     return found

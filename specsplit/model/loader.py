@@ -248,7 +248,7 @@ def _fastest_threads(runner: Runner, limit: int | None) -> int:
     """Return the number of threads that serves a token alone and a small tree best, at most `limit`."""
     most = min(torch.get_num_threads(), limit or torch.get_num_threads())
     if runner.device.type != "cpu":
-        return most
+        return 1  # and as many as at load: torch's compiler would compile the layers anew for another number
     num_rows = min(_TIMED_ROWS, runner.context)
     parents = [(row - 1) // 2 if row else -1 for row in range(num_rows)]
     one, tree = SequenceInput(0, 0, [0]), SequenceInput(0, 0, [0] * num_rows, parents, num_logits=num_rows)

@@ -70,7 +70,7 @@ class Runner:
         self.context = context
         self._eager = eager
         self.backend: Backend = eager
-        self._cuda = cuda_backend(eager, cache) if self._is_cuda and eager.is_whole else None
+        self._cuda = cuda_backend(eager, cache, context) if self._is_cuda and eager.is_whole else None
         limits = (
             None
             if self._is_cuda
@@ -114,7 +114,7 @@ class Runner:
             logits = self._over_vocabulary(logits, self._eager.kept_ids)
         # Kernels run behind the call: without this a step's time would be that of its launch.
         if self._is_cuda:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         self.num_forwards += 1
         if len(sequences) == 1:
             return [logits]
@@ -137,7 +137,7 @@ class Runner:
         """
         if self._cuda is not None:
             before_run()
-            return self._cuda.capture(self.vocab_size)
+            return self._cuda.capture()
         recorded = try_record(
             self._eager,
             self._example,

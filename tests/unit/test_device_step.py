@@ -77,7 +77,10 @@ def steps(draw: st.DrawFn) -> list[SequenceInput]:
         parents: list[int] | None = None
         if draw(st.booleans()):
             earlier = draw(st.integers(0, 20))
-            parents = [draw(st.integers(-1, row - 1)) for row in range(earlier + count)]
+            text = draw(st.sampled_from([0, 0, 3, 30]))
+            parents = [row - 1 if row < text else draw(st.integers(-1, row - 1)) for row in range(earlier + count)]
+            if draw(st.booleans()):  # nothing hangs above the end of the text, as behind a prompt
+                parents = [parent if row < text else max(parent, text - 1) for row, parent in enumerate(parents)]
         ids = tuple(range(slot, slot + count))
         found.append(SequenceInput(slot, base, ids, parents, num_logits=draw(st.integers(1, count))))
     return found
@@ -103,6 +106,9 @@ def test_trees_with_more_rows_than_bits_do_not_fit() -> None:
     assert fits([SequenceInput(0, 5, (1,), tree[:MOST_TREE_ROWS])])
     assert not fits([SequenceInput(0, 5, (1,), tree)])
     assert fits([SequenceInput(0, 5, tuple(range(400)))])
+    behind_text = [*range(-1, 299), *(max(parent, -1) + 300 for parent in tree)]
+    assert fits([SequenceInput(0, 5, (1,), behind_text[:-1])])
+    assert not fits([SequenceInput(0, 5, (1,), behind_text)])
 
 
 @pytest.mark.parametrize("size", [1, 8, 64])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from specsplit.model.backends.compiled_layers import compile_layers
-from specsplit.model.backends.joined_linears import join_linears
+from specsplit.model.backends.joined_linears import join_linears, part_again
 from tests.support.model_zoo import FAMILIES, build_model
 
 IDS = torch.tensor([[5, 9, 7, 3]])
@@ -35,9 +35,14 @@ def test_joined_products_give_the_same_logits(family: str) -> None:
     model = build_model(FAMILIES[family](), seed=1)
     forward = forward_of(model)
     truth, size = forward(), num_parameters(model)
-    assert join_linears(model, forward) == 2 * model.config.num_hidden_layers
+    groups = join_linears(model, forward)
+    assert len(groups) == 2 * model.config.num_hidden_layers
     assert torch.allclose(forward(), truth, atol=1e-5)
     assert num_parameters(model) == size
+    part_again(groups)
+    assert torch.equal(forward(), truth)
+    assert num_parameters(model) == size
+    assert type(model.model.layers[0].self_attn.k_proj) is nn.Linear
 
 
 def test_a_layer_that_is_called_twice_is_not_joined() -> None:
@@ -52,7 +57,7 @@ def test_a_layer_that_is_called_twice_is_not_joined() -> None:
     model = Twice().eval()
     given = torch.randn(1, 4)
     truth = model(given)
-    assert join_linears(model, lambda: model(given)) == 0
+    assert join_linears(model, lambda: model(given)) == []
     assert torch.equal(model(given), truth)
 
 

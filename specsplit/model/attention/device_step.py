@@ -130,12 +130,15 @@ class DeviceStep:
         assert sequence.parents is not None, "a chain has none"
         positions = tree_positions(base, sequence.parents)
         arrays.position_ids[0, start:stop] = positions[-count:]
-        arrays.bases[start:stop] = base
+        num_text = num_text_rows(sequence.parents)
+        # A row of the text sees those up to itself, a node all of the text's.
+        bases = np.minimum(rows + 1, base + num_text)
+        arrays.bases[start:stop] = bases
+        nodes = [parent - num_text for parent in sequence.parents[num_text:]]
         for kind, window in enumerate(self._windows):
-            lows = np.array(positions[-count:]) + 1 - window
-            arrays.lows[kind, start:stop] = np.clip(lows, 0, base)
-            words = _ancestor_words(sequence.parents, positions, window)[-count:]
-            arrays.words.view(np.uint64)[kind, start:stop] = words
+            arrays.lows[kind, start:stop] = np.clip(np.array(positions[-count:]) + 1 - window, 0, bases)
+            words = [(0, 0)] * num_text + _ancestor_words(nodes, positions[num_text:], window)
+            arrays.words.view(np.uint64)[kind, start:stop] = words[-count:]
 
     def _add_blocks(self, sequence: SequenceInput, start: int, stop: int, block: int) -> int:
         """Cut the tokens of a sequence into blocks from number `block` on; return the number behind the last one."""
@@ -150,8 +153,19 @@ class DeviceStep:
 
 
 def fits(sequences: Sequence[SequenceInput]) -> bool:
-    """Return whether no tree has more rows than there are bits."""
-    return all(sequence.num_tree_rows <= MOST_TREE_ROWS or sequence.is_chain for sequence in sequences)
+    """Return whether no tree has more rows behind its text than there are bits."""
+    return all(
+        sequence.parents is None
+        or len(sequence.parents) <= MOST_TREE_ROWS
+        or len(sequence.parents) - num_text_rows(sequence.parents) <= MOST_TREE_ROWS
+        for sequence in sequences
+    )
+
+
+def num_text_rows(parents: Sequence[int]) -> int:
+    """Return how many of the first rows are a chain below which all others hang: text that came with the tree."""
+    length = next((row for row, parent in enumerate(parents) if parent != row - 1), len(parents))
+    return min([length, *[parent + 1 for parent in parents[length:]]])
 
 
 def _ancestor_words(parents: Sequence[int], positions: Sequence[int], window: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+_MOST_KINDS = 64
 logger = logging.getLogger(__name__)
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 """Largest errors of one layer, relative to its largest output: a compiler rounds less often than single operators."""
@@ -38,6 +39,10 @@ def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls = _watched(layers, forward)
     reason = "a layer gives another output"
+    import torch._dynamo.config as dynamo  # the compiler, which takes a second and 65 MB
+
+    # Kinds of layers share a limit with all models of the process, and beyond it nothing would be compiled, silently.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_KINDS)
     try:
         for layer in layers:
             layer.compile(dynamic=True)
@@ -68,10 +73,16 @@ def _watched(layers: Sequence[nn.Module], forward: Callable[[], object]) -> list
 
 
 def _gives_the_same(call: _Call) -> bool:
-    ours, truth = _hidden(call.layer(*call.args, **call.keywords)).float(), call.output.float()
+    return are_near(_hidden(call.layer(*call.args, **call.keywords)), call.output)
+
+
+def are_near(ours: Tensor, truth: Tensor) -> bool:
+    """Return whether two results [.., D] of the same rows differ by rounding alone."""
+    tolerance = _TOLERANCES.get(truth.dtype, 0.0)
+    ours, truth = ours.float(), truth.float()
     errors = (ours - truth).abs().amax(-1) / truth.abs().max().clamp(min=1e-6)
     # Rounding sends a token with near-equal experts to another one now and then, so the median token counts.
-    return bool(errors.median() <= _TOLERANCES.get(call.output.dtype, 0.0))
+    return bool(errors.median() <= tolerance)
 
 
 def _hidden(output: Any) -> Tensor:

@@ -1,14 +1,15 @@
 """The backend of a GPU: steps of a few tokens replay a CUDA graph of the whole forward, larger ones run layer by layer.
 
 A graph is captured once for each of a few numbers of tokens; a step is filled up to the next of them, which costs
-nothing while reading the weights is what takes the time. A model whose forward cannot be captured, or whose graph does
-not reproduce it, runs module by module throughout.
+nothing while reading the weights is what takes the time. Where a part cannot be had, or does not reproduce what it
+replaces, the log says so, and the model runs without it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from specsplit.model.attention.device_step import DeviceStep, fits, window_of
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.compiled_layers import compile_layers
+from specsplit.model.backends.compiled_layers import are_near, compile_layers
 from specsplit.model.backends.eager import EagerBackend
-from specsplit.model.backends.joined_linears import join_linears
+from specsplit.model.backends.joined_linears import join_linears, part_again
 from specsplit.model.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -47,14 +48,13 @@ class _Graph:
 class CudaBackend:
     """Computes a model's forwards on a GPU, with attention in kernels that read the slots in place."""
 
-    def __init__(self, eager: EagerBackend, attention: KernelAttention, capacity: int, windows: Sequence[int]) -> None:
-        self._eager, self._attention, self._capacity, self._windows = eager, attention, capacity, windows
+    def __init__(self, eager: EagerBackend, attention: KernelAttention, context: int, windows: Sequence[int]) -> None:
+        self._eager, self._attention, self._context, self._windows = eager, attention, context, windows
         self._device = eager.model.device
+        self._vocab_size: int = eager.model.config.get_text_config().vocab_size
         self._group = max(layer.group for layer in eager.layers)
         self._steps: dict[tuple[int, int], DeviceStep] = {}
         self._graphs: dict[int, _Graph] = {}
-        self.reason = "it was not captured"
-        """Why there are no graphs, if there are none."""
 
     @property
     def num_graphs(self) -> int:
@@ -65,19 +65,15 @@ class CudaBackend:
         if not fits(sequences):
             return None
         count = sum([len(sequence.token_ids) for sequence in sequences])
-        size = next((size for size in GRAPH_TOKENS if size >= count), None)
-        found = self._graphs.get(size) if size is not None else None
-        if found is None:
-            return self._directly(sequences, count)
-        wanted = found.step.lay_out(sequences)
-        found.graph.replay()
-        return _rows(found.logits, wanted)
-
-    def _directly(self, sequences: Sequence[SequenceInput], count: int) -> Tensor:
-        num_tokens = next((size for size in GRAPH_TOKENS if size >= count), -(-count // _MULTIPLE) * _MULTIPLE)
-        step = self._step(num_tokens, len(sequences))
-        wanted = step.lay_out(sequences)
-        return self._forward(step, _indices(wanted, self._device))
+        size = next((size for size in GRAPH_TOKENS if size >= count), -(-count // _MULTIPLE) * _MULTIPLE)
+        found = self._graphs.get(size)
+        with _chosen(self._device):
+            if found is None:
+                step = self._step(size, len(sequences))
+                return self._forward(step, _indices(step.lay_out(sequences), self._device))
+            wanted = found.step.lay_out(sequences)
+            found.graph.replay()
+            return _rows(found.logits, wanted)
 
     def _forward(self, step: DeviceStep, logit_rows: Tensor | None) -> Tensor:
         self._attention.step = step
@@ -94,38 +90,56 @@ class CudaBackend:
         return self._steps[key]
 
     @torch.inference_mode()
-    def capture(self, vocab_size: int) -> bool:
-        """Capture the graphs, the largest first; return whether they reproduce the model."""
-        model, trial = self._eager.model, lambda: self._trial(vocab_size)
+    def trial(self) -> Tensor:
+        """Return the logits [R, V] of a text that is computed layer by layer.
+
+        Raises:
+            Exception: whatever Triton raises on a device that it does not serve.
+        """
+        count = min(_TRIAL_TOKENS, self._context)
+        step = self._step(_TRIAL_TOKENS, 1)
+        with _chosen(self._device):
+            wanted = step.lay_out([SequenceInput(0, 0, self._random_ids(count), num_logits=count)])
+            return self._forward(step, _indices(wanted, self._device))
+
+    def _random_ids(self, count: int) -> list[int]:
+        generator = torch.Generator().manual_seed(count)
+        return torch.randint(self._vocab_size, (count,), generator=generator).tolist()
+
+    @torch.inference_mode()
+    def capture(self) -> bool:
+        """Join products, compile the layers and capture the graphs, the largest first; return whether there are any."""
         graphs: dict[int, _Graph] = {}
         try:
-            join_linears(model, trial)
-            compile_layers(model, trial)
-            pool = torch.cuda.graph_pool_handle()
-            for size in reversed(GRAPH_TOKENS):
-                graphs[size] = self._captured(size, pool)
-                if not self._reproduces(graphs[size], vocab_size):
-                    self.reason = f"the graph of {size} tokens computes other logits"
-                    return False
+            with _chosen(self._device):
+                self._join()
+                compile_layers(self._eager.model, self.trial)
+                pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+                for size in reversed(GRAPH_TOKENS):
+                    graphs[size] = self._captured(size, pool, beside)
+                    if not self._reproduces(graphs[size]):
+                        raise ValueError(f"the graph of {size} tokens gives other logits")
         except Exception as error:  # noqa: BLE001 - whatever capturing trips over, the model itself still runs
-            self.reason = " ".join(str(error).split())[:300] or type(error).__name__
-            logger.warning("no CUDA graph of this model: %s", self.reason)
+            logger.warning("The model runs without CUDA graphs: %s.", _one_line(error))
             return False
         self._graphs = graphs
         return True
 
-    def _trial(self, vocab_size: int) -> Tensor:
-        """Return the logits [R, V] of a text that is computed module by module."""
-        count = min(_TRIAL_TOKENS, self._capacity)
-        token_ids = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-        step = self._step(_TRIAL_TOKENS, 1)
-        wanted = step.lay_out([SequenceInput(0, 0, token_ids, num_logits=count)])
-        return self._forward(step, _indices(wanted, self._device))
+    def _join(self) -> None:
+        truth = self.trial()
+        groups = join_linears(self._eager.model, self.trial)
+        try:
+            if are_near(self.trial(), truth):
+                return
+            reason = "they give other logits"
+        except Exception as error:  # noqa: BLE001 - such as a layer that reads the weight of another one
+            reason = _one_line(error)
+        logger.warning("Products of the same input are not joined: %s.", reason)
+        part_again(groups)
 
-    def _captured(self, size: int, pool: object) -> _Graph:
+    def _captured(self, size: int, pool: object, beside: torch.cuda.Stream) -> _Graph:
         step = self._step(size, size)
-        step.lay_out([SequenceInput(0, 0, [0] * min(size, self._capacity), num_logits=1)])
-        beside = torch.cuda.Stream(self._device)
+        step.lay_out([SequenceInput(0, 0, [0] * min(size, self._context), num_logits=1)])
         beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(beside):
             for _ in range(2):  # kernels are compiled and libraries choose theirs outside of the graph
@@ -138,13 +152,11 @@ class CudaBackend:
             logits = self._forward(step, None)
         return _Graph(step, graph, logits)
 
-    def _reproduces(self, found: _Graph, vocab_size: int) -> bool:
-        """Return whether a random step of a text and a tree has the same logits in the graph and without it."""
-        count = min(found.step.num_tokens, self._capacity)
-        generator = torch.Generator().manual_seed(count)
-        token_ids = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    def _reproduces(self, found: _Graph) -> bool:
+        """Return whether a random tree has the same logits in the graph and without it."""
+        count = min(found.step.num_tokens, self._context)
         parents = [(row - 1) // 2 if row else -1 for row in range(count)]
-        sequences = [SequenceInput(0, 0, token_ids, parents, num_logits=count)]
+        sequences = [SequenceInput(0, 0, self._random_ids(count), parents, num_logits=count)]
         truth = self._forward(found.step, _indices(found.step.lay_out(sequences), self._device))
         found.logits.fill_(torch.nan)  # a graph that leaves its logits elsewhere shows
         wanted = found.step.lay_out(sequences)
@@ -155,17 +167,24 @@ class CudaBackend:
         return bool((ours.float() - truth.float()).abs().max() <= _TOLERANCE * scale)
 
 
-def cuda_backend(eager: EagerBackend, cache: KVCache) -> CudaBackend | None:
-    """Return the backend of a model on a GPU; None if Triton is missing or a mask is neither causal nor a window."""
+def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBackend | None:
+    """Return the backend of a model on a GPU; None if Triton does not serve it, or a mask is no window."""
     try:
         from specsplit.model.attention.kernel_attention import KernelAttention
     except ImportError:
+        logger.warning("Triton is not installed, so attention on the GPU is slow.")
         return None
     windows = [window_of(mask, cache.capacity) for mask in eager.masks]
     known = [window for window in windows if window is not None]
     if len(known) < len(windows) or not eager.layers:
         return None
-    return CudaBackend(eager, KernelAttention(eager.model, eager.layers, cache), cache.capacity, known)
+    backend = CudaBackend(eager, KernelAttention(eager.model, eager.layers, cache), context, known)
+    try:
+        backend.trial()
+    except Exception as error:  # noqa: BLE001 - no compiler, an old device: torch's own attention serves them
+        logger.warning("Attention on the GPU is slow, since Triton fails: %s.", _one_line(error))
+        return None
+    return backend
 
 
 def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
@@ -176,5 +195,14 @@ def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
     return logits.index_select(0, _indices(wanted, logits.device))
 
 
+def _chosen(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels go to the device; Triton's go to the chosen one, wherever tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _indices(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values).to(device)
+    return torch.tensor(values, dtype=torch.int64).to(device)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -164,7 +164,7 @@ class ShardRunner(Runner):
         rows = self.backend.forward(*self._arguments(metadata, source))
         # The rows leave this process next; without waiting the copy out of the device would be timed as the link's.
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         self.num_forwards += 1
         return rows.float() if self.spec.has_head else rows
 
