@@ -25,6 +25,8 @@ from typing import Any
 REQUEST_BYTES = 1 << 17
 MODEL_MODULES = ("transformers.models.llama.modeling_llama",)
 """Modules that transformers imports when a model is loaded: those of the embedded pair."""
+GPU_MODULES = ("specsplit.model.attention.kernel_attention", "specsplit.model.attention.slot_kernels")
+"""Modules that need Triton, which comes with torch's builds for CUDA: a worker on a CPU imports none of them."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def import_all() -> None:
         raise ImportError(name)
 
     for module in pkgutil.walk_packages(specsplit.__path__, "specsplit.", onerror=fail):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and module.name not in GPU_MODULES:
             importlib.import_module(module.name)
     for name in MODEL_MODULES:
         importlib.import_module(name)
