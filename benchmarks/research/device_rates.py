@@ -15,11 +15,10 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.environment import is_clean, provenance, require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.origin import origin_for
 from benchmarks.research.real_shapes.shapes import LLAMA_1B, LLAMA_8B, QWEN3_06B
-from specsplit.core.errors import InvalidRequest
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.kv_cache import KVCache
@@ -44,13 +43,10 @@ def device_rates(
     output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
 ) -> None:
     """Time forwards of models with random weights, made in the device's memory, and transformers' `generate`."""
-    require_bench_extra()
-    origin = provenance()
-    if output is not None and not is_clean(origin):
-        raise InvalidRequest("A results file needs a checkout without changes; commit first, or leave out --output.")
+    origin = origin_for(output)
     console = report.new_console()
-    lengths = [(int(tokens), int(count)) for tokens in context.split(",") for count in rows.split(",")]
-    wanted = _Wanted(torch.device(device), lengths, tokens, static)
+    steps = [(int(length), int(count)) for length in context.split(",") for count in rows.split(",")]
+    wanted = _Wanted(torch.device(device), steps, tokens, static)
     copy_gb_s = _copy_rate(wanted.device) / 1e9
     found: Record = {"device": torch.cuda.get_device_name(wanted.device), "copy_gb_s": copy_gb_s}
     console.print(f"{found['device']}: a copy reads and writes {copy_gb_s:.0f} GB/s")
@@ -70,9 +66,11 @@ class _Wanted:
 @torch.inference_mode()
 def _measured(values: Record, wanted: _Wanted, copy_gb_s: float, console: Console) -> Record:
     model = _made(values, wanted.device)
-    is_read = [not name.endswith("embed_tokens.weight") for name, _ in model.named_parameters()]
-    weights = [each for each, counts in zip(model.parameters(), is_read, strict=True) if counts]
-    weight_bytes = sum(each.numel() * each.element_size() for each in weights)
+    weight_bytes = sum(
+        weight.numel() * weight.element_size()
+        for name, weight in model.named_parameters()
+        if not name.endswith("embed_tokens.weight")
+    )
     if values["tie_word_embeddings"]:  # the head reads what the embedding holds
         weight_bytes += values["vocab_size"] * values["hidden_size"] * model.dtype.itemsize
     found: Record = {
@@ -81,7 +79,6 @@ def _measured(values: Record, wanted: _Wanted, copy_gb_s: float, console: Consol
     }
     rates = found["generate_tokens_s"]
     console.print(f"{values['model_type']}, {weight_bytes / 1e9:.2f} GB: tokens/s of generate {rates}")
-    del weights  # products are joined, and the old weights go
     found |= _forwards(model, wanted.steps, weight_bytes / copy_gb_s / 1e9, console)
     del model
     gc.collect()

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.environment import is_clean, provenance, require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import show_neighbours
-from specsplit.core.errors import InvalidRequest
+from benchmarks.research.origin import origin_for
 
 ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,assisted-constant,prompt-lookup"
 Record = dict[str, Any]
@@ -43,14 +42,10 @@ def real_shapes(
     output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
 ) -> None:
     """Measure every mode, the parts of a round, load time and memory on models of real shapes with random weights."""
-    require_bench_extra()
+    origin = origin_for(output)
     from benchmarks.research.real_shapes import measure
     from benchmarks.research.real_shapes.measure import RealShapeSettings
 
-    origin = provenance()
-    if output is not None and not is_clean(origin):
-        raise InvalidRequest("A results file needs a checkout without changes; commit first, or leave out --output.")
-    report.check_output(output)
     console = report.new_console()
     settings = RealShapeSettings(
         shape=shape,
