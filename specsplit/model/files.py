@@ -126,9 +126,9 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
     except SpecSplitError:
         raise
     except SafetensorError as error:
-        raise ModelDamaged(f"The weights of {name} are truncated or damaged ({_one_line(error)}).") from error
+        raise ModelDamaged(f"The weights of {name} are truncated or damaged ({one_line(error)}).") from error
     except hub_errors.StrictDataclassError as error:
-        raise ModelDamaged(f"The config.json of {name} contradicts itself ({_one_line(error)}).") from error
+        raise ModelDamaged(f"The config.json of {name} contradicts itself ({one_line(error)}).") from error
     except Exception as error:
         if is_exhausted(error):
             raise OutOfMemory(
@@ -146,7 +146,7 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
             if isinstance(cause, kind):
                 return ModelNotFound(message.format(name=name))
     # The rest is raised as plain OSError and ValueError: only the words tell them apart.
-    said, text = str(error), _one_line(error)
+    said, text = str(error), one_line(error)
     if "gated repo" in said:
         return ModelNotFound(_GATED.format(name=name))
     if "trust_remote_code" in said or "auto_map" in said:
@@ -162,7 +162,8 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
     return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text}).")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the words of an error as one line, which is cut if it is long."""
     return " ".join(str(error).split())[:200]
 
 
@@ -200,7 +201,7 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
         ids: Any = GenerationConfig.from_pretrained(model, **revision).eos_token_id
     except (OSError, ValueError) as error:
         if (Path(path) / "generation_config.json").is_file():
-            raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({_one_line(error)}).") from error
+            raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({one_line(error)}).") from error
         ids = getattr(config.get_text_config(), "eos_token_id", None)
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) for token_id in listed):

@@ -55,12 +55,12 @@ def _product(group: _Group, call: LinearCall) -> Tensor:
 def _joined(group: Sequence[LinearCall]) -> _Group:
     weights = [call.weight for call in group]
     biases = [call.bias for call in group if call.bias is not None]
-    whole, bias = _as_slices_of_one(weights), _as_slices_of_one(biases) if biases else None
+    whole, bias = as_slices_of_one(weights), as_slices_of_one(biases) if biases else None
     # The weights' addresses are those of the slices from now on.
     return _Group(whole, bias, [weight.data_ptr() for weight in weights], [len(weight) for weight in weights])
 
 
-def _as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:
+def as_slices_of_one(tensors: Sequence[Tensor]) -> Tensor:
     """Return one tensor of all rows, laid out as before; from now on each of the given tensors is a slice of it."""
     with torch.inference_mode(False), torch.no_grad():
         given = [tensor.detach() for tensor in tensors]

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-_MOST_KINDS = 64
+from specsplit.model.files import one_line
+
 logger = logging.getLogger(__name__)
+_MOST_KINDS = 64
+"""Kinds of layers that a process compiles, of all its models."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 """Largest errors of one layer, relative to its largest output: a compiler rounds less often than single operators."""
 
@@ -36,12 +39,12 @@ def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
 
     Where the compiler fails the layers are left as they are: that costs time only.
     """
+    import torch._dynamo.config as dynamo  # the compiler, which takes a second and 65 MB
+
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls = _watched(layers, forward)
     reason = "a layer gives another output"
-    import torch._dynamo.config as dynamo  # the compiler, which takes a second and 65 MB
-
-    # Kinds of layers share a limit with all models of the process, and beyond it nothing would be compiled, silently.
+    # Beyond its limit, which all models of the process share, the compiler would leave layers as they are, silently.
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_KINDS)
     try:
         for layer in layers:
@@ -49,7 +52,7 @@ def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
         if calls and all(_gives_the_same(call) for call in calls):
             return True
     except Exception as error:  # noqa: BLE001 - whatever the compiler trips over, the layers themselves still run
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = said(error)
     for layer in layers:
         layer._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage] - `compile` has no other way back
     logger.warning("The layers are not compiled: %s.", reason)
@@ -83,6 +86,11 @@ def are_near(ours: Tensor, truth: Tensor) -> bool:
     errors = (ours - truth).abs().amax(-1) / truth.abs().max().clamp(min=1e-6)
     # Rounding sends a token with near-equal experts to another one now and then, so the median token counts.
     return bool(errors.median() <= tolerance)
+
+
+def said(error: Exception) -> str:
+    """Return what an error says, or its kind if it says nothing."""
+    return one_line(error) or type(error).__name__
 
 
 def _hidden(output: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specsplit.model.attention.device_step import DeviceStep, fits, window_of
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.compiled_layers import are_near, compile_layers
+from specsplit.model.backends.compiled_layers import are_near, compile_layers, said
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.joined_linears import join_linears, part_again
 from specsplit.model.kv_cache import KVCache
@@ -120,22 +120,22 @@ class CudaBackend:
                     if not self._reproduces(graphs[size]):
                         raise ValueError(f"the graph of {size} tokens gives other logits")
         except Exception as error:  # noqa: BLE001 - whatever capturing trips over, the model itself still runs
-            logger.warning("The model runs without CUDA graphs: %s.", _one_line(error))
+            logger.warning("The model runs without CUDA graphs: %s.", said(error))
             return False
         self._graphs = graphs
         return True
 
     def _join(self) -> None:
         truth = self.trial()
-        groups = join_linears(self._eager.model, self.trial)
+        places = join_linears(self._eager.model, self.trial)
         try:
             if are_near(self.trial(), truth):
                 return
             reason = "they give other logits"
         except Exception as error:  # noqa: BLE001 - such as a layer that reads the weight of another one
-            reason = _one_line(error)
+            reason = said(error)
         logger.warning("Products of the same input are not joined: %s.", reason)
-        part_again(groups)
+        part_again(places)
 
     def _captured(self, size: int, pool: object, beside: torch.cuda.Stream) -> _Graph:
         step = self._step(size, size)
@@ -182,7 +182,7 @@ def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBacke
     try:
         backend.trial()
     except Exception as error:  # noqa: BLE001 - no compiler, an old device: torch's own attention serves them
-        logger.warning("Attention on the GPU is slow, since Triton fails: %s.", _one_line(error))
+        logger.warning("Attention on the GPU is slow, since Triton fails: %s.", said(error))
         return None
     return backend
 
@@ -202,7 +202,3 @@ def _chosen(device: torch.device) -> AbstractContextManager[object]:
 
 def _indices(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specsplit.model.fused_linear import as_slices_of_one
 from specsplit.model.linear_calls import in_groups, watched
 
 
@@ -25,19 +25,18 @@ class _Results:
 
 
 class _First(nn.Module):
-    """Computes all layers of a group, and gives the first one's part."""
+    """Computes all layers of a group and gives the first one's part; the weights of all are slices of its own."""
 
     def __init__(self, layers: Sequence[nn.Linear], results: _Results) -> None:
         super().__init__()
-        weights: list[Tensor] = [layer.weight for layer in layers]
         found: list[Tensor | None] = [layer.bias for layer in layers]
         biases = [bias for bias in found if bias is not None]
-        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-        self.sizes, self._results = [layer.out_features for layer in layers], results
+        self.weight = nn.Parameter(as_slices_of_one([layer.weight for layer in layers]), requires_grad=False)
+        self.bias = nn.Parameter(as_slices_of_one(biases), requires_grad=False) if biases else None
+        self._sizes, self._results = [layer.out_features for layer in layers], results
 
     def forward(self, given: Tensor) -> Tensor:
-        parts = F.linear(given, self.weight, self.bias).split(self.sizes, dim=-1)
+        parts = F.linear(given, self.weight, self.bias).split(self._sizes, dim=-1)
         self._results.parts = parts
         return parts[0]
 
@@ -58,45 +57,36 @@ class _Other(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedGroup:
-    """The places of layers that are one now, each a module and the layer's name in it."""
+class Place:
+    """A linear layer's place in the model."""
 
-    first: _First
-    places: Sequence[tuple[nn.Module, str]]
+    parent: nn.Module
+    name: str
+    layer: nn.Linear
 
 
-def join_linears(model: nn.Module, forward: Callable[[], object]) -> list[JoinedGroup]:
-    """Join the linear layers that `forward` calls in a row with the same input; return the groups."""
+def join_linears(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
+    """Join the linear layers that `forward` calls in a row with the same input; return where they stood."""
     places = {
-        child.weight.data_ptr(): (parent, name)
+        child.weight.data_ptr(): Place(parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     }
-    # Keys alone: a call holds its weight, and what is joined must not be held twice.
+    # Keys alone: a call holds what its layer's weight was, and nothing may be held twice.
     keys = [[call.key for call in group] for group in in_groups(watched(forward)) if len(group) > 1]
     # A product with a weight that is no linear layer's stays as it is.
     groups = [[places[key] for key in group] for group in keys if all(key in places for key in group)]
-    return [_joined(group) for group in groups]
-
-
-def _joined(places: Sequence[tuple[nn.Module, str]]) -> JoinedGroup:
-    results = _Results()
-    first = _First([getattr(parent, name) for parent, name in places], results)
-    for place, (parent, name) in enumerate(places):
-        setattr(parent, name, _Other(place, place == len(places) - 1, results) if place else first)
-    return JoinedGroup(first, places)
-
-
-def part_again(groups: Sequence[JoinedGroup]) -> None:
-    """Put linear layers back in their places; their weights are slices of what was joined."""
     for group in groups:
-        first = group.first
-        weights = first.weight.data.split(first.sizes)
-        biases = [None] * len(weights) if first.bias is None else first.bias.data.split(first.sizes)
-        for (parent, name), weight, bias in zip(group.places, weights, biases, strict=True):
-            layer = nn.Linear(weight.size(1), weight.size(0), bias=bias is not None, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            if bias is not None:
-                layer.bias = nn.Parameter(bias, requires_grad=False)
-            setattr(parent, name, layer)
+        results = _Results()
+        first = _First([place.layer for place in group], results)
+        for number, place in enumerate(group):
+            joined = _Other(number, number == len(group) - 1, results) if number else first
+            setattr(place.parent, place.name, joined)
+    return [place for group in groups for place in group]
+
+
+def part_again(places: Sequence[Place]) -> None:
+    """Put the linear layers back."""
+    for place in places:
+        setattr(place.parent, place.name, place.layer)
