@@ -33,8 +33,10 @@ class Sampler:
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
         self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
-        self._has_shortlist = has_shortlist(sampling, vocab_size)
-        self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        self._uncut: SamplingParams | None = None
+        """Without the cuts, where a shortlist makes them."""
+        if device.type != "cpu" and has_shortlist(sampling, vocab_size):
+            self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self.needs_paths = self._counts is not None
         self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
@@ -42,7 +44,7 @@ class Sampler:
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> list[int]:
         """Return the token of each row, NOT_A_NUMBER where the logits are none; arguments are those of `scores`."""
-        if self._sparse_noise is None or not (logits.is_cpu or self._has_shortlist):
+        if self._sparse_noise is None or not (logits.is_cpu or self._uncut):
             return picked_ids(self.scores(logits, committed, depths, paths))
         best = self.best(logits, committed, depths, paths, 1)
         return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
@@ -61,7 +63,7 @@ class Sampler:
         positions = [len(committed) + depth for depth in depths]
         if not logits.is_cpu:
             best = None
-            if self._has_shortlist:
+            if self._uncut is not None:
                 uncut = self._processed(logits, committed, paths, self._uncut)
                 best = best_of_shortlists(uncut, self.params.sampling, self._sparse_noise, positions, count)
             return best or best_of_rows(self.scores(logits, committed, depths, paths), count)
