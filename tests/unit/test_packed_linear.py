@@ -60,6 +60,19 @@ def test_a_product_is_that_of_the_layer(num_rows: int, num_outputs: int, num_inp
     assert largest_error(ours, F.linear(x, weight, bias)) < 1e-5
 
 
+def test_rows_of_all_numbers_take_the_code_of_a_few() -> None:
+    packs, numbers = packs_of(randn(32, 16, seed=1), 16), range(1, 513)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        for num_rows in numbers:
+            product(torch.zeros(num_rows, 16), packs, 16, None)
+    computed = [event.input_shapes[0][0] for event in profile.events() if event.name == "mkldnn::_linear_pointwise"]
+    assert len(computed) == len(numbers)
+    assert len(set(computed)) <= 56
+    assert all(
+        0 <= of_them - num_rows < max(1, num_rows / 8) for num_rows, of_them in zip(numbers, computed, strict=True)
+    )
+
+
 @pytest.mark.parametrize("num_inputs", [100, 1025])
 def test_a_product_in_bf16_is_added_up_in_fp32(num_inputs: int) -> None:
     """Cut or not, it is as near to the exact one as the layer's own."""

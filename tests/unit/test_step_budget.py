@@ -50,8 +50,8 @@ def budget(times: dict[int, float] | None) -> PromptBudget:
         (LINEAR, 16, 16),
         (LINEAR, 130, 128),
         (STAIRCASE, 8, 64),
-        (QUICK, 1, 256),
-        (QUICK, 240, 128),
+        (QUICK, 1, 384),
+        (QUICK, 240, 192),
     ],
 )
 def test_prompts_take_what_leaves_the_rounds_their_pace(
@@ -59,6 +59,16 @@ def test_prompts_take_what_leaves_the_rounds_their_pace(
 ) -> None:
     rounds = [Waiting(round_rows, can_be_cut=False)] if round_rows else []
     assert budget(times).prompt_rows(rounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"), [(300, 512), (MAX_STEP_ROWS, 96)], ids=["short", "first of a long one"]
+)
+def test_short_prompts_may_take_a_longer_step(second: int, expected: int) -> None:
+    rounds = [Waiting(1, can_be_cut=False) for _ in range(16)]
+    prompts = [Waiting(300, session="a"), Waiting(second, session="b", arrived_s=1.0)]
+    shares = budget({1: 0.01, 33: 0.02}).share_out([*rounds, *prompts])
+    assert sum(shares.values()) == expected
 
 
 def test_the_oldest_prompt_goes_first_and_rounds_go_whole() -> None:

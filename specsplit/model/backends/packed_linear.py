@@ -69,6 +69,21 @@ def part_width(num_inputs: int, width: int) -> int:
 
 
 def _product(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) -> Tensor:
+    """Return the product as the sum of its parts, in order and in fp32.
+
+    More than 16 rows are filled up to one of eight numbers between two powers of two: oneDNN makes code for each number
+    of rows, half a megabyte of a model's, and where code came and went the heap fell to pieces (docs/log.md).
+    """
+    num_rows, unit = x.size(-2), 1
+    while num_rows > 16 * unit:
+        unit *= 2
+    fill = (unit - num_rows % unit) % unit
+    if fill > 0:
+        return _sum_of_parts(F.pad(x, [0, 0, 0, fill]), packs, width, bias).narrow(-2, 0, num_rows)
+    return _sum_of_parts(x, packs, width, bias)
+
+
+def _sum_of_parts(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) -> Tensor:
     """Return the product as the sum of its parts, in order and in fp32."""
     if len(packs) == 1:
         return packed_product(x, packs[0], bias)
