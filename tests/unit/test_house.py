@@ -10,6 +10,7 @@ import re
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,18 @@ def _python_files(*folders: str) -> list[Path]:
 
 PACKAGE = _python_files("specsplit")
 OUR_CODE = _python_files("specsplit", "benchmarks", "tests", "tools")
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in OUR_CODE}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    """Return a file's syntax tree; parsing all of them takes seconds, which is no business of who only collects."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    yield
+    _tree.cache_clear()
 
 
 def _name(path: Path) -> str:
@@ -47,7 +59,7 @@ def test_every_waiver_of_a_tool_names_its_rule():
 
 @pytest.mark.parametrize("path", OUR_CODE, ids=_name)
 def test_each_file_opens_by_saying_what_it_is(path: Path):
-    tree = TREES[path]
+    tree = _tree(path)
     if path.name == "__init__.py" and not tree.body:
         return
     opening = ast.get_docstring(tree)
@@ -60,18 +72,18 @@ def test_packages_hold_no_code_of_their_own():
     """An `__init__` that imports would lend its edges to every module of the package and blur the floors."""
     inner = [path for path in PACKAGE if path.name == "__init__.py" and path.parent != ROOT / "specsplit"]
     assert inner
-    assert [_name(path) for path in inner if TREES[path].body[1:] or (TREES[path].body and not _opens(path))] == []
+    assert [_name(path) for path in inner if _tree(path).body[1:] or (_tree(path).body and not _opens(path))] == []
 
 
 def _opens(path: Path) -> bool:
-    return ast.get_docstring(TREES[path]) is not None
+    return ast.get_docstring(_tree(path)) is not None
 
 
 def test_public_classes_and_functions_say_what_they_do():
     """A one-statement function (a predicate, a getter) may let its name speak; methods may lean on their port."""
     silent: list[str] = []
     for path in PACKAGE:
-        for node in TREES[path].body:
+        for node in _tree(path).body:
             if not isinstance(node, ast.ClassDef | Function) or node.name.startswith("_"):
                 continue
             if ast.get_docstring(node) is None and (isinstance(node, ast.ClassDef) or len(node.body) > 1):
