@@ -24,7 +24,7 @@ from specsplit.core.defaults import EMBEDDED
 from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from tests.support.gateways import GatewayProcess
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S, environment, run
 
 OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512")
 PROMPT = "\x1b[0m>"
@@ -32,15 +32,9 @@ MESSAGES = ("Write a loop max_tokens=20 seed=5 temperature=0", "Now another one.
 
 
 def chat(*arguments: str, lines: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "specsplit", "chat", *arguments],
-        input="".join(f"{line}\n" for line in lines),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=environment(OMP_NUM_THREADS="1"),
-        check=False,
-    )
+    """Chat over pipes, in a forked process; the one in a terminal is started as a user does."""
+    content = "".join(f"{line}\n" for line in lines).encode()
+    return subprocess.CompletedProcess(arguments, *run("chat", *arguments, stdin=content, OMP_NUM_THREADS="1"))
 
 
 def saved(path: Path) -> list[str]:
