@@ -16,7 +16,7 @@ from specsplit import InvalidRequest, Pipeline
 from specsplit.core.defaults import EMBEDDED
 from specsplit.model.source import resolve
 from tests.support.gateways import GatewayProcess
-from tests.support.processes import run
+from tests.support.processes import WorkerProcess, run
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: {{ m.content }}\n{% endfor %}"
@@ -40,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gateway(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
-    options = ("--served-name", "small", "--dtype", "fp32", "--context", "256", "--threads", "1")
-    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), str(folder), *options)
+    options = ("--model", str(folder), "--dtype", "fp32", "--context", "256", "--threads", "1")
+    target = WorkerProcess("target", tmp_path_factory.mktemp("target"), *options)
+    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), "--target", f"small={target.address}")
     yield started
     started.close()
+    target.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from specsplit.model.source import resolve
 from tests.support.forked import ForkedProcess
 from tests.support.gateways import GatewayProcess
 from tests.support.lmql_client import assert_logprobs, collect, lmql_client
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S, WorkerProcess, environment
 
 KEY, LINE = new_key("alice")
 AUTHORISED = {"authorization": f"Bearer {KEY}"}
@@ -33,9 +32,18 @@ PROMPT = [100, 200, 300, 400]
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
-    options = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--lmtp", "127.0.0.1:0")
-    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), *options)
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, WorkerProcess]]:
+    folder, options = tmp_path_factory.mktemp("workers"), ("--dtype", "fp32", "--threads", "1", "--context", "512")
+    started = {role: WorkerProcess(role, folder, *options) for role in ("target", "draft")}
+    yield started
+    for worker in started.values():
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(workers: dict[str, WorkerProcess], tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProcess]:
+    links = [part for role, worker in workers.items() for part in (f"--{role}", f"embedded={worker.address}")]
+    started = GatewayProcess(tmp_path_factory.mktemp("gateway"), *links, "--lmtp", "127.0.0.1:0")
     yield started
     started.close()
 
@@ -146,10 +154,12 @@ async def test_a_client_that_leaves_frees_its_slots(gateway: GatewayProcess) -> 
         assert len(await collect(lmtp.generate(PROMPT, max_tokens=2, ignore_eos=True))) == 2
 
 
-async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(gateway: GatewayProcess, tmp_path: Path) -> None:
+async def test_nobody_is_let_in_without_a_key_or_from_a_foreign_page(
+    workers: dict[str, WorkerProcess], tmp_path: Path
+) -> None:
     (tmp_path / "keys").write_text(LINE + "\n", encoding="utf-8")
-    (target,) = re.findall(r"The target serves at (\S+),", gateway.stderr)
-    locked = GatewayProcess(tmp_path, "--target", f"embedded={target}", "--api-key-file", str(tmp_path / "keys"))
+    target = f"embedded={workers['target'].address}"
+    locked = GatewayProcess(tmp_path, "--target", target, "--api-key-file", str(tmp_path / "keys"))
     try:
         for headers in ({}, {"authorization": "Bearer wrong"}, {**AUTHORISED, "origin": "http://elsewhere.example"}):
             with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
