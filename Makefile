@@ -24,7 +24,7 @@ COMMA  := ,
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check checks house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel images locks sbom chaos soak rolling fuzz client-test clean
+.PHONY: help demo test test-all check checks tools house lint imports format format-check type proto api-page bench-smoke bench bench-load research-test browser-test wheel images locks sbom chaos soak rolling fuzz client-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  %-14s%s\n", $$1, $$2 }'
@@ -41,7 +41,9 @@ test-all: $(TOOLS)  ## Run every test over the full product of families, trees a
 
 check: checks test  ## Run what CI runs: format, lint, imports, types, the measures of the house, tests
 
-checks: format-check lint type house  ## Run every check but the tests
+checks: type house lint format-check  ## Run every check but the tests (make -j2 -O checks runs two at a time)
+
+tools: $(TOOLS)  ## Build .venv with all that the other targets need
 
 lint: $(TOOLS) imports  ## Look for mistakes (ruff) and imports across floors (import-linter)
 	$(BIN)/ruff check
@@ -122,9 +124,13 @@ clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find specsplit tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(RUNS): pyproject.toml constraints.txt
+define BEGIN_VENV
 	@echo "Building $(VENV), which takes a minute or two, once ..." >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
+$(RUNS): pyproject.toml constraints.txt
+	$(BEGIN_VENV)
 	$(PIP) --editable '.[worker]'
 	@touch $@
 
@@ -132,6 +138,8 @@ $(BENCH): $(RUNS)
 	$(PIP) --editable '.[all]'
 	@touch $@
 
-$(TOOLS): $(BENCH)
+# In one installation, which has all that the others would have brought.
+$(TOOLS): pyproject.toml constraints.txt
+	$(BEGIN_VENV)
 	$(PIP) --editable '.[all,dev]'
-	@touch $@
+	@touch $(RUNS) $(BENCH) $@
