@@ -56,7 +56,7 @@ def _imported(source: Source, modules: Collection[str], for_types: bool) -> Iter
     skipped: set[int] = set()
     if not for_types:
         skipped = {id(node) for block in _type_blocks(source) for node in ast.walk(block)}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -71,7 +71,7 @@ def _imported(source: Source, modules: Collection[str], for_types: bool) -> Iter
 
 
 def _type_blocks(source: Source) -> Iterator[ast.If]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield node
 

@@ -50,7 +50,7 @@ def private_phrases(source: Source) -> Iterator[str]:
 
 def _docstrings(source: Source) -> Iterator[ast.Constant]:
     """Yield every string that stands as a statement of its own: docstrings, those of attributes included."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
@@ -78,7 +78,7 @@ def _num_comment_lines(source: Source) -> int:
     """Return the number of lines that are a comment and no waiver of a tool; comments behind code do not count."""
     return sum(
         token.line.lstrip().startswith("#") and not _WAIVER.match(token.string) and len(token.string) > 2
-        for token in source.comments()
+        for token in source.comments
     )
 
 

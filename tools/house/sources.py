@@ -1,4 +1,4 @@
-"""The repository's Python files, parsed once; generated messages are left out."""
+"""The repository's Python files, each parsed and walked once; generated messages are left out."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.name)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree, from the top down."""
+        return list(ast.walk(self.tree))
+
     @property
     def num_lines(self) -> int:
         return len(self.text.splitlines())
@@ -42,9 +47,10 @@ class Source:
         """Folder in the table of comments: `specsplit/engine`, or `specsplit` for the files at its top."""
         return "/".join(Path(self.name).parts[:-1][:2])
 
-    def comments(self) -> Iterator[tokenize.TokenInfo]:
+    @cached_property
+    def comments(self) -> list[tokenize.TokenInfo]:
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        yield from (token for token in tokens if token.type == tokenize.COMMENT)
+        return [token for token in tokens if token.type == tokenize.COMMENT]
 
     def place(self, node: ast.stmt | ast.expr, name: str = "") -> str:
         return f"{self.name}:{node.lineno}" + (f" {name}" if name else "")
@@ -67,11 +73,11 @@ def _read(name: str) -> Source:
 
 
 def functions(source: Source) -> Iterator[Function]:
-    return (node for node in ast.walk(source.tree) if isinstance(node, Function))
+    return (node for node in source.nodes if isinstance(node, Function))
 
 
 def classes(source: Source) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    return (node for node in source.nodes if isinstance(node, ast.ClassDef))
 
 
 def last_name(node: ast.expr) -> str:

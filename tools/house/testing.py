@@ -39,12 +39,12 @@ def _is_test(source: Source) -> bool:
 def private_reads(source: Source) -> Iterator[str]:
     foreign = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Import)
         for alias in node.names
         if not alias.name.startswith(("specsplit", "benchmarks"))
     }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             if last_name(node.value) not in {"self", "cls", "super", *foreign}:
                 yield source.place(node, ast.unparse(node))
