@@ -100,7 +100,7 @@ async def test_a_stage_whose_device_hangs_while_it_answers_is_replaced(finds_it:
 
 
 async def test_a_stage_that_hangs_is_trouble_until_it_is_replaced() -> None:
-    options = {"step_timeout_s": 0.1, "reconnect_s": 4.0}
+    options = {"step_timeout_s": 0.1, "reconnect_s": 2.5}
     stuck = asyncio.Event()
     async with opened_remote(shards("stages"), link_options=options) as chain:
         chain.hosts[1].hangs = lambda packet: stuck.set() or True
@@ -121,7 +121,7 @@ async def test_a_stage_unreachable_for_its_neighbour_is_replaced_if_that_helps(
 ) -> None:
     text = await asyncio.to_thread(truth)
     spares = [await asyncio.to_thread(spare, 1, "stages")]
-    options = {} if helps else {"reconnect_s": 4.0}
+    options = {} if helps else {"reconnect_s": 2.5}
     async with opened_remote(shards("stages"), spares, link_options=options) as chain:
         assert await plain_text(chain.target, PROMPT, PARAMS, 2) == text[:2]
         addresses, open_next = chain.link.addresses, NextLink.open
@@ -193,7 +193,7 @@ async def test_a_stage_silent_in_the_prefill_is_replaced_or_an_error(index: int,
     async with AsyncExitStack() as stack:
         through_proxy, proxies, _ = await in_front_of(stack, index, Freezable)
         spares = [await asyncio.to_thread(spare, index, "stages")] if has_spare else []
-        options = {} if has_spare else {"reconnect_s": 5.0}
+        options = {} if has_spare else {"reconnect_s": 3.0}
         async with opened_remote(
             shards("stages"), spares, addresses=through_proxy, link_options=options, window=1
         ) as chain:
