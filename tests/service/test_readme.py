@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
@@ -94,7 +95,17 @@ def test_a_command_of_readme_answers(
     assert written.strip()
 
 
-@pytest.mark.parametrize("command", SERVED)
+PLAIN_SERVE = "specsplit serve"
+"""The others that start their own workers differ from it in the models alone."""
+
+
+def _served() -> Iterator[Any]:
+    for command in SERVED:
+        is_repeated = command != PLAIN_SERVE and "--target" not in command
+        yield pytest.param(command, marks=pytest.mark.slow if is_repeated else ())
+
+
+@pytest.mark.parametrize("command", list(_served()))
 def test_a_gateway_of_readme_serves_what_its_curl_asks(command: str, workers: dict[str, str]):
     (asked,) = [shlex.split(each) for each in RUN if each.startswith("curl ")]
     url, body = asked[1], asked[asked.index("-d") + 1].encode()

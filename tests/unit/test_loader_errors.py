@@ -337,9 +337,8 @@ def test_a_model_without_a_tokenizer_is_loaded_and_says_so(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("target_size", "draft_size"), [(VOCAB, VOCAB + 64), (VOCAB + 64, VOCAB)])
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_vocabularies_padded_to_different_sizes_work_together(
-    target_size: int, draft_size: int, temperature: float, tmp_path: Path
+    target_size: int, draft_size: int, tmp_path: Path
 ) -> None:
     """One tokenizer of 258 tokens, and embeddings that are larger than it by different amounts."""
     loaded: list[LoadedModel] = []
@@ -350,17 +349,17 @@ def test_vocabularies_padded_to_different_sizes_work_together(
         loaded.append(load_model(str(saved), role=role, threads=1))  # type: ignore[arg-type]
     target, draft = loaded
     assert target.identity.vocab_hash == draft.identity.vocab_hash
-    requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
     chain = Speculation(mode="pingpong", lookup=False, nodes=9, depth=3, branching=3)
-    texts = [
-        [result.token_ids for result in results]
-        for results in (run(target, None, PLAIN, requests), run(target, draft, chain, requests))
-    ]
-    assert texts[0] == texts[1]
+    for temperature in (0.0, 1.5):
+        requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
+        texts = [
+            [result.token_ids for result in results]
+            for results in (run(target, None, PLAIN, requests), run(target, draft, chain, requests))
+        ]
+        assert texts[0] == texts[1], temperature
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_vocabulary_padded_beyond_the_tokenizer_works(temperature: float, tmp_path: Path) -> None:
+def test_a_vocabulary_padded_beyond_the_tokenizer_works(tmp_path: Path) -> None:
     loaded: list[LoadedModel] = []
     for role, family in (("target", "llama"), ("draft", "qwen3")):
         saved = save_model(tmp_path / role, FAMILIES[family](), seed=1)
@@ -368,11 +367,12 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_works(temperature: float, tmp_
     target, draft = loaded
     assert target.tokenizer is not None
     assert target.tokenizer.num_tokens < target.vocab_size == draft.vocab_size == VOCAB
-    requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
     tree = Speculation(mode="pingpong", lookup=False, nodes=9, depth=3, branching=3)
-    truth, results = run(target, None, PLAIN, requests), run(target, draft, tree, requests)
-    assert [result.token_ids for result in results] == [result.token_ids for result in truth]
-    assert max(max(result.token_ids) for result in truth) >= target.tokenizer.num_tokens
+    for temperature in (0.0, 1.5):
+        requests = [request([5, 9, seed], seed=seed, tokens=40, temperature=temperature) for seed in range(3, 9)]
+        truth, results = run(target, None, PLAIN, requests), run(target, draft, tree, requests)
+        assert [result.token_ids for result in results] == [result.token_ids for result in truth], temperature
+        assert max(max(result.token_ids) for result in truth) >= target.tokenizer.num_tokens, temperature
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -35,7 +35,7 @@ from tests.support.works import alive_work
 
 MAX_SESSIONS = 3
 CONTEXT, NODE_LIMIT = 64, 16
-ABANDONED = 10_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 1_000
+ABANDONED = 10_000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 600
 PROMPT = (5, 9, 2, 7, 11, 3)
 Role = Literal["draft", "target"]
 ROLES: tuple[Role, ...] = ("draft", "target")

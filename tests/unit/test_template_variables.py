@@ -101,7 +101,9 @@ def test_a_variable_that_makes_the_template_refuse_is_one_sentence(make: Make) -
         make(THINKING).encode_messages(HI, {"raising": True})
 
 
-@pytest.mark.parametrize("value", [10**12, "1000000000000"], ids=["number", "text"])
+@pytest.mark.parametrize(
+    "value", [pytest.param(10**12, id="number"), pytest.param("1000000000000", id="text", marks=pytest.mark.slow)]
+)
 def test_a_variable_with_which_the_template_needs_too_much_is_wrong(make: Make, value: int | str) -> None:
     tokenizer = make("{{ 'a' * (x | default(1) | int) }}{% if y %}{{ 'a' * 10 ** 12 }}{% endif %}")
     with pytest.raises(InvalidRequest, match="with these values of chat_template_kwargs: it needed too much") as caught:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -133,12 +135,20 @@ def test_estimates_that_are_none_win_nothing(lie: float) -> None:
     assert paths[1] <= paths[0]
 
 
-@pytest.mark.parametrize("times", [FLAT, LINEAR, STAIRCASE], ids=["flat", "linear", "staircase"])
-@pytest.mark.parametrize("sampling", [SamplingParams(), PENALISED], ids=["greedy", "penalised"])
-@pytest.mark.parametrize("count", [2, 7, 16])
-async def test_trees_that_were_cut_change_no_text(
-    times: dict[int, float], sampling: SamplingParams, count: int
-) -> None:
+CURVES = {"flat": FLAT, "linear": LINEAR, "staircase": STAIRCASE}
+SAMPLING = {"greedy": SamplingParams(), "penalised": PENALISED}
+
+
+def cases() -> Iterator[Any]:
+    """Yield every curve, way of sampling and number of sessions; in `make test`, one case for each two of them."""
+    for number, (curve, sampling, (index, count)) in enumerate(product(CURVES, SAMPLING, enumerate((2, 7, 16)))):
+        is_first = (number // 6 + number // 3 + index) % 2 == 0
+        yield pytest.param(curve, sampling, count, marks=() if is_first else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("curve", "way", "count"), list(cases()))
+async def test_trees_that_were_cut_change_no_text(curve: str, way: str, count: int) -> None:
+    times, sampling = CURVES[curve], SAMPLING[way]
     target, runner = engine(times)
     lengths = [5 + 3 * index for index in range(count)]
     plain = [plain_text(target, random_prompt(n), params_of(sampling, n), 16) for n in lengths]
