@@ -46,7 +46,7 @@ class Pipeline:
     are addresses, HOST:PORT, of workers that serve elsewhere; one may be here and the other there. A target without a
     draft speculates by lookup alone.
     Models loaded here have `sessions` KV slots, by default 8 or as many as the memory easily holds; that many requests
-    run at once, and more wait for their turn in order of arrival. A request's `timeout` counts from its turn.
+    run at once, and more wait for their turn by priority and arrival. A request's `timeout` counts from its turn.
     Arguments override environment variables, these the settings file, and that the defaults.
 
     Raises:

@@ -88,6 +88,8 @@ class RequestOptions(TypedDict, total=False):
     """Children of a node at most; 1 drafts chains."""
     lookup: bool
     """Whether trees also hold the tokens that followed the same words earlier in the text."""
+    priority: int
+    """0 to 9, by default 5: of requests that wait for a slot the higher one goes first; ten seconds weigh a level."""
     timeout: float
     """Seconds after which the request is given up."""
 

@@ -82,5 +82,6 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, settings: OrchestratorSet
         stop=settings.stop,
         ignore_eos=settings.ignore_eos,
         timeout_s=settings.timeout,
+        priority=settings.priority,
         logprobs=settings.logprobs,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
+from specsplit.engine.admission import AGE_S
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, RetryPolicy
 from specsplit.speculation.cost_model import RoundMode
@@ -33,6 +36,48 @@ class Placement:
     """Whether a request that a full target sends away comes back by itself."""
 
 
+class _Turns:
+    """Lets so many requests run at once; the others wait in the order of a worker's queue (`engine/admission.py`)."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._num_free = math.inf if limit is None else limit
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        """A heap by time of arrival, earlier by AGE_S for each level of priority."""
+        self._numbers = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def of(self, priority: int) -> AsyncGenerator[None]:
+        """Wait for a turn, and have it for the length of the block."""
+        if self._num_free > 0:
+            self._num_free -= 1
+        else:
+            await self._wait(priority)
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _wait(self, priority: int) -> None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (loop.time() - AGE_S * priority, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn was given a moment before
+                self._give()
+            raise
+
+    def _give(self) -> None:
+        """Give a turn that has ended to the next one."""
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+
 class Workers:
     """A target, perhaps a draft, and the tokenizer they share; close it when its requests have ended."""
 
@@ -43,17 +88,16 @@ class Workers:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self._placement = placement
-        # A semaphore is fair: whoever waits longest is next.
-        limit = placement.max_requests
-        self._turns = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
+        self._turns = _Turns(placement.max_requests)
         self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
 
     async def stream(self, request: Request, settings: OrchestratorSettings) -> AsyncGenerator[Chunk]:
-        """Yield the answer once it is the request's turn, in order of arrival; iterate inside `contextlib.aclosing`.
+        """Yield the answer once it is the request's turn; iterate inside `contextlib.aclosing`.
 
         Raises what `Orchestrator.stream` raises.
         """
-        async with self._turns, contextlib.aclosing(self.orchestrator(settings).stream(request)) as chunks:
+        turn = self._turns.of(request.priority)
+        async with turn, contextlib.aclosing(self.orchestrator(settings).stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -79,6 +79,9 @@ Draft = Annotated[
     str | None,
     option("--draft", _SERVICES, "Address of a draft that serves elsewhere.", "none with --target", "HOST:PORT"),
 ]
+Priority = Annotated[
+    int, option("--priority", _SERVICES, "Who goes first of requests that wait for a slot: 9 before 0.", metavar="N")
+]
 Timeout = Annotated[
     float | None, option("--timeout", _SERVICES, "Seconds after which a request is given up.", "never", "S")
 ]

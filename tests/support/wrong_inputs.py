@@ -31,6 +31,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     *({"nodes": value} for value in (0, -1, 10**9, 1.5, True)),
     *({"depth": 0}, {"depth": "x"}, {"branching": 0}, {"branching": 2.5}, {"branching": True}),
     *({"timeout": value} for value in (0, -1, NAN, INF, "soon", True)),
+    *({"priority": 10}, {"priority": "high"}),
     *({"retry": -1}, {"retry": "soon"}, {"draft_patience": 0}, {"audit": 2}, {"audit": NAN}, {"auditor": "x"}),
     *({"temprature": 1}, {"nonsense": 1}, {"max_tokens": 5}, {"do_sample": True}, {"n": 2}, {"stream": True}),
 )

@@ -62,7 +62,15 @@ def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
     code = files.run(
         {"prompt": "one", "max_new_tokens": 3, "ignore_eos": True},
         "",
-        {"id": "b", "token_ids": [1, 2, 3], "max_new_tokens": 2, "stop": "[1]", "seed": None, "ignore_eos": True},
+        {
+            "id": "b",
+            "token_ids": [1, 2, 3],
+            "max_new_tokens": 2,
+            "stop": "[1]",
+            "seed": None,
+            "ignore_eos": True,
+            "priority": 9,
+        },
         "no JSON",
         "[1]",
         {"id": [1], "prompt": "x"},
