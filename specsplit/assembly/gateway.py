@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import GatewaySettings, OrchestratorSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
-from specsplit.gateway.app import Gateway, create_app, create_lmtp_app
+from specsplit.gateway.app import Gateway, create_app, create_health_app, create_lmtp_app
 from specsplit.gateway.audit_metrics import AuditMetrics
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import message_log
@@ -29,6 +29,7 @@ from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc.credentials import Security, open_security
+from specsplit.rpc.metrics_port import metrics_port
 from specsplit.rpc.transport import is_loopback, parse_address
 
 _REMOTE_RETRY_S = 5.0
@@ -43,6 +44,8 @@ class RunningGateway:
     gateway: Gateway
     lmtp: HttpServer | None = None
     """The port of LMTP alone, if there is one."""
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Addresses of the ports for probes and for Prometheus, as far as there are some."""
 
     @property
     def address(self) -> str:
@@ -111,7 +114,19 @@ async def serving_gateway(
             lmtp = await stack.enter_async_context(
                 serving_http(create_lmtp_app(gateway, "/"), *lmtp_at, "--lmtp", on_cut)
             )
-        yield RunningGateway(server, gateway, lmtp)
+        yield RunningGateway(server, gateway, lmtp, await _side_ports(stack, chosen, gateway))
+
+
+async def _side_ports(stack: AsyncExitStack, settings: GatewaySettings, gateway: Gateway) -> dict[str, str]:
+    """Open the ports for probes and for Prometheus that the settings name, until `stack` closes; they need no key."""
+    beside: dict[str, str] = {}
+    if settings.health is not None:
+        at = parse_address(settings.health, listening=True)
+        probed = await stack.enter_async_context(serving_http(create_health_app(gateway), *at, "--health"))
+        beside["health"] = probed.address
+    if settings.metrics is not None:
+        beside["metrics"] = await stack.enter_async_context(metrics_port(settings.metrics, gateway.metrics.page))
+    return beside
 
 
 @asynccontextmanager

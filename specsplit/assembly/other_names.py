@@ -153,7 +153,6 @@ _ANSWERS = {
     ),
     "trust_remote_code": "code from a model's repository is never run",
     "api_key": "here it is {api_key_file} FILE (specsplit keys new makes a key)",
-    "metrics": "here it is the path /metrics of serve, {metrics} HOST:PORT of a worker",
     **dict.fromkeys(("slots", "props"), "here it is the path /v1/models of serve, and /metrics"),
     "no_webui": "the page is always there, and asks for a key if there are keys",
     "system_prompt": "here it is {system} of specsplit chat",

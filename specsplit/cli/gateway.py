@@ -36,9 +36,9 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     with gateway_extra("serve"):
         from specsplit.assembly.gateway import serving_gateway
     set_up_logging(settings.gateway, "gateway")
-    for listen in filter(None, (settings.gateway.http, settings.gateway.lmtp)):
-        check_listen(listen)
     chosen = settings.gateway
+    for listen in filter(None, (chosen.http, chosen.lmtp, chosen.health, chosen.metrics)):
+        check_listen(listen)
     arguments = ["--log-format", chosen.log_format, "--log-level", chosen.log_level]
     if given.get("config"):
         arguments += ["--config", given["config"]]
@@ -84,4 +84,4 @@ def gateway_extra(command: str) -> Generator[None]:
 
 def _describe(running: RunningGateway) -> dict[str, Any]:
     lmtp = {"lmtp": running.lmtp.address} if running.lmtp is not None else {}
-    return {"role": "gateway", "models": running.model_names, **lmtp}
+    return {"role": "gateway", "models": running.model_names, **lmtp, **running.beside}

@@ -189,7 +189,7 @@ def target(
 
 @app.command(cls=Command, epilog=examples.GATEWAY)
 @options.gateway_limited
-@options.logged
+@options.served
 def serve(
     ctx: typer.Context,
     served_model: options.ServedModel = None,
@@ -200,7 +200,6 @@ def serve(
     api_key_file: options.ApiKeyFile = None,
     allow_anonymous: options.AllowAnonymous = False,
     max_body_mib: options.MaxBodyMib = 1,
-    metrics_compat: options.MetricsCompat = None,
     served_name: options.ServedName = None,
     per_request_spec_decode_metrics: options.SpecDecodeMetrics = "none",
     target_model: options.TargetModel = defaults.EMBEDDED,

@@ -141,7 +141,7 @@ class LoggedSettings(LinkSettings):
 
 
 class ServiceSettings(LoggedSettings):
-    """The settings of every role that serves calls."""
+    """The settings of every role that serves calls or HTTP."""
 
     health: GivenAddress = None
     """A port for health checks alone, in plaintext: the probes of Kubernetes show no certificate."""
@@ -219,7 +219,7 @@ class StageSettings(ServiceSettings):
     drain: Seconds = defaults.DRAIN_S
 
 
-class GatewaySettings(LoggedSettings):
+class GatewaySettings(ServiceSettings):
     """The HTTP server, and the workers elsewhere whose models it serves, each as [NAME=]HOST:PORT."""
 
     http: Annotated[str, AfterValidator(_address)] = defaults.HTTP

@@ -95,6 +95,13 @@ def create_app(gateway: Gateway) -> ASGIApp:
     return _Door(app, gateway)
 
 
+def create_health_app(gateway: Gateway) -> ASGIApp:
+    """Return what answers probes alone."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _add_probes(app, gateway)
+    return app
+
+
 def create_lmtp_app(gateway: Gateway, path: str) -> ASGIApp:
     """Return what answers LMTP's clients at `path` alone."""
     server = LmtpServer(gateway.models, gateway.metrics, gateway.message_log, gateway.quotas)
@@ -158,7 +165,7 @@ def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
     return ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
-def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+def _add_probes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response()
@@ -169,6 +176,10 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
         models, replicas = [model.name for model in gateway.models.ready], gateway.models.replicas
         known = {"models": models, "replicas": replicas} if replicas else {"models": models}
         return JSONResponse(known, 200 if is_ready else 503)
+
+
+def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+    _add_probes(app, gateway)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

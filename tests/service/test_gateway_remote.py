@@ -16,6 +16,7 @@ import pytest
 from specsplit.gateway.keys import new_key
 from tests.support.forked import ROOT
 from tests.support.gateways import GatewayProcess
+from tests.support.metrics import names, samples_of, scraped, value
 from tests.support.processes import LIMIT_S, WorkerProcess, run
 
 KEY, LINE = new_key("alice")
@@ -35,7 +36,9 @@ def gateway(target: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("gateway")
     (folder / "keys").write_text(LINE + "\n", encoding="utf-8")
     keys = ("--api-key-file", str(folder / "keys"))
-    started = GatewayProcess(folder, "--target", target.address, "--served-name", "small", "--retry", "1", *keys)
+    beside = ("--health", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    named = ("--target", target.address, "--served-name", "small", "--retry", "1")
+    started = GatewayProcess(folder, *named, *keys, *beside)
     yield started
     started.close()
 
@@ -65,6 +68,20 @@ def test_nobody_is_let_in_without_a_key(gateway: GatewayProcess, client: httpx.C
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert httpx.get(f"{gateway.url}/health").status_code == 200
     assert client.get("/v1/models").json()["data"][0]["id"] == "small", "the name that --served-name gives it"
+
+
+def test_probes_and_prometheus_have_ports_that_need_no_key(gateway: GatewayProcess, client: httpx.Client) -> None:
+    until_answered(client)
+    page, own = scraped(gateway.ready["metrics"]), client.get("/metrics").text
+    assert names(page) == names(samples_of(own))
+    assert value(page, "specsplit:generation_tokens_total", model_name="small") >= SHORT["max_tokens"]
+    health, metrics = (f"http://{gateway.ready[name]}" for name in ("health", "metrics"))
+    assert httpx.get(f"{health}/health").status_code == 200
+    assert httpx.get(f"{health}/ready").json() == {"models": ["small"]}
+    for url in (health, metrics):  # they serve nothing else
+        for path in ("/v1/models", "/openapi.json", "/"):
+            assert httpx.get(f"{url}{path}").status_code == 404, (url, path)
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 404
 
 
 def test_a_full_target_is_a_503_that_says_when_to_come_back(client: httpx.Client) -> None:
