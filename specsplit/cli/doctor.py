@@ -90,6 +90,10 @@ def _check_workers(effective: EffectiveSettings) -> list[Check]:
         from specsplit.cli.doctor_services import check_services
 
         checks += check_services(settings, here)
+    if settings.target.stages:
+        from specsplit.cli.doctor_stages import check_stages
+
+        checks += check_stages(settings)
     return checks
 
 

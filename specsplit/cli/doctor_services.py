@@ -13,6 +13,7 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.engine import event_loop
 from specsplit.model.memory_size import shown_memory
+from specsplit.rpc.auth import LinkRole
 from specsplit.rpc.clients import PingDetails, RemoteDrafter, RemoteVerifier
 from specsplit.rpc.credentials import Security, open_security
 from specsplit.rpc.handshake import why_refused
@@ -64,11 +65,16 @@ async def _ping(role: Role, address: str, security: Security) -> PingDetails | S
         finally:
             await worker.aclose()
     except WorkerUnreachable as error:
-        reason = await why_refused(address, role, security)
-        said = f"{address} cannot be reached: {reason}; check the address and that the {role} runs." if reason else None
-        return WorkerUnreachable(said) if said else error
+        return await unreachable(error, address, role, security)
     except SpecSplitError as error:
         return error
+
+
+async def unreachable(error: WorkerUnreachable, address: str, role: LinkRole, security: Security) -> WorkerUnreachable:
+    """Return an error that says why nothing is reached at `address`, if that can be found out."""
+    reason = await why_refused(address, role, security)
+    said = f"{address} cannot be reached: {reason}; check the address and that the {role} runs."
+    return WorkerUnreachable(said) if reason else error
 
 
 def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
@@ -85,21 +91,31 @@ def _worker(role: Role, address: str, found: PingDetails) -> list[Check]:
         )
     if load.num_kv_rows:
         detail += f", KV cache {_kv_cache(load)}"
-    is_same = found.version == specsplit.__version__
-    version = f"specsplit {found.version}, protocol {identity.protocol_version}"
-    if not is_same:
-        version += f"; here it is specsplit {specsplit.__version__}: install the same release on both sides"
-    is_close = abs(found.clock_skew_ms) <= _MOST_SKEW_MS
-    clock = f"{abs(found.clock_skew_ms):.1f} ms {'ahead of' if found.clock_skew_ms > 0 else 'behind'} the one here"
-    if not is_close:
-        clock += "; set both by NTP, or spans of the two cannot be read together"
     return [
         Check(role, True, detail),
         *revision_checks(role, identity),
         exactness_check(role, identity),
-        Check(f"{role} version", True, version, is_warning=not is_same),
-        Check(f"{role} clock", True, clock, is_warning=not is_close),
+        version_check(role, found.version, identity.protocol_version),
+        clock_check(role, found.clock_skew_ms),
     ]
+
+
+def version_check(name: str, version: str, protocol: int) -> Check:
+    """Return the line about the release of the process that is called `name`."""
+    is_same = version == specsplit.__version__
+    detail = f"specsplit {version}, protocol {protocol}"
+    if not is_same:
+        detail += f"; here it is specsplit {specsplit.__version__}: install the same release on both sides"
+    return Check(f"{name} version", True, detail, is_warning=not is_same)
+
+
+def clock_check(name: str, skew_ms: float) -> Check:
+    """Return the line about a clock that is `skew_ms` ahead of the one here."""
+    is_close = abs(skew_ms) <= _MOST_SKEW_MS
+    detail = f"{abs(skew_ms):.1f} ms {'ahead of' if skew_ms > 0 else 'behind'} the one here"
+    if not is_close:
+        detail += "; set both by NTP, or spans of the two cannot be read together"
+    return Check(f"{name} clock", True, detail, is_warning=not is_close)
 
 
 def _kv_cache(load: WorkerLoad) -> str:

@@ -344,3 +344,9 @@ def decode_scores(
     # A target of an earlier release does not know that it was asked for them.
     require(not top_logprobs or len(message.top_log_probs) == count, "top_log_probs", "It lacks the likeliest tokens.")
     return Scores(decode_log_probs(message.log_probs, message.top_log_probs, vocab_size), timings)
+
+
+def clock_skew_ms(time_us: int, start_us: float, round_trip_ms: float) -> float:
+    """Return the lead of a peer's clock, which said `time_us`, over ours, which said `start_us` when we asked."""
+    # As in NTP, the peer is taken to have read its clock half a round trip after we sent.
+    return (time_us - start_us) / 1e3 - round_trip_ms / 2

@@ -159,11 +159,10 @@ class _RemoteWorker:
         start_s, start_us = time.perf_counter(), time.time_ns() / 1e3
         answer, _, _ = await self._call("Ping", common_pb2.PingRequest(), common_pb2.PingResponse, timeout_s, role)
         round_trip_ms = (time.perf_counter() - start_s) * 1e3
-        # As in NTP, the worker is taken to have read its clock half a round trip after we sent.
         return PingDetails(
             identity=self._read(lambda: codec.decode_identity(answer.identity)),
             version=clean_name(answer.identity.version),
-            clock_skew_ms=(answer.time_us - start_us) / 1e3 - round_trip_ms / 2,
+            clock_skew_ms=calls.clock_skew_ms(answer.time_us, start_us, round_trip_ms),
             round_trip_ms=round_trip_ms,
             load=decode_load(answer.load),
         )

@@ -1,8 +1,9 @@
-"""What the doctor says where clocks differ: of workers with another clock, and of certificates not valid yet."""
+"""What the doctor says of clocks that differ, of workers and stages, and of certificates that are not valid yet."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +15,17 @@ import pytest
 
 from specsplit.cli.doctor_checks import Check
 from specsplit.cli.doctor_services import check_services
+from specsplit.cli.main import main
 from specsplit.core.settings import load_settings
 from specsplit.rpc import servicers
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
+from specsplit.stages.wire import servicer
 from tests.support.certificates import Authority
 from tests.support.fakes import FakeTarget
+from tests.support.remote_chains import served
 from tests.support.rpc_servers import LOOPBACK
+from tests.support.small_target import shards
 
 HOUR_S = 3600
 
@@ -48,6 +53,25 @@ async def test_doctor_warns_of_a_worker_whose_clock_is_another(
     found = checks["target clock"]
     assert (checks["target"].is_ok, found.is_ok, found.is_warning) == (True, True, is_warning)
     assert words in found.detail
+
+
+@pytest.mark.parametrize(("ahead_s", "is_warning"), [(0, False), (HOUR_S, True)])
+async def test_doctor_asks_every_stage_of_the_settings(
+    ahead_s: int, is_warning: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: time.time_ns() + ahead_s * 10**9)
+    monkeypatch.setattr(servicer, "time", clock)
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as target, served(shards(bounds=()).stages) as (host,):
+        monkeypatch.setenv("SPECSPLIT_TARGET_STAGES", f"{host.address},127.0.0.1:1,{target.address}")
+        assert await asyncio.to_thread(main, ["doctor", "--target", target.address, "--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    found = checks[f"stage {host.address} clock"]
+    assert (found["is_ok"], found["is_warning"]) == (True, is_warning)
+    assert checks[f"stage {host.address}"]["detail"].startswith("layers 0:3 of ")
+    away, no_stage = checks["stage 127.0.0.1:1"], checks[f"stage {target.address}"]
+    assert (away["is_ok"], no_stage["is_ok"]) == (False, False)
+    assert away["detail"].startswith("127.0.0.1:1 cannot be reached: ")
+    assert f"At {target.address} is no stage" in no_stage["detail"]
 
 
 async def test_doctor_asks_about_clocks_where_a_certificate_is_not_valid_yet(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class StagePing:
     sent_bytes: int
     computing_s: float
     """Time since its current step began, 0 while it is idle."""
+    clock_skew_ms: float
+    """Lead of the stage's clock over ours, give or take half the round trip."""
 
 
 class StagePeer:
@@ -81,17 +84,19 @@ class StagePeer:
 
     async def ping(self, timeout_s: float = CALL_S) -> StagePing:
         """Return the stage's state; raises LinkError if nobody answers, PeerMismatch if it is no stage."""
+        start_s, start_us = time.perf_counter(), time.time_ns() / 1e3
         try:
             answer = await self._call("Ping", common_pb2.PingRequest(), stage_pb2.StagePingResponse, timeout_s)
         except PeerMismatch as error:
             raise PeerMismatch(f"At {self.address} is no stage; start one there with `specsplit stage`.") from error
 
+        skew_ms = calls.clock_skew_ms(answer.time_us, start_us, (time.perf_counter() - start_s) * 1e3)
+
         def read() -> StagePing:
             identity = decode_identity(answer.identity)
             num_bytes = answer.received_bytes, answer.sent_bytes
-            return StagePing(
-                identity, clean_name(answer.version), clean_name(answer.process), *num_bytes, answer.computing_us / 1e6
-            )
+            names = clean_name(answer.version), clean_name(answer.process)
+            return StagePing(identity, *names, *num_bytes, answer.computing_us / 1e6, skew_ms)
 
         return self._read(read)
 
