@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsplit.core.errors import NoFreeSlot
+from specsplit.core.errors import NoFreeSlot, SlotBehind
 from specsplit.core.types import Budget, Proposal, SamplingParams, Verdict, prefix_hashes
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.prefix_match import LEAST_REUSED, longest_match
@@ -163,6 +163,31 @@ async def test_rows_are_reused_among_those_that_the_worker_was_told(among: str, 
         await answer(target, prompt, caller="anna")
         assert (await answer(target, prompt, caller="anna")).num_reused == num_reused[0]
         assert (await answer(target, prompt, caller="boris")).num_reused == num_reused[1]
+
+
+async def test_nobody_learns_from_the_work_what_a_stranger_has_sent():
+    """What a caller could tell by time: its steps and copies are the same whether a stranger's rows are warm or not."""
+    model, runner = steered(load(copy=2))
+    target, prompt = TargetEngine(model), random_prompt(50)
+    copies: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.cache, "copy_rows", lambda source, slot, length: copies.append(length))
+
+        async def work(caller: str) -> list[tuple[int, int]]:
+            runner.reset()
+            await answer(target, prompt, caller=caller)
+            return [(entry.base_length, len(entry.token_ids)) for step in runner.steps for entry in step]
+
+        cold = await work("anna")
+        assert await work("boris") == cold
+        assert not copies
+        assert await work("anna") != cold, "but among one caller's own it shows"
+    # Nor by asking: whoever claims to have the prompt there already is told that nothing is.
+    params = replace(params_of(HOT, 50), caller="boris")
+    with pytest.raises(SlotBehind) as behind:
+        await target.verify(script(params, [*prompt, 5], 50, 1, "claims"), Proposal(1, 50))
+    assert behind.value.have == 0
+    await target.aclose()
 
 
 async def test_a_short_beginning_is_forwarded_again():
