@@ -105,7 +105,7 @@ async def test_behind_a_full_queue_the_model_is_described_and_nobody_sent_away(g
 
         with warnings.catch_warnings(record=True) as warned:
             # Two more than slots and queue have room for: who is sent away says that the worker is full.
-            others = [asyncio.create_task(status(200)) for _ in range(8)]
+            others = [asyncio.create_task(status(100)) for _ in range(8)]
             for ended in asyncio.as_completed(others):
                 if await ended == 503:
                     break

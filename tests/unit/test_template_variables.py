@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from pathlib import Path
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,22 +45,23 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
     return made
 
 
-@pytest.fixture(params=["own", "sent"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Make]:
-    """Return what makes the tokenizer of a template: of a model here, or as a worker sent it."""
-    opened: list[Any] = []
+@pytest.fixture(scope="module", params=["own", "sent"])
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Make]:
+    """Return what makes the tokenizer of a template, once: of a model here, or as a worker sent it."""
+    with ExitStack() as opened:
 
-    def made(template: str) -> TransformersTokenizer:
-        if request.param == "own":
-            return TransformersTokenizer(with_template(template), ())
-        with_template(template).save_pretrained(tmp_path / "saved")
-        files = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-        opened.append(tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), tmp_path / "kept"))
-        return opened[-1]
+        @cache
+        def made(template: str) -> TransformersTokenizer:
+            if request.param == "own":
+                return TransformersTokenizer(with_template(template), ())
+            folder = tmp_path_factory.mktemp("template")
+            with_template(template).save_pretrained(folder / "saved")
+            files = {path.name: path.read_bytes() for path in (folder / "saved").iterdir()}
+            tokenizer: Any = tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), folder / "kept")
+            opened.callback(tokenizer.close)
+            return tokenizer
 
-    yield made
-    for each in opened:
-        each.close()
+        yield made
 
 
 def named(name: str, content: str = "hi") -> list[ChatMessage]:
