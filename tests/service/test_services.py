@@ -32,8 +32,7 @@ from tests.support.stage_processes import eventually
 PROMPT = "def add(a, b):"
 SHORT = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
 PATIENT = ("--draft-patience", str(LIMIT_S))
-MANY = 600
-"""Tokens of a text that is still under way some seconds after its tenth round."""
+MANY = 600  # tokens of a text that is under way for some seconds after its tenth round
 LONG = ["--prompt", PROMPT, "--max-new-tokens", str(MANY), "--ignore-eos", "--json"]
 Capture = pytest.CaptureFixture[str]
 Answer = dict[str, Any]
