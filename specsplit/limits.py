@@ -72,6 +72,16 @@ MAX_NUMERICS = 16
 MAX_STEP_TIMES = 64
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TOKENIZER_FILES = 64
+MAX_TOKENIZER_CACHE_BYTES = 512 << 20
+"""Size of all tokenizers in a user's cache. Chosen: some thirty of the largest ones."""
+MAX_TOKENIZER_MEMORY_BYTES = 2 << 30
+"""Address space of the process that works with one. Chosen: the tokenizers of 262,144 tokens take a third of it."""
+TOKENIZER_LOAD_S = 20.0
+"""Processor time of reading one, in seconds. Chosen: those of 262,144 tokens take two."""
+TOKENIZER_CALL_S = 5.0
+"""Processor time of one call, in seconds, beside what its text may take."""
+MAX_RENDERED_TEXT = 16 << 20
+"""Longest text that a chat template may make, in characters."""
 
 # Stages.
 MAX_STAGES = 1024

@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from specsplit.core.errors import ResourceError
+from specsplit.limits import TOKENIZER_CALL_S
 
-CALL_S = 5.0
-"""Processor time of one call, in seconds, beside what its text may take."""
 _BYTE_S = 10.0 / (1 << 20)
 """Processor time for each byte of a call. Chosen: the slowest texts found take a third of it."""
 _SLACK_S = 60.0
@@ -45,7 +44,7 @@ class OverLimit(Exception):
 class LimitedProcess:
     """A process that answers one call at a time, for any number of threads; one that was killed is started again."""
 
-    def __init__(self, limit_s: float = CALL_S) -> None:
+    def __init__(self, limit_s: float = TOKENIZER_CALL_S) -> None:
         self.limit_s = limit_s
         self._set_up: list[tuple[Mapping[str, Any], float]] = []
         """The calls that every new process is sent first, and their limits in seconds."""

@@ -15,13 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from specsplit.core.errors import ModelDamaged
 from specsplit.core.ports import ChatMessage, Variables
 from specsplit.core.types import TokenizerFiles
-from specsplit.limits import SMALL_BYTES
-from specsplit.model.limited_process import CALL_S, LimitedProcess, OverLimit, Refused, reason_of
+from specsplit.limits import SMALL_BYTES, TOKENIZER_CALL_S, TOKENIZER_LOAD_S
+from specsplit.model.limited_process import LimitedProcess, OverLimit, Refused, reason_of
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.tokenizer_cache import store_tokenizer
 
-LOAD_S = 20.0
-"""Limit for reading a tokenizer. Chosen: those of 262,144 tokens take two seconds."""
 _MESSAGE = 32
 """Characters that a message counts for beside its content. Chosen: an empty one takes as long as so many."""
 
@@ -40,7 +38,7 @@ class SentTokenizer(TransformersTokenizer):
         _check_decoder(json.loads(text).get("decoder"))
         controls = self._controls()
         use = {"tokenizer": text, "control_texts": controls.texts, "control_ids": sorted(controls.ids)}
-        process.set_up({"call": "use_tokenizer", **use, "template": self._template_input()}, LOAD_S)
+        process.set_up({"call": "use_tokenizer", **use, "template": self._template_input()}, TOKENIZER_LOAD_S)
         self._process, self._process_of_long = process, process.another()
         if self.token_bytes is None:
             self._lead = self.encode("a")[-1:]
@@ -81,7 +79,7 @@ def is_long(prompt: str | Sequence[ChatMessage]) -> bool:
     return sum(len(message["content"]) + _MESSAGE for message in prompt) > SMALL_BYTES
 
 
-def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = CALL_S) -> SentTokenizer:
+def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = TOKENIZER_CALL_S) -> SentTokenizer:
     """Return the tokenizer that a worker sent; its files stay in `folder`, a folder of its own.
 
     Without files, it reads those that an earlier call left in `folder`. Code from a repository is never run. A text
@@ -96,7 +94,7 @@ def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = C
     try:
         # Read within limits first: what cannot be read there is not tried here.
         if (folder / "tokenizer.json").is_file():
-            process.call({"call": "check", "file": str(folder / "tokenizer.json")}, LOAD_S)
+            process.call({"call": "check", "file": str(folder / "tokenizer.json")}, TOKENIZER_LOAD_S)
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return SentTokenizer(tokenizer, files.eos_ids, process)
     except BaseException as error:

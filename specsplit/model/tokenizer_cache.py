@@ -14,11 +14,9 @@ from pathlib import Path
 
 from specsplit.core.errors import ModelDamaged, ResourceError
 from specsplit.core.types import TokenizerFiles
-from specsplit.limits import MAX_TOKENIZER_BYTES
+from specsplit.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CACHE_BYTES
 from specsplit.model.identity import files_hash, place_of, read_tokenizer_files
 
-MAX_CACHE_BYTES = 512 << 20
-"""Largest size of all tokenizers in a cache. Chosen: some thirty of the largest ones."""
 _IN_USE_S = 60.0
 """Tokenizers that were used so recently stay, since another process may be reading them."""
 
@@ -54,7 +52,7 @@ def store_tokenizer(files: TokenizerFiles, folder: Path) -> None:
         os.utime(folder)
 
 
-def shrink_cache(cache: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
+def shrink_cache(cache: Path, max_bytes: int = MAX_TOKENIZER_CACHE_BYTES) -> None:
     """Remove the tokenizers whose last use is longest ago, until the others fit into `max_bytes`."""
     folders: list[tuple[float, int, Path]] = []
     with contextlib.suppress(OSError):  # another process may be at it, too

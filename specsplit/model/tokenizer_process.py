@@ -15,12 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
+from specsplit.limits import MAX_RENDERED_TEXT, MAX_TOKENIZER_MEMORY_BYTES
 from specsplit.model.limited_process import CALL_HEAD, HEAD, MAX_ANSWER_BYTES, reason_of
-
-MEMORY_BYTES = 2 << 30
-"""Largest address space. Chosen: the tokenizers of 262,144 tokens take a third of it."""
-MAX_TEXT = 16 << 20
-"""Longest text that a chat template may make, in characters."""
 
 
 class TooMuch(Exception):
@@ -81,7 +77,7 @@ class Work:
         # transformers' own environment: the sandbox, and the filters that templates are written for.
         rendered: Any = render_jinja_template([cast("Any", messages)], add_generation_prompt=True, **template)
         text = str(rendered[0][0])
-        if len(text) > MAX_TEXT:
+        if len(text) > MAX_RENDERED_TEXT:
             raise TooMuch
         return text
 
@@ -135,7 +131,7 @@ def main() -> None:
 
 def _set_limits() -> None:
     for kind, most in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_AS, MAX_TOKENIZER_MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):

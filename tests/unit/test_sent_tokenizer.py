@@ -23,6 +23,7 @@ from specsplit.core.ports import ChatMessage
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.models import ServedModel
+from specsplit.model import sent_tokenizer
 from specsplit.model.identity import files_hash
 from specsplit.model.limited_process import LimitedProcess
 from specsplit.model.sent_tokenizer import SentTokenizer, tokenizer_from_files
@@ -99,6 +100,18 @@ def test_a_panic_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ModelDamaged, match=r"^The target's tokenizer fails on this text: .*retry-limit.*\.$"):
             tokenizer.encode("a" * 28 + "c")
         assert tokenizer.encode("b")
+
+
+def test_a_tokenizer_that_takes_too_long_to_read_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, ids = _children(), {f"word {number}": number for number in range(300_000)}
+    words = {"type": "WordLevel", "vocab": ids, "unk_token": "word 0"}
+    monkeypatch.setattr(sent_tokenizer, "TOKENIZER_LOAD_S", 1e-3)
+    reason = r"^The tokenizer that the target sent cannot be read \(it took longer than 0\.00\d+ s\)\.$"
+    with pytest.raises(ModelDamaged, match=reason), opened(tmp_path, model=words):
+        pass
+    assert _children() == before
 
 
 def test_a_normalizer_that_doubles_without_end_is_one_sentence(tmp_path: Path) -> None:
