@@ -7,6 +7,7 @@ from importlib import metadata
 
 from specsplit.core.errors import DeviceUnavailable, MissingExtra
 from specsplit.model.meanwhile import without_collections
+from specsplit.model.model_heads import import_models
 
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -19,6 +20,7 @@ def require_worker_extra() -> None:
     """
     try:
         with without_collections():
+            import_models()
             importlib.import_module("specsplit.model.loader")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _WORKER_PACKAGES:
