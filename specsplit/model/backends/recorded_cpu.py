@@ -113,7 +113,7 @@ def try_record(
         for way in ways:
             try:
                 with way():
-                    recorded: Any = torch.jit.trace(eager.forward, example, check_trace=False)
+                    recorded: Any = _folded(torch.jit.trace(eager.forward, example, check_trace=False))
                 name = f"recording {digest(str(recorded.graph))}" if comparisons is not None else ""
                 # One step is compared in any case: the first run is also the one that optimises the recording.
                 shapes = _COMPARED[:1] if comparisons is not None and comparisons.has(name) else _COMPARED
@@ -129,6 +129,15 @@ def try_record(
             except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
                 continue
     return None
+
+
+def _folded(recorded: Any) -> Any:
+    # Half of what is traced are constants, each with the Python that asked for it. TorchScript copies all of it before
+    # it does this itself, which for 28 layers takes 14 MB and 0.2 s.
+    if isinstance(recorded, _jit.ScriptFunction):
+        _jit._jit_pass_constant_pooling(recorded.graph)
+        _jit._jit_pass_cse(recorded.graph)
+    return recorded
 
 
 def reproduces(
