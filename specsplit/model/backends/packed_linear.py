@@ -71,8 +71,8 @@ def part_width(num_inputs: int, width: int) -> int:
 def _product(x: Tensor, packs: list[Tensor], width: int, bias: Tensor | None) -> Tensor:
     """Return the product as the sum of its parts, in order and in fp32.
 
-    More than 16 rows are filled up to one of eight numbers between two powers of two: oneDNN makes code for each number
-    of rows, half a megabyte of a model's, and where code came and went the heap fell to pieces (docs/log.md).
+    More than 16 rows are filled up to one of eight numbers between two powers of two. OneDNN makes code for each number
+    of rows, and code that came and went between the tensors of forwards left the heap in pieces (docs/log.md).
     """
     num_rows, unit = x.size(-2), 1
     while num_rows > 16 * unit:
