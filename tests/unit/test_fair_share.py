@@ -25,6 +25,8 @@ from specsplit.speculation.step_times import StepTimes
 
 QUANTUM = 16
 LINEAR = {1: 0.01, 33: 0.33}
+SLOW = {1: 0.03, 33: 0.99}
+"""So slow that a step with prompts takes twice its rounds' time, and never what it may take in any case."""
 PARAMS = SessionParams()
 
 
@@ -140,7 +142,7 @@ def check_not_overtaken(
 
 
 def test_of_one_caller_the_older_or_more_urgent_prompt_goes_first() -> None:
-    shared = budget(LINEAR, urgent=replace(PARAMS, priority=9), usual=replace(PARAMS, priority=5))
+    shared = budget(SLOW, urgent=replace(PARAMS, priority=9), usual=replace(PARAMS, priority=5))
     running = Waiting(4, can_be_cut=False)
     for lead_s, is_first in ((4 * AGE_S - 1, True), (4 * AGE_S + 1, False)):
         usual, urgent = Waiting(100, "usual", 0.0), Waiting(100, "urgent", lead_s)
@@ -152,11 +154,11 @@ def test_beside_quick_rounds_only_prompts_of_sessions_may_take_longer() -> None:
     quick = {1: 0.001, 33: 0.009}
     running, score = Waiting(1, can_be_cut=False), Waiting(300)
     short, long = Waiting(500, "asked", 0.0), Waiting(500, "asked", 0.0, context=13)
-    assert budget(quick, asked=PARAMS).share_out([running, short, score]) == {short: 256, score: 0}
-    assert budget(quick, asked=PARAMS).share_out([running, long, score]) == {long: 128, score: 0}
+    assert budget(quick, asked=PARAMS).share_out([running, short, score]) == {short: 500, score: 0}
+    assert budget(quick, asked=PARAMS).share_out([running, long, score]) == {long: 192, score: 0}
     prompt = Waiting(300, "asked", 0.0)
     assert budget(quick).share_out([running, score]) == {score: LEAST_PROMPT_ROWS}
-    assert budget(LINEAR, asked=PARAMS).share_out([running, prompt]) == {prompt: LEAST_PROMPT_ROWS}
+    assert budget(SLOW, asked=PARAMS).share_out([running, prompt]) == {prompt: LEAST_PROMPT_ROWS}
 
 
 @pytest.mark.parametrize("times", [LINEAR, {1: 0.001, 33: 0.005}])
@@ -199,7 +201,7 @@ def test_chunks_shrink_behind_a_long_context_once_its_cost_is_known() -> None:
     assert shared.cost.session_s == pytest.approx(per_session_s, rel=0.01)
     assert shared.cost.pair_s == pytest.approx(per_pair_s, rel=0.01)
     # 32 rows behind 4,000 tokens are 128,000 pairs, 128 ms of a step of 120 ms; 64 behind none are a trifle.
-    assert shared.prompt_rows(rounds, context=4000) == 16
+    assert shared.prompt_rows(rounds, context=4000) == 24
     assert shared.prompt_rows(rounds, context=0) == 128
     assert shared.prompt_rows([], context=4000) == MAX_STEP_ROWS
 
