@@ -77,7 +77,7 @@ class Pipeline:
         # Values out of range are refused here, before a model is loaded for minutes.
         check_request_values(settings.orchestrator)
         self.settings = settings
-        models = load_local(settings, max_sessions=LOCAL_SESSIONS, is_waited_for=True)
+        models = load_local(settings, max_sessions=LOCAL_SESSIONS)
         self._thread = LoopThread("specsplit-pipeline")
         # A request begins and closing begins under this lock, so no request begins after `close` has ended them all.
         self._gate = threading.Lock()

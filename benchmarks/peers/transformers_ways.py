@@ -17,7 +17,7 @@ from benchmarks.settings import Pair
 from benchmarks.systems import Sample, Task
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest
-from specsplit.model.computation import DTYPES
+from specsplit.model.loader import DTYPES
 
 NUM_CONSTANT_TOKENS = 4
 

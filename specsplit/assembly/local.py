@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -37,7 +36,6 @@ async def local_workers(
     take turns on the event loop, which saves handing work over. `measures` times forwards first, as `auto` needs.
     """
     from specsplit.draft.engine import DraftEngine
-    from specsplit.model.backends.late_recording import end_late_recording
     from specsplit.target.engine import TargetEngine
 
     target_executor, draft_executor = _executors(models, side_by_side=side_by_side)
@@ -63,8 +61,6 @@ async def local_workers(
             await draft.aclose()
         for executor in {target_executor, draft_executor}:
             await executor.close()
-        for model in filter(None, (models.target, models.draft)):
-            await asyncio.to_thread(end_late_recording, model.runner)
 
 
 def local_target(

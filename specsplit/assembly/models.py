@@ -21,10 +21,6 @@ from specsplit.model.source import check_source, public_name
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel, LoadOptions
 
-LATE_BYTES = 1 << 30
-"""Bytes of weights from which on a recording may come behind the first token. A smaller model records in half a second,
-and its forwards take several times as long without it; of a large one reading the weights is what takes the time. In
-`auto` no recording comes late, since what is measured first has to be what forwards will take."""
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 
@@ -104,13 +100,10 @@ def check_models(settings: Settings) -> None:
         _check_vocab(settings.draft)
 
 
-def load_models(
-    settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1, is_waited_for: bool = False
-) -> Models:
+def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:
     """Load the target, and the draft if the settings name one.
 
     If the settings do not say for how many sessions, it is for up to `max_sessions`, as the memory has room.
-    `is_waited_for` says that somebody waits for a first token, so that a recording may come behind it.
 
     Raises:
         MissingExtra, ModelError, ResourceError, UsageError: a model cannot be loaded here; the message says why.
@@ -125,7 +118,6 @@ def load_models(
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
-    late_from = LATE_BYTES if is_waited_for and settings.orchestrator.mode != "auto" else None
     # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
     node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0)
     target = load_model(
@@ -141,7 +133,6 @@ def load_models(
         min_sessions=settings.target.sessions or 1,
         kv_memory=parse_memory(settings.target.kv_memory),
         node_limit=node_limit,
-        late_from=late_from,
         progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
     )
     if target.tokenizer is None:
@@ -157,7 +148,6 @@ def load_models(
             "threads": 1 if settings.runs_side_by_side else target.threads,
             "default_context": target.context,
             "max_sessions": target.max_sessions,
-            "late_from": late_from,
             # A draft beside a target that counts its rows holds as many.
             "kv_rows": target.runner.cache.row_limit if settings.target.kv_memory is not None else None,
         },
@@ -167,14 +157,14 @@ def load_models(
 
 
 def load_local(
-    settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1, is_waited_for: bool = False
+    settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1
 ) -> Models | LoadedDraft | None:
     """Load the models that the settings place in this process: those of `load_models`, the draft alone, or none.
 
     Raises what `load_models` raises.
     """
     if not settings.is_remote:
-        return load_models(settings, progress, max_sessions=max_sessions, is_waited_for=is_waited_for)
+        return load_models(settings, progress, max_sessions=max_sessions)
     source = settings.draft_source
     if source is None:
         return None

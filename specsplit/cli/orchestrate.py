@@ -9,7 +9,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,20 +112,10 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         )
         max_sessions = 1 if batch is None else batch.concurrency
         with _fast_start(), render.loading_bar() as progress:
-            models = load_local(settings, progress, max_sessions=max_sessions, is_waited_for=True)
-        said = _say_degraded(models, ())
-        code = event_loop.run(_generate(job, models) if batch is None else batch.run(models))
-        _say_degraded(models, said)  # a recording beside the first forwards may have failed since
-        return code
-
-
-def _say_degraded(models: Models | LoadedDraft | None, said: Collection[str]) -> Collection[str]:
-    """Say what works less well than it could and was not said before; return all of it."""
-    reasons = models.degraded if models is not None else []
-    for reason in reasons:
-        if reason not in said:
+            models = load_local(settings, progress, max_sessions=max_sessions)
+        for reason in models.degraded if models is not None else ():
             render.note(reason)
-    return reasons
+        return event_loop.run(_generate(job, models) if batch is None else batch.run(models))
 
 
 @dataclass(frozen=True, slots=True)

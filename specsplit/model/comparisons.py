@@ -36,11 +36,6 @@ class Comparisons:
         if self._key is not None:
             self._proofs.put(digest(self._key, name), "")
 
-    def drop(self, name: str) -> None:
-        """Forget that the model has passed the comparison."""
-        if self._key is not None:
-            self._proofs.put(digest(self._key, name), "dropped")
-
 
 def comparisons_of(model: PreTrainedModel, path: str, stamps: object, *others: object) -> Comparisons:
     """Return the comparisons of a model at a path of `resolve`, whose files had these stamps before they were read.

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
-from specsplit.core.defaults import Role
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged, OutOfMemory
 from specsplit.core.types import Identity, TokenizerFiles
-from specsplit.model import exactness, memory
+from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
-from specsplit.model.backends.late_recording import begin_behind_next, record_late
-from specsplit.model.backends.recorded_cpu import SAME_BITS
+from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import Comparisons, comparisons_of
-from specsplit.model.computation import as_device, as_dtype, dtype_name
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, tokenizer_files
 from specsplit.model.identity import weight_stamps, weights_hash
@@ -34,11 +32,16 @@ from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
-from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
+from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
 
+Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context; --context allows a longer one."""
+FP32_DRAFT_WIDTH = 512
+"""Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
+so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
 _TIMED_ROWS = 5
@@ -74,9 +77,6 @@ class LoadOptions(TypedDict, total=False):
     """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it; by default all."""
     record: bool
     """False keeps the model's forward in Python, for hooks and profiles."""
-    late_from: int | None
-    """Bytes of weights from which on a model is recorded beside its first forwards, once that is known to change no bit
-    of them; by default none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,8 @@ def load_model(
     """
     report = progress or (lambda phase, fraction: None)
     device = as_device(options.get("device", "cpu"))
-    _check_sessions(options.get("max_sessions", 1))
+    if (max_sessions := options.get("max_sessions", 1)) < 1:
+        raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
     # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
     with loading(device):
@@ -177,20 +178,20 @@ def load_model(
         kept = _trimmed(model, options.get("vocab"), reading.result, name)
         report("probing", 0.7)
         probed = probe(model)
-        plan = plan_slots(model, probed, wanted := _kv_request(config, options, name))
+        wanted = _kv_request(config, options, name)
+        plan = plan_slots(model, probed, wanted)
         fix_longrope(model, plan.context)
         runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
-        make_cache = partial(allocate, model, probed, plan) if _may_come_late(model, options, comparisons) else None
-        _begin_reading(reading, comparisons, is_recorded_late=make_cache is not None)
+        if not comparisons.has(_TRANSFORMERS):
+            reading.result()  # a broken one shows before the long first load
         _check_and_pack(runner, kept, form, name, comparisons)
         report("recording", 0.85)
-        _record(runner, options, comparisons, reading, make_cache)
+        if options.get("record", True):
+            runner.record(comparisons, reading.start)
         report("proving", 0.9)
         exactness.settle(runner)
     tokenizer, eos_ids = reading.result()
-    threads = options.get("threads") or _fastest_threads(runner, options.get("max_threads"))
-    begin_behind_next(runner)
     report("ready", 1.0)
     return LoadedModel(
         name=name,
@@ -201,48 +202,13 @@ def load_model(
         context=plan.context,
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
-        threads=threads,
+        threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
         tokenizer_files=tokenizer_files(path, name, tokenizer),
         weights_hash=rounded_hash(_weights_hash(path, name), form),
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
     )
-
-
-def _check_sessions(max_sessions: int) -> None:
-    if max_sessions < 1:
-        raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
-
-
-def _may_come_late(model: PreTrainedModel, options: LoadOptions, comparisons: Comparisons) -> bool:
-    """Return whether the recording may come behind the first forwards: no text shows when, and it is worth it."""
-    late_from = options.get("late_from")
-    if late_from is None or not options.get("record", True) or not comparisons.has(SAME_BITS):
-        return False
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) >= late_from
-
-
-def _begin_reading(reading: Meanwhile[Any], comparisons: Comparisons, *, is_recorded_late: bool) -> None:
-    """Read the tokenizer now where the load is long: a broken one shows before that."""
-    if not comparisons.has(_TRANSFORMERS):
-        reading.result()
-    elif is_recorded_late:
-        reading.start()  # else a recording's first run, which needs one core, comes with it
-
-
-def _record(
-    runner: Runner,
-    options: LoadOptions,
-    comparisons: Comparisons,
-    reading: Meanwhile[Any],
-    make_cache: Callable[[], KVCache] | None,
-) -> None:
-    """Record the forward now, or beside the first ones on slots that `make_cache` makes."""
-    if make_cache is not None:
-        record_late(runner, comparisons, make_cache)
-    elif options.get("record", True):
-        runner.record(comparisons, reading.start)
 
 
 def _check_and_pack(
@@ -296,6 +262,53 @@ def _weights_hash(path: str, name: str) -> str:
         return weights_hash(folder) if folder is not None else ""
     except OSError as error:
         raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
+
+
+def as_device(device: str) -> torch.device:
+    """Return the device of a setting, if this machine has it."""
+    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", device)
+    if match is None:
+        raise InvalidRequest(f"device must be cpu, cuda or cuda:N, not {device}.", param="device")
+    if device == "cpu":
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable("No CUDA device is available here; use --device cpu.")
+    number, count = int(match[1] or 0), torch.cuda.device_count()
+    if number >= count:
+        raise DeviceUnavailable(f"There is no device {device} here, only cuda:0 to cuda:{count - 1}.")
+    return torch.device(device)
+
+
+def as_dtype(
+    dtype: str | None, device: torch.device, config: Any, role: Role = "target"
+) -> torch.dtype | Literal["auto"]:
+    """Return the dtype to compute in; by default the checkpoint's own, or fp32 on a CPU that has no products of it.
+
+    On a CPU a draft of at most FP32_DRAFT_WIDTH inputs is computed in fp32 by default; its picks are only offered.
+
+    Raises:
+        InvalidRequest, DeviceUnavailable: the setting names none, or one that this device does not have.
+    """
+    form = weight_format(dtype)
+    if form is not None:
+        require_rounded_products(form, device)
+    if dtype is None and device.type != "cpu":
+        return "auto"
+    if dtype is None or form is not None:
+        text_config = config.get_text_config()
+        if role == "draft" and getattr(text_config, "hidden_size", math.inf) <= FP32_DRAFT_WIDTH:
+            return torch.float32
+        stored = text_config.dtype
+        return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
+    if dtype not in DTYPES:
+        known = ", ".join((*DTYPES, *WEIGHT_FORMATS))
+        raise InvalidRequest(f"dtype must be one of {known}, not {dtype}.", param="dtype")
+    return DTYPES[dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype that is computed in."""
+    return next(name for name, of in DTYPES.items() if of == dtype)
 
 
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:

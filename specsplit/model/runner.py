@@ -18,7 +18,7 @@ from specsplit.model.backends.cuda_graph import cuda_backend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.packed_linear import ProductKind
 from specsplit.model.backends.product import Product
-from specsplit.model.backends.recorded_cpu import FIRST, StepShape, try_record
+from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, StepShape, try_record
 from specsplit.model.comparisons import Comparisons
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.weight_format import WeightFormat
@@ -90,9 +90,8 @@ class Runner:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the forward is recorded, or will be (`late_recording`)."""
         has_graphs = self._cuda is not None and self._cuda.num_graphs > 0
-        return has_graphs or self.backend is not self._eager
+        return has_graphs or isinstance(self.backend, RecordedCpuBackend)
 
     def begin(self, sequences: Sequence[SequenceInput]) -> PendingForward:
         """Begin a forward that is computed elsewhere."""
@@ -149,10 +148,6 @@ class Runner:
         )
         self.backend = recorded or self._eager
         return self.is_recorded
-
-    def twin(self, cache: KVCache) -> Runner:
-        """Return a runner of the same weights over other slots, unrecorded, for another thread."""
-        return Runner(self._eager, cache, self.context)
 
     @property
     def products(self) -> Mapping[ProductKind, Product]:

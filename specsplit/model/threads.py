@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -54,16 +53,6 @@ def compute_with(num_threads: int) -> None:
     # The question makes this thread take the process's number now, so that the setting behind it stays its own.
     torch.get_num_threads()
     torch.set_num_threads(num_threads)
-
-
-def compute_alone() -> None:
-    """Let the calling thread compute with one thread, and those that begin later with as many as were set before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # What a thread sets is the process's number, too, so one that ends at once sets that back.
-    setting = threading.Thread(target=torch.set_num_threads, args=(before,))
-    setting.start()
-    setting.join()
 
 
 def end_team() -> None:

@@ -163,8 +163,8 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
 
 def _default_dtype(settings: TargetSettings) -> str:
     """Return the number format of stages without --dtype: what a worker would choose on this machine."""
-    from specsplit.model.computation import DTYPES, as_device, as_dtype
     from specsplit.model.files import load_config
+    from specsplit.model.loader import DTYPES, as_device, as_dtype
     from specsplit.model.source import resolve
 
     config = load_config(*resolve(settings.model, "target"))

@@ -41,18 +41,18 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note every comparison that is computed."""
     seen: list[str] = []
-    check, largest_error = loader.check_against_eager, recorded_cpu.largest_error
+    check, reproduces = loader.check_against_eager, recorded_cpu.reproduces
 
     def noted_check(*args: Any) -> None:
         seen.append("transformers")
         check(*args)
 
-    def noted_error(recorded: Any, eager: Any, make_step: Any, shapes: Sequence[Any], **named: Any) -> float:
+    def noted_reproduces(recorded: Any, eager: Any, make_step: Any, shapes: Sequence[Any], **named: Any) -> bool:
         seen.append("recording" if len(shapes) > 1 else ONE_STEP)
-        return largest_error(recorded, eager, make_step, shapes, **named)
+        return reproduces(recorded, eager, make_step, shapes, **named)
 
     monkeypatch.setattr(loader, "check_against_eager", noted_check)
-    monkeypatch.setattr(recorded_cpu, "largest_error", noted_error)
+    monkeypatch.setattr(recorded_cpu, "reproduces", noted_reproduces)
     return seen
 
 

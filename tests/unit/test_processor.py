@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from specsplit.model import computation, processor
+from specsplit.model import loader, processor
 
 X86 = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -104,9 +104,9 @@ def test_the_default_dtype_is_the_checkpoints_if_it_is_computed_here(
         (torch.float64, torch.float32),
         (None, torch.float32),
     ):
-        assert computation.as_dtype(None, cpu, LlamaConfig(dtype=stored)) == expected
-    assert computation.as_dtype("bf16", cpu, LlamaConfig(dtype=torch.float32)) == torch.bfloat16
-    assert computation.as_dtype(None, torch.device("cuda"), LlamaConfig(dtype=torch.bfloat16)) == "auto"
+        assert loader.as_dtype(None, cpu, LlamaConfig(dtype=stored)) == expected
+    assert loader.as_dtype("bf16", cpu, LlamaConfig(dtype=torch.float32)) == torch.bfloat16
+    assert loader.as_dtype(None, torch.device("cuda"), LlamaConfig(dtype=torch.bfloat16)) == "auto"
 
 
 @pytest.mark.parametrize(("width", "expected"), [(512, torch.float32), (576, torch.bfloat16)])
@@ -115,7 +115,7 @@ def test_a_small_draft_is_computed_in_fp32_by_default(
 ) -> None:
     monkeypatch.setattr(processor, "computes", lambda dtype: True)
     cpu, config = torch.device("cpu"), LlamaConfig(dtype=torch.bfloat16, hidden_size=width)
-    assert computation.as_dtype(None, cpu, config, "draft") == expected
-    assert computation.as_dtype(None, cpu, config, "target") == torch.bfloat16
-    assert computation.as_dtype("bf16", cpu, config, "draft") == torch.bfloat16
-    assert computation.as_dtype(None, torch.device("cuda"), config, "draft") == "auto"
+    assert loader.as_dtype(None, cpu, config, "draft") == expected
+    assert loader.as_dtype(None, cpu, config, "target") == torch.bfloat16
+    assert loader.as_dtype("bf16", cpu, config, "draft") == torch.bfloat16
+    assert loader.as_dtype(None, torch.device("cuda"), config, "draft") == "auto"

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit._trace import TracerWarning
 
 from specsplit.model.backends.base import Backend
 from specsplit.model.comparisons import Comparisons
@@ -24,8 +23,6 @@ from specsplit.model.fused_linear import fuse_linears
 from specsplit.model.proofs import digest
 
 _TOLERANCE = 1e-5
-SAME_BITS = "recorded in the same bits"
-"""The comparison of all shapes that a recording passed without any difference, and without a change of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,6 @@ MakeStep = Callable[[StepShape, int], tuple[Tensor, ...]]
 
 
 _executor = threading.Lock()
-_tracing = threading.Lock()
-"""One recording at a time: all of them are kept in one place of TorchScript's."""
 _num_inside = [0]
 _jit: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -86,13 +81,10 @@ def optimised_once() -> Generator[None]:
 
 
 class RecordedCpuBackend:
-    """Replays a recording, which holds no Python: `forward` is the recording itself.
+    """Replays a recording, which holds no Python: `forward` is the recording itself."""
 
-    `largest_error` is its largest difference from the model in the steps that were compared, relative to the logits.
-    """
-
-    def __init__(self, forward: Callable[..., Tensor], largest_error: float) -> None:
-        self.forward, self.largest_error = forward, largest_error
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
 
 
 @torch.inference_mode()
@@ -116,37 +108,27 @@ def try_record(
     ways: list[Callable[[], AbstractContextManager[object]]] = [nullcontext]
     if not is_packed:
         ways.insert(0, lambda: fuse_linears(lambda: eager.forward(*example)))
-    for way in ways:
-        try:
-            with way():
-                recorded = _traced(eager, example)
-            name = f"recording {digest(str(recorded.graph))}" if comparisons is not None else ""
-            # One step is compared in any case: the first run is also the one that optimises the recording.
-            shapes = _COMPARED[:1] if comparisons is not None and comparisons.has(name) else _COMPARED
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer warns about every shape it sees as a number
+        for way in ways:
+            try:
+                with way():
+                    recorded: Any = _folded(torch.jit.trace(eager.forward, example, check_trace=False))
+                name = f"recording {digest(str(recorded.graph))}" if comparisons is not None else ""
+                # One step is compared in any case: the first run is also the one that optimises the recording.
+                shapes = _COMPARED[:1] if comparisons is not None and comparisons.has(name) else _COMPARED
 
-            def run(*step: Tensor, recorded: Any = recorded) -> Tensor:
-                before_run()
-                return recorded(*step)
+                def run(*step: Tensor, recorded: Any = recorded) -> Tensor:
+                    before_run()
+                    return recorded(*step)
 
-            error = largest_error(run, eager, make_step, shapes, has_logits_memory=has_logits_memory)
-            if error <= _TOLERANCE:
-                if comparisons is not None:
-                    comparisons.add(name)
-                    if is_packed and error == 0 and shapes is _COMPARED:
-                        comparisons.add(SAME_BITS)
-                return RecordedCpuBackend(recorded, error)
-        except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
-            continue
+                if reproduces(run, eager, make_step, shapes, has_logits_memory=has_logits_memory):
+                    if comparisons is not None:
+                        comparisons.add(name)
+                    return RecordedCpuBackend(recorded)
+            except Exception:  # noqa: BLE001 - whatever tracing trips over, the model itself still runs
+                continue
     return None
-
-
-def _traced(eager: Backend, example: Sequence[Tensor]) -> Any:
-    # Filters that are set for a while would disturb those of other threads, so these stay: the tracer warns about every
-    # shape that it sees as a number, and of its own age.
-    warnings.filterwarnings("ignore", category=TracerWarning, module=r"specsplit\.|transformers\.|torch\.")
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit\.")
-    with _tracing:
-        return _folded(torch.jit.trace(eager.forward, example, check_trace=False))
 
 
 def _folded(recorded: Any) -> Any:
@@ -158,19 +140,15 @@ def _folded(recorded: Any) -> Any:
     return recorded
 
 
-def largest_error(
+def reproduces(
     recorded: Callable[..., Tensor],
     eager: Backend,
     make_step: MakeStep,
     shapes: Sequence[StepShape],
     *,
     has_logits_memory: bool,
-) -> float:
-    """Return the largest difference between a recording and `eager` in steps of these shapes, relative to the logits.
-
-    It is infinite if the recording computes something else altogether.
-    """
-    largest = 0.0
+) -> bool:
+    """Return whether a recording computes what `eager` does, in steps of these shapes."""
     # Both steps of a shape write the same rows of the slots, so the second one sees what the first one saw.
     for seed, shape in enumerate(shapes, 1):
         step, again = make_step(shape, seed), make_step(shape, seed)
@@ -178,10 +156,8 @@ def largest_error(
         if has_logits_memory:
             again[-1].fill_(math.nan)  # a recording that leaves its logits elsewhere shows
         replayed = recorded(*again)
-        if replayed.shape != truth.shape:
-            return math.inf
-        error = float((replayed - truth).abs().max() / truth.abs().max().float().clamp(min=1))
-        largest = max(largest, math.inf if math.isnan(error) else error)
-        if largest > _TOLERANCE:
-            break
-    return largest
+        scale = truth.abs().max().float().clamp(min=1)
+        # Written so that a NaN fails the comparison.
+        if replayed.shape != truth.shape or not (replayed - truth).abs().max() <= _TOLERANCE * scale:
+            return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from specsplit.core.defaults import EndsAt
-from specsplit.model.computation import dtype_name
+from specsplit.model.loader import dtype_name
 from specsplit.model.weight_format import rounded_hash
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.shard.chain_model import ChainModel

@@ -19,7 +19,7 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.computation import dtype_name
+from specsplit.model.loader import dtype_name
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
 from specsplit.stages.chain.loop_share import LoopShare
 from specsplit.stages.chain.packet_check import check_packet, check_slot

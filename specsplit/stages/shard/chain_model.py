@@ -10,10 +10,9 @@ import torch
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.computation import as_dtype
 from specsplit.model.files import load_config, load_tokenizer
 from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
-from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context
+from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve

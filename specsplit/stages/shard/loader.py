@@ -25,7 +25,6 @@ from specsplit.model.attention.function import NAME
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.recorded_cpu import StepShape
-from specsplit.model.computation import as_device, as_dtype
 from specsplit.model.files import load_config, translated
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVRequest
@@ -35,6 +34,8 @@ from specsplit.model.loader import (
     Loaded,
     allocate,
     as_context,
+    as_device,
+    as_dtype,
     pack,
     plan_slots,
 )
