@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
-from specsplit.gateway.sse import EventStream, end_early, error_response, logged, until_disconnect
+from specsplit.gateway.sse import Event, EventStream, end_early, error_response, logged, until_disconnect
 from specsplit.gateway.statistics import Detail
 from specsplit.limits import MAX_BODY_BYTES
 from specsplit.orchestrator.request import Request as GenerationRequest
@@ -218,13 +218,13 @@ def _card(model: ServedModel) -> dict[str, Any]:
 
 
 def _add_generation(app: FastAPI, gateway: Gateway) -> None:
-    async def answer(
+    def answers(
         request: Request, model: ServedModel, body: Generation, requests: list[GenerationRequest], form: Format
-    ) -> Response:
-        """Answer whole or as a stream; `requests` has `n` of each prompt in turn."""
+    ) -> Answers:
+        """Return the answers to `requests`, which has `n` of each prompt in turn."""
         prefix, request_id = "chatcmpl" if isinstance(body, ChatBody) else "cmpl", request.state.request_id
         num_prompt_tokens = sum(len(each.prompt_ids) for each in requests[:: body.n or 1])
-        answers = Answers(
+        return Answers(
             id=f"{prefix}-{request_id}",
             model=model,
             body=body,
@@ -236,30 +236,49 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
             is_prompt_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
             answering=partial(gateway.quotas.answering, _quota_of(request)),
         )
-        if body.stream:
-            return EventStream(answers.events())
-        return JSONResponse(await until_disconnect(request.receive, answers.whole()))
 
     @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         deadline = Deadline.from_now(body.timeout)
-        prompts = await until_disconnect(request.receive, prompt_ids(model, body, deadline))
-        form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
-        requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
-        return await answer(request, model, body, requests, form)
+
+        async def prepare() -> Answers:
+            prompts = await prompt_ids(model, body, deadline)
+            form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
+            requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
+            return answers(request, model, body, requests, form)
+
+        return await _answer(request, body, prepare)
 
     @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
         deadline = Deadline.from_now(body.timeout)
-        prompt = await until_disconnect(request.receive, conversation_ids(model, body, deadline))
-        limit = body.max_completion_tokens or body.max_tokens or model.identity.context
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        requests = make_requests(body, [prompt], limit, logprobs, request.state.caller, deadline)
-        return await answer(request, model, body, requests, ChatFormat(model, body))
+
+        async def prepare() -> Answers:
+            prompt = await conversation_ids(model, body, deadline)
+            limit = body.max_completion_tokens or body.max_tokens or model.identity.context
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            requests = make_requests(body, [prompt], limit, logprobs, request.state.caller, deadline)
+            return answers(request, model, body, requests, ChatFormat(model, body))
+
+        return await _answer(request, body, prepare)
+
+
+async def _answer(request: Request, body: Generation, prepare: Callable[[], Awaitable[Answers]]) -> Response:
+    """Answer whole, or as a stream, whose client has a word also while `prepare` encodes its prompt."""
+
+    async def events() -> AsyncGenerator[Event]:
+        async with aclosing((await prepare()).events()) as prepared:
+            async for event in prepared:
+                yield event
+
+    async def whole() -> Event:
+        return await (await prepare()).whole()
+
+    return EventStream(events()) if body.stream else JSONResponse(await until_disconnect(request.receive, whole()))
 
 
 def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from specsplit.gateway import server
+from specsplit.gateway import server, sse
 from specsplit.gateway.app import Gateway, create_app
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
@@ -102,3 +102,24 @@ async def test_nobody_encodes_for_a_client_that_has_left() -> None:
         assert b"200 OK" in await reader.readuntil(b"\r\n")
         writer.close()
     assert tokenizer.texts == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)], ids=["prompt", "chat"]
+)
+async def test_a_stream_has_words_while_its_prompt_is_encoded(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "QUIET_S", 0.05)
+    tokenizer = HeldTokenizer()
+    app = await gateway(FakeTarget(), tokenizer, Metrics())
+    async with serving_http(app, "127.0.0.1", 0) as running, asyncio.timeout(60):
+        host, port = running.address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request(path, **fields, max_tokens=1, stream=True))
+        try:
+            await reader.readuntil(b": working\n\n")
+        finally:
+            tokenizer.go_on.set()
+        assert b"finish_reason" in await reader.readuntil(b"data: [DONE]\n\n")
+        writer.close()
