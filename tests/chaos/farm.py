@@ -8,24 +8,42 @@ import queue
 import random
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import grpc.aio
 
 from tests.support.bad_network import BadNetwork
 from tests.support.certificates import Authority, Paths
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import ROOT, WorkerProcess
-from tests.support.stage_processes import local_pids
+from tests.support.rpc_servers import SERVING, health_of
 
 MODEL = "code"
-STAGED = "staged"
-"""The target that is cut into two stages."""
+GATEWAY, STAGED = "gateway", "staged"
+STAGES = {"stage 0": "0:6", "stage 1": "6:12"}
+"""The layers of each stage of the staged target."""
+WORKERS = ("draft", "target", STAGED, *STAGES)
 _OPTIONS = ("--dtype", "fp32", "--sessions", "8", "--threads", "1", "--metrics", "127.0.0.1:0")
-ROLES = ("draft", "target", STAGED)
 _LONGEST_S = 3.0
 """The longest that a fault lasts."""
+_LATE_S = 0.5
+"""Readers may notice so much later that a gateway was away."""
+_KINDS = {
+    "kill": (*WORKERS, GATEWAY),
+    "stop": (*WORKERS, GATEWAY),
+    "restart": (*WORKERS, GATEWAY),
+    "rotate certificates of": (*WORKERS, GATEWAY),
+    "cut": WORKERS,
+    "refuse": WORKERS,
+    "silence": WORKERS,
+    "delay": WORKERS,
+    "corrupt": WORKERS,
+}
+PAIRS = [(kind, part) for kind, parts in _KINDS.items() for part in parts]
+"""All kinds of faults with all parts that they may happen to."""
 Undo = Callable[[], Awaitable[None]]
 
 
@@ -42,12 +60,16 @@ class Fault:
 
 
 class Farm:
-    """A draft, a target, and a target in two stages that is its replica, behind a gateway; every link is bad at times.
+    """A draft, a target and its replica over two stages, behind a gateway; the links of workers are bad at times.
 
     Links have certificates, so a flipped bit is noticed, as TCP's checksum notices it elsewhere. Fresh processes
     start as a user's do, instead of being forked from one that has the imports. Half of the faults that are drawn are
     of a kind that begins with `often`, if it is named. The gateway waits `retry_s` for a target that does not answer.
     """
+
+    gateway: GatewayProcess
+    outage: str | None = None
+    """The kind of the fault that has taken the gateway away; None while it has to be there."""
 
     def __init__(self, folder: Path, *, is_fresh: bool = False, often: str = "", retry_s: float | None = None) -> None:
         self._retry = () if retry_s is None else ("--retry", str(retry_s))
@@ -56,24 +78,21 @@ class Farm:
         self._certificates: dict[str, Paths] = {}
         self.workers: dict[str, WorkerProcess] = {}
         self.networks: dict[str, BadNetwork] = {}
-        self.gateway: GatewayProcess
+        self.hit: set[str] = set()
+        """Parts to which something happens now."""
+        self._pile: list[tuple[str, str]] = []
         self._num_signed = 0
 
     async def __aenter__(self) -> Farm:
-        options = {"draft": (), "target": (), STAGED: ("--local-stages", "2")}
-        for part in ROLES:
-            (own := self._folder / part).mkdir()
-            role = "draft" if part == "draft" else "target"
-            arguments = (*self._identity(part, role).options(), *_OPTIONS, *options[part])
-            self.workers[part] = WorkerProcess(role, own, *arguments, is_fresh=self._is_fresh)
-        for part, worker in self.workers.items():
-            address = await asyncio.to_thread(lambda worker=worker: worker.address)
-            self.networks[part] = await self._stack.enter_async_context(BadNetwork(address))
-        places = {part: f"{MODEL}={network.address}" for part, network in self.networks.items()}
-        named = ("--draft", places["draft"], "--target", places["target"], "--target", places[STAGED])
-        (own := self._folder / "gateway").mkdir()
-        identity = self._identity("gateway", "gateway").options()
-        self.gateway = GatewayProcess(own, *named, *self._retry, *identity, tree=ROOT if self._is_fresh else None)
+        for part, layers in STAGES.items():
+            await self._add(part, "--layers", layers)
+        stages = ",".join(self.networks[part].address for part in STAGES)
+        await self._add(STAGED, "--stages", stages, "--health", "127.0.0.1:0")
+        await self._add("draft")
+        await self._add("target")
+        (self._folder / GATEWAY).mkdir()
+        self._identity(GATEWAY)
+        self.gateway = self._gateway("127.0.0.1:0", ROOT if self._is_fresh else None)
         await asyncio.to_thread(lambda: self.gateway.ready)
         return self
 
@@ -83,79 +102,105 @@ class Farm:
         for worker in self.workers.values():
             worker.close()
 
+    async def _add(self, part: str, *options: str) -> None:
+        """Start a worker, and a network that all others reach it through."""
+        (own := self._folder / part).mkdir()
+        words = (*self._identity(part).options(), *_OPTIONS, *options)
+        worker = WorkerProcess(_role(part), own, *words, is_fresh=self._is_fresh)
+        self.workers[part] = worker
+        address = await asyncio.to_thread(lambda: worker.address)
+        self.networks[part] = await self._stack.enter_async_context(BadNetwork(address))
+
+    def _gateway(self, http: str, tree: Path | None = None) -> GatewayProcess:
+        places = {part: f"{MODEL}={self.networks[part].address}" for part in ("draft", "target", STAGED)}
+        named = ("--draft", places["draft"], "--target", places["target"], "--target", places[STAGED])
+        identity = self._certificates[GATEWAY].options()
+        return GatewayProcess(self._folder / GATEWAY, *named, *self._retry, *identity, http=http, tree=tree)
+
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each part, and of each stage."""
-        stages = {f"stage {index}": pid for index, pid in local_pids(self.workers[STAGED]).items()}
-        workers = {part: worker.pid for part, worker in self.workers.items()}
-        return {"gateway": self.gateway.process.pid, **workers, **stages}
+        """The process of each part."""
+        return {GATEWAY: self.gateway.process.pid, **{part: worker.pid for part, worker in self.workers.items()}}
 
     @property
     def pages(self) -> dict[str, str]:
         """The address of each part's metrics."""
         workers = {part: str(worker.ready["metrics"]) for part, worker in self.workers.items()}
-        return {"gateway": str(self.gateway.ready["address"]), **workers}
+        return {GATEWAY: str(self.gateway.ready["address"]), **workers}
 
-    def _identity(self, part: str, role: str) -> Paths:
-        self._certificates[part] = self._authority.role(role, part)  # type: ignore[arg-type]
+    async def has_chain(self) -> bool:
+        """Return whether the staged target says that it is ready; nothing may have taken it away before the call."""
+        async with grpc.aio.insecure_channel(self.workers[STAGED].ready["health"]) as channel:
+            with suppress(grpc.aio.AioRpcError):
+                return await health_of(channel, "readiness") == SERVING
+        return False
+
+    def _identity(self, part: str) -> Paths:
+        self._certificates[part] = self._sign(part, part)
         return self._certificates[part]
 
-    def draw(self, rng: random.Random) -> Fault:
-        """Return a fault that may happen next."""
-        kinds: Mapping[str, tuple[str, ...]] = {
-            "kill": ROLES,
-            "stop": ROLES,
-            "cut": ROLES,
-            "refuse": ROLES,
-            "silence": ROLES,
-            "delay": ROLES,
-            "corrupt": ROLES,
-            "kill stage 0 of": (STAGED,),
-            "kill stage 1 of": (STAGED,),
-            "restart": ROLES,
-            "rotate certificates of": (*ROLES, "gateway"),
-        }
-        often = [kind for kind in sorted(kinds) if self._often and kind.startswith(self._often)]
-        kind = rng.choice(often if often and rng.random() < 0.5 else sorted(kinds))
-        return Fault(kind, rng.choice(kinds[kind]), rng.uniform(0.1, _LONGEST_S))
+    def _sign(self, part: str, name: str) -> Paths:
+        return self._authority.role(_role(part), name.replace(" ", "-"))  # type: ignore[arg-type]
+
+    def draw(self, rng: random.Random) -> Fault | None:
+        """Return a fault that may happen next, if one may: each pair happens before any happens again."""
+        if not self._pile:
+            self._pile = rng.sample(PAIRS, len(PAIRS))
+        free = [(kind, part) for kind, part in self._pile if part not in self.hit]
+        often = [(kind, part) for kind, part in PAIRS if part not in self.hit and kind.startswith(self._often)]
+        if self._often and often and rng.random() < 0.5:
+            kind, part = rng.choice(often)
+        elif free:
+            kind, part = free[0]
+            self._pile.remove(free[0])
+        else:
+            return None
+        return Fault(kind, part, rng.uniform(0.1, _LONGEST_S))
 
     async def happen(self, fault: Fault) -> None:
-        """Let a fault happen, last, and be over; a worker that was killed serves again afterwards."""
+        """Let a fault happen, last, and be over; a process that was killed serves again afterwards."""
+        self.hit.add(fault.part)
         undo = await self._begin(fault)
         await asyncio.sleep(fault.lasts_s)
         await undo()
+        self.hit.remove(fault.part)
 
     async def _begin(self, fault: Fault) -> Undo:
         part = fault.part
-        if fault.kind.startswith("rotate"):
-            self._num_signed += 1
-            renewed = self._authority.role(self._role(part), f"{part}-{self._num_signed}")
-            mine = self._certificates[part]
-            shutil.copyfile(renewed.key, mine.key)
-            shutil.copyfile(renewed.cert, mine.cert)
-            return _nothing
-        worker, network = self.workers[part], self.networks[part]
         match fault.kind:
-            case "kill":
-                await asyncio.to_thread(worker.kill)
-                return lambda: self._start(worker)
-            case "restart":
-                await asyncio.to_thread(worker.stop)
-                return lambda: self._start(worker)
+            case "kill" | "restart":
+                return await self._end(fault)
             case "stop":
-                os.kill(worker.pid, signal.SIGSTOP)
-                return lambda: _signal(worker.pid, signal.SIGCONT)
-            case "kill stage 0 of" | "kill stage 1 of":
-                await _signal(local_pids(worker)[int(fault.kind.split()[2])], signal.SIGKILL)
-                return _nothing
+                pid = self.pids[part]
+                _signal(pid, signal.SIGSTOP)
+                return lambda: asyncio.to_thread(_signal, pid, signal.SIGCONT)
             case "cut":
-                await network.cut()
+                await self.networks[part].cut()
                 return _nothing
             case "refuse":
-                await network.refuse()
-                return network.open
+                await self.networks[part].refuse()
+                return self.networks[part].open
+            case "silence" | "delay" | "corrupt":
+                return await self._disturb(fault.kind, self.networks[part])
             case _:
-                return await self._disturb(fault.kind, network)
+                self._rotate(part)
+                return _nothing
+
+    async def _end(self, fault: Fault) -> Undo:
+        if fault.part != GATEWAY:
+            worker = self.workers[fault.part]
+            await asyncio.to_thread(worker.kill if fault.kind == "kill" else worker.stop)
+            return lambda: self._start(worker)
+        self.outage = fault.kind
+        http = str(self.gateway.ready["address"])
+        await asyncio.to_thread(self.gateway.close if fault.kind == "kill" else self.gateway.stop)
+        return lambda: self._start_gateway(http)
+
+    def _rotate(self, part: str) -> None:
+        self._num_signed += 1
+        renewed, mine = self._sign(part, f"{part}-{self._num_signed}"), self._certificates[part]
+        shutil.copyfile(renewed.key, mine.key)
+        shutil.copyfile(renewed.cert, mine.cert)
 
     async def _disturb(self, kind: str, network: BadNetwork) -> Undo:
         conditions = {
@@ -172,8 +217,11 @@ class Farm:
 
         return heal
 
-    def _role(self, part: str) -> str:
-        return {"draft": "draft", "gateway": "gateway"}.get(part, "target")
+    async def _start_gateway(self, http: str) -> None:
+        self.gateway = self._gateway(http)
+        await asyncio.to_thread(lambda: self.gateway.ready)
+        await asyncio.sleep(_LATE_S)
+        self.outage = None
 
     @staticmethod
     async def _start(worker: WorkerProcess) -> None:
@@ -184,10 +232,14 @@ class Farm:
             raise TimeoutError(f"The {worker.role} does not serve again: {worker.stderr}") from error
 
 
+def _role(part: str) -> str:
+    return "target" if part == STAGED else part.split(maxsplit=1)[0]
+
+
 async def _nothing() -> None:
     """Undo what is over by itself."""
 
 
-async def _signal(pid: int, number: signal.Signals) -> None:
+def _signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ _LIMIT_S = 120.0
 _MOST_MESSAGES = 20
 _NOBODY = "connection refused"
 """The error of a request for which nobody listened."""
+_LOST = "connection lost"
+"""The error of a request whose gateway ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Notes:
     """The first errors, whole."""
     num_refused: int = 0
     """Connections that nobody accepted."""
+    num_unexplained: int = 0
+    """Those of them for which no fault had taken the gateway away."""
     untyped: list[str] = field(default_factory=list[str])
     num_requests: int = 0
     """Requests that have come to their end, well or not."""
@@ -90,10 +94,13 @@ async def read_on(
     has_ended: asyncio.Event,
     seed: int,
     headers: Mapping[str, str] | None = None,
+    outage: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Send requests one after the other until the end, and compare their texts.
 
-    Each goes to one of `urls`, and to the next one only if nobody listens there; nothing else is tried again.
+    Each goes to one of `urls`, and to the next one only if nobody listens there; nothing else is tried again. `outage`
+    says by which fault the gateway is away: "kill" may break any connection, "restart" one on which no answer has
+    begun (it was kept from an earlier request, and closed as this one was sent), and no other may break.
     """
     rng, kinds = random.Random(seed), sorted(expected, key=repr)
     async with httpx.AsyncClient(timeout=_LIMIT_S, headers=headers) as client:
@@ -101,7 +108,7 @@ async def read_on(
             kind = rng.choice(kinds)
             texts, error = [], None
             for url in rng.sample(urls, len(urls)):
-                texts, error = await _read(client, url, kind, notes)
+                texts, error = await _read(client, url, kind, notes, outage)
                 if error != _NOBODY:
                     break
                 notes.num_refused += 1
@@ -117,12 +124,15 @@ async def read_on(
                 notes.wrong.append({"request": kind.body(), "beginning": "".join(texts), "expected": expected[kind]})
 
 
-async def _read(client: httpx.AsyncClient, url: str, kind: Kind, notes: Notes) -> tuple[Sequence[str], str | None]:
+async def _read(
+    client: httpx.AsyncClient, url: str, kind: Kind, notes: Notes, outage: Callable[[], str | None]
+) -> tuple[Sequence[str], str | None]:
     """Return the pieces of the text, and the code of the error that ended it, if one did."""
     loop, texts = asyncio.get_running_loop(), list[str]()
-    last_s, reason = loop.time(), None
+    last_s, reason, has_answer = loop.time(), None, False
     try:
         async with client.stream("POST", f"{url}/v1/completions", json=kind.body()) as answer:
+            has_answer = True
             if answer.status_code != 200:
                 return [], _code(json.loads(await answer.aread()), notes)
             async for line in answer.aiter_lines():
@@ -138,17 +148,26 @@ async def _read(client: httpx.AsyncClient, url: str, kind: Kind, notes: Notes) -
                 for choice in event["choices"]:
                     texts.append(choice["text"])
                     reason = choice["finish_reason"] or reason
-    except httpx.ConnectError:
-        return [], _NOBODY
     except (httpx.HTTPError, ValueError) as error:
-        notes.untyped.append(f"{type(error).__name__}: {error}")
-        return texts, type(error).__name__
+        return texts, _broken(error, notes, outage(), has_answer=has_answer)
     finally:
         notes.silences.append((loop.time(), loop.time() - last_s))
     if reason is None:
         notes.untyped.append("a stream ended without a reason")
         return texts, "no finish_reason"
     return texts, None
+
+
+def _broken(error: Exception, notes: Notes, outage: str | None, *, has_answer: bool) -> str:
+    """Return the code of a connection that was refused or broke, for which the gateway has to be away."""
+    if isinstance(error, httpx.ConnectError):
+        notes.num_unexplained += outage is None
+        return _NOBODY
+    is_excused = outage == "kill" or (outage == "restart" and not has_answer)
+    if is_excused and isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+        return _LOST
+    notes.untyped.append(f"{type(error).__name__}: {error}")
+    return type(error).__name__
 
 
 def _code(body: Mapping[str, Any], notes: Notes) -> str:
