@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
-from specsplit.engine.admission import AGE_S
+from specsplit.engine.admission import aged
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, RetryPolicy
 from specsplit.speculation.cost_model import RoundMode
@@ -42,7 +42,7 @@ class _Turns:
     def __init__(self, limit: int | None) -> None:
         self._num_free = math.inf if limit is None else limit
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        """A heap by time of arrival, earlier by AGE_S for each level of priority."""
+        """A heap by age and number."""
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ class _Turns:
     async def _wait(self, priority: int) -> None:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._waiting, (loop.time() - AGE_S * priority, next(self._numbers), turn))
+        heapq.heappush(self._waiting, (aged(loop.time(), priority), next(self._numbers), turn))
         try:
             await turn
         except asyncio.CancelledError:

@@ -95,7 +95,7 @@ def orchestrate(
     config: options.Config = None,
     target: options.Target = None,
     draft: options.Draft = None,
-    priority: options.Priority = 5,
+    priority: options.Priority = defaults.DEFAULT_PRIORITY,
     timeout: options.Timeout = None,
     retry: options.Retry = defaults.RETRY_S,
     draft_patience: options.DraftPatience = defaults.DRAFT_PATIENCE_S,

@@ -27,6 +27,7 @@ DEVICE: DeviceName = "cpu"
 ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
+DEFAULT_PRIORITY = 5
 DEFAULT_NODES = 4
 """Tree nodes verified in a fixed mode, and in `auto` at first; these three were measured on the embedded pair."""
 DEFAULT_DEPTH = 3

@@ -12,7 +12,7 @@ from pydantic_settings import NoDecode
 
 from specsplit.core import defaults
 from specsplit.core.defaults import EMBEDDED, Dtype, EndsAt, Mode, PrefixReuse
-from specsplit.core.types import DEFAULT_PRIORITY, SamplingParams
+from specsplit.core.types import SamplingParams
 from specsplit.limits import MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 
@@ -266,7 +266,7 @@ class OrchestratorSettings(LinkSettings):
     chat: bool = False
     chat_template_kwargs: Annotated[dict[Any, Any], NoDecode, BeforeValidator(_object)] = {}
     """Variables of the chat template; whoever makes a request checks them, by what the template reads."""
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = DEFAULT_PRIORITY
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = defaults.DEFAULT_PRIORITY
     timeout: PositiveNumber | None = None  # seconds from the request to its deadline
     retry: Seconds = defaults.RETRY_S  # seconds for which an unreachable target is tried again
     draft_patience: PositiveNumber = defaults.DRAFT_PATIENCE_S

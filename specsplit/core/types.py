@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from specsplit.core.defaults import DEFAULT_PRIORITY
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
@@ -20,7 +21,6 @@ Note = Callable[[str], None]
 """Shows the user one sentence about what is going on."""
 PROTOCOL_VERSION = 2
 """Version of the messages between processes; processes of different versions refuse each other."""
-DEFAULT_PRIORITY = 5
 ROOT = 0
 """The parent of a root's children in every message."""
 

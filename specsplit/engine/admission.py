@@ -31,6 +31,12 @@ _RATE_S, _RATE_SLOTS = 60.0, 32
 _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.5, 30.0
 
 
+def aged(since_s: float, priority: int) -> float:
+    """Return the sort key of somebody who has waited since then: earlier by AGE_S for each level of priority."""
+    # It never changes. Every later arrival, whatever its priority, ranks behind in the end, so nobody starves.
+    return since_s - AGE_S * priority
+
+
 @record
 class Opening:
     """A call that needs a slot: whose it is, and how urgent. The higher of two priorities goes first.
@@ -66,11 +72,10 @@ class _Waiter:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """Sort key: the time of arrival, earlier by AGE_S for each level of priority. It never changes."""
-        # As time passes, every later arrival of whatever priority ranks behind: nobody is overtaken for ever.
+        """Sort key, which never changes: background work comes last, others by age."""
         priority, since_s = self.opening.priority, self.opening.since_s
         began_s = self.arrived_s if since_s is None else since_s
-        return priority is None, began_s - AGE_S * (priority or 0), self.number
+        return priority is None, aged(began_s, priority or 0), self.number
 
 
 class FreedRate:

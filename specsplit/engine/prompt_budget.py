@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from specsplit.core.types import DEFAULT_PRIORITY, SessionParams
-from specsplit.engine.admission import AGE_S
+from specsplit.core.defaults import DEFAULT_PRIORITY
+from specsplit.core.types import SessionParams
+from specsplit.engine.admission import aged
 from specsplit.engine.batch import num_attended
 from specsplit.engine.callers import caller_of
 from specsplit.engine.fair_share import DeficitRoundRobin
@@ -210,10 +211,9 @@ class PromptBudget:
         return min(task.num_rows, self.max_chunk or task.num_rows)
 
     def _rank(self, task: Cuttable) -> float:
-        """Return the sort key within a caller: the time of arrival, earlier by AGE_S for each level of priority."""
-        # As in the queue before the slots: every later arrival ranks behind in the end, so nobody starves.
+        """Return the sort key within a caller, as in the queue before the slots."""
         params = self._params(task)
-        return task.arrived_s - AGE_S * (params.priority if params is not None else DEFAULT_PRIORITY)
+        return aged(task.arrived_s, params.priority if params is not None else DEFAULT_PRIORITY)
 
     def _params(self, task: Cuttable) -> SessionParams | None:
         return self.params_of(task.session) if task.session is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specsplit.core.record import record
-from specsplit.engine.admission import AGE_S
+from specsplit.engine.admission import aged
 
 
 @record
@@ -51,7 +51,7 @@ class Seniority:
         before = self._preempted.pop(key, None)
         self._num_opened += 1
         opened_s = self._now()
-        self._ranks[key] = before.rank if before else Rank(opened_s - AGE_S * priority, self._num_opened, opened_s)
+        self._ranks[key] = before.rank if before else Rank(aged(opened_s, priority), self._num_opened, opened_s)
 
     def of(self, key: str) -> Rank:
         """Return the rank of an open session."""

@@ -10,12 +10,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from specsplit.core.defaults import DRAFT_PATIENCE_S, RETRY_S, Mode
+from specsplit.core.defaults import DEFAULT_PRIORITY, DRAFT_PATIENCE_S, RETRY_S, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
 from specsplit.core.types import (
-    DEFAULT_PRIORITY,
     FinishReason,
     Identity,
     Proposal,

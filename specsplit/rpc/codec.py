@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from specsplit import limits
+from specsplit.core.defaults import DEFAULT_PRIORITY
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import (
-    DEFAULT_PRIORITY,
     ROOT,
     Identity,
     Proposal,

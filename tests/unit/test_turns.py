@@ -8,9 +8,9 @@ import pytest
 
 from specsplit.assembly.requests import make_request, request_settings
 from specsplit.assembly.workers import Placement, Workers
+from specsplit.core.defaults import DEFAULT_PRIORITY
 from specsplit.core.errors import ContextExceeded, InvalidSettings
 from specsplit.core.sections import OrchestratorSettings
-from specsplit.core.types import DEFAULT_PRIORITY
 from specsplit.orchestrator.request import Request
 from tests.support.fakes import FakeTarget, FakeTokenizer
 from tests.support.virtual_time import run_virtual
